@@ -1,0 +1,191 @@
+"""The non-uniform checkpoint: what a pruned folder holds, how it is checked, and how it is written in one piece.
+
+A pruned checkpoint is a normal Hugging Face folder. What makes it ours is in `config.json` (`ddp_layers`, see
+`remote_code/widths.py`), in the Python files that travel with it, and in `ddp_masks.safetensors`.
+Nothing here imports torch.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.errors import CheckpointError, OutputError
+from ddp_vllm.remote_code.widths import LayerWidths, WidthsError, check_shapes, folder_shapes, parse_layers
+
+MASKS_FILE = "ddp_masks.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MODEL_TYPE_PREFIX = "ddp_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A pruned checkpoint on disk, checked."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """`config.json` as it stands; stock fields hold the dense values."""
+    layers: tuple[LayerWidths, ...]
+    shapes: Mapping[str, list[int]]
+    """Shape of every weight on disk."""
+    provenance: Mapping[str, Any]
+    """Recipe, budget and quality, from the metadata of the masks file; empty if that file is missing."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters on disk; tied embeddings count once."""
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    @property
+    def head_dim(self) -> int:
+        return head_dim(self.config)
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Return the size of one attention head, from a config as plain data."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON file of a checkpoint.
+
+    Raises: CheckpointError if it is missing or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; is this the folder of a model?") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download or export it again") from error
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read and check a pruned checkpoint without loading a weight.
+
+    Raises: CheckpointError if it is no pruned checkpoint, if its widths are negative, fractional or above the dense
+        ones, if a tensor is missing or has another shape than its widths ask for, or if its index points elsewhere.
+    """
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or "ddp_layers" not in config:
+        raise CheckpointError(f"{folder} is not a pruned checkpoint: its config.json has no ddp_layers; prune it first")
+    _check_index(folder)
+    try:
+        layers = parse_layers(config)
+        shapes = dict(folder_shapes(folder))
+        for _ in check_shapes(shapes.items(), layers, head_dim(config)):
+            pass
+    except (WidthsError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {_one_line(error)}") from error
+    _check_complete(folder, layers, shapes)
+    return Checkpoint(
+        folder=folder, config=config, layers=layers, shapes=shapes, provenance=read_provenance(folder / MASKS_FILE)
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return str(error) if isinstance(error, WidthsError) else f"config.json lacks or misuses {error}"
+
+
+def _check_index(folder: Path) -> None:
+    """The index may only name safetensors files of this folder, and each of them must be there."""
+    if not any(folder.glob("model*.safetensors")):
+        raise CheckpointError(f"{folder} holds no model*.safetensors; only safetensors weights are read")
+    if not (folder / INDEX_FILE).exists():
+        return
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
+    for file in sorted(set(map(str, weight_map.values()))):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{folder / INDEX_FILE} names {file!r}, which is not a safetensors file of this folder"
+            )
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder} lacks the weight file {file} of its index; copy the folder again, whole")
+
+
+def _check_complete(folder: Path, layers: tuple[LayerWidths, ...], shapes: Mapping[str, list[int]]) -> None:
+    """Every block that the widths keep must have its output projection, every kept expert its own tensors."""
+    present = set(re.findall(r"layers\.(\d+)\.\S*?(o_proj|experts\.\d+|mlp\.down_proj)\b", " ".join(shapes)))
+    for index, layer in enumerate(layers):
+        needed = ["o_proj"] * bool(layer.num_kv_heads)
+        if layer.expert_intermediate_sizes is None:
+            needed += ["mlp.down_proj"] * bool(layer.intermediate_size)
+        else:
+            needed += [f"experts.{expert}" for expert, width in enumerate(layer.expert_intermediate_sizes) if width]
+        for module in needed:
+            if (str(index), module) not in present:
+                raise CheckpointError(f"{folder}: layer {index} lacks the tensors of {module}; export it again")
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """Return what a masks file says about its making; {} if there is none. Raises: CheckpointError."""
+    if not path.exists():
+        return {}
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+        provenance = json.loads(metadata.get("ddp", "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
+    return dict(provenance)
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that exists, before any work is done.
+
+    Raises: OutputError if `output` exists and `overwrite` is off, or if it is no folder we could have written.
+    """
+    if not output.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
+    if not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").exists()):
+        raise OutputError(
+            f"{output} is not the folder of a model, so --overwrite leaves it alone; choose another folder"
+        )
+
+
+@contextmanager
+def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `output` that becomes `output` when the block ends without an error.
+
+    Files are synced before the rename, so a crash leaves the old folder, the new one or none, never half of one.
+    Raises: OutputError as `check_output`.
+    """
+    check_output(output, overwrite=overwrite)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        temporary.chmod(0o755)
+        yield temporary
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)
+                _sync(path)
+        _sync(temporary)
+        if output.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
+            os.rename(output, old / "folder")
+            os.rename(temporary, output)
+            shutil.rmtree(old)
+        else:
+            os.rename(temporary, output)
+        _sync(output.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

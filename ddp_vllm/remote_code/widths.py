@@ -1,0 +1,185 @@
+"""The widths of a non-uniform model: one entry a layer, checked before anything is allocated.
+
+`config.json` keeps every stock field at its dense value and adds one key:
+
+    "ddp_layers": [{"query_heads_per_kv_head": [3, 2, 1], "intermediate_size": 1203}, …]
+
+One entry a layer. `query_heads_per_kv_head` has one number for each kept KV head: the query heads it still
+serves, next to each other in `q_proj`; an empty list means the layer has no attention any more.
+`intermediate_size` 0 means it has no MLP. Layers with routed experts carry `expert_intermediate_sizes`,
+one width an expert, 0 for an expert that is gone.
+
+This file travels inside checkpoints: standard library only.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(weight|bias)$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(?:gate_proj|up_proj|down_proj|w1|w2|w3)$")
+_INPUT_SIDE = ("o_proj", "down_proj", "w2")  # pruned along their inputs, the last axis of the weight
+
+
+class WidthsError(ValueError):
+    """The widths contradict the dense model, or the tensors contradict the widths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWidths:
+    """What one decoder layer has left."""
+
+    query_heads_per_kv_head: tuple[int, ...]
+    """Query heads left for each kept KV head, in order; empty: no attention."""
+    intermediate_size: int
+    """MLP channels left; 0: no MLP (or none that was pruned, where there are routed experts)."""
+    expert_intermediate_sizes: tuple[int, ...] | None = None
+    """Channels left in each routed expert; None: the layer has no routed experts."""
+
+    @property
+    def num_query_heads(self) -> int:
+        return sum(self.query_heads_per_kv_head)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return len(self.query_heads_per_kv_head)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of `ddp_layers` that `parse_layers` reads back."""
+        entry: dict[str, Any] = {
+            "query_heads_per_kv_head": list(self.query_heads_per_kv_head),
+            "intermediate_size": self.intermediate_size,
+        }
+        if self.expert_intermediate_sizes is not None:
+            entry["expert_intermediate_sizes"] = list(self.expert_intermediate_sizes)
+        return entry
+
+
+def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
+    """Read and check `ddp_layers` against the dense fields of the same `config.json`.
+
+    Raises: WidthsError, naming the layer, the value and its limit.
+    """
+    entries = config.get("ddp_layers")
+    num_layers = config["num_hidden_layers"]
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise WidthsError("config.json: ddp_layers must be a list with one entry a layer; export the checkpoint again")
+    if len(entries) != num_layers:
+        raise WidthsError(
+            f"config.json: ddp_layers has {len(entries)} entries for {num_layers} layers; export the checkpoint again"
+        )
+    return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
+
+
+def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidths:
+    where = f"config.json: ddp_layers[{index}]"
+    if not isinstance(entry, Mapping):
+        raise WidthsError(f"{where} is {entry!r}, not an object; export the checkpoint again")
+    unknown = set(entry) - {"query_heads_per_kv_head", "intermediate_size", "expert_intermediate_sizes"}
+    if unknown:
+        raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; a newer ddp-vllm wrote it?")
+    num_heads = config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    heads = _integers(
+        entry.get("query_heads_per_kv_head"), f"{where}.query_heads_per_kv_head", 1, num_heads // num_kv_heads
+    )
+    if len(heads) > num_kv_heads:
+        raise WidthsError(f"{where}.query_heads_per_kv_head has {len(heads)} KV heads, the dense model {num_kv_heads}")
+    dense_width = config["intermediate_size"]
+    width = _integer(entry.get("intermediate_size"), f"{where}.intermediate_size", 0, dense_width)
+    experts = None
+    if entry.get("expert_intermediate_sizes") is not None:
+        name = f"{where}.expert_intermediate_sizes"
+        experts = _integers(
+            entry["expert_intermediate_sizes"], name, 0, config.get("moe_intermediate_size") or dense_width
+        )
+        num_experts = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+        if len(experts) != num_experts:
+            raise WidthsError(f"{name} has {len(experts)} widths for {num_experts} experts; export again")
+    return LayerWidths(query_heads_per_kv_head=heads, intermediate_size=width, expert_intermediate_sizes=experts)
+
+
+def _integer(value: Any, where: str, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise WidthsError(f"{where} is {value!r}, not an integer; export the checkpoint again")
+    if not low <= value <= high:
+        raise WidthsError(f"{where} is {value}, outside {low}…{high} of the dense model; export the checkpoint again")
+    return value
+
+
+def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise WidthsError(f"{where} is {values!r}, not a list of integers; export the checkpoint again")
+    return tuple(_integer(value, f"{where}[{i}]", low, high) for i, value in enumerate(values))
+
+
+def expected_width(name: str, layers: Sequence[LayerWidths], head_dim: int) -> tuple[int, int] | None:
+    """Return the axis of tensor `name` that pruning changes and its length, or None if pruning leaves it alone.
+
+    `name` ends as in the dense family: `layers.3.self_attn.q_proj.weight`, `layers.3.mlp.experts.7.up_proj.weight`.
+    A block that is gone has length 0.
+    """
+    match = _LAYER.search(name)
+    if match is None:
+        return None
+    layer, module, kind = layers[int(match[1])], match[2], match[3]
+    projection = module.rsplit(".", 1)[-1]
+    if expert := _EXPERT.search(f".{module}"):
+        length = (layer.expert_intermediate_sizes or ())[int(expert[1])]
+    elif projection in ("q_proj", "o_proj"):
+        length = layer.num_query_heads * head_dim
+    elif projection in ("k_proj", "v_proj"):
+        length = layer.num_kv_heads * head_dim
+    elif module in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+        length = layer.intermediate_size
+    else:
+        return None
+    if projection not in _INPUT_SIDE:
+        return 0, length
+    return (1, length) if kind == "weight" else None  # an output bias is as long as the hidden state
+
+
+def check_shapes(
+    shapes: Iterable[tuple[str, Sequence[int]]], layers: Sequence[LayerWidths], head_dim: int
+) -> Iterator[str]:
+    """Yield each tensor name after checking its shape against the widths.
+
+    Raises: WidthsError, naming the tensor, its length and the length the widths ask for.
+    """
+    for name, shape in shapes:
+        expected = expected_width(name, layers, head_dim)
+        if expected is not None:
+            axis, length = expected
+            if length == 0:
+                raise WidthsError(f"tensor {name} belongs to a block that ddp_layers says is gone; export again")
+            if axis >= len(shape) or shape[axis] != length:
+                raise WidthsError(
+                    f"tensor {name} has shape {list(shape)}, but ddp_layers asks for {length} along axis {axis}; "
+                    "config.json and the weights are of different checkpoints"
+                )
+        yield name
+
+
+def folder_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Yield (tensor name, shape) from the headers of every safetensors file of a local checkpoint, weights untouched.
+
+    The masks file is not part of the weights and is left out.
+    """
+    for path in sorted(folder.glob("model*.safetensors")):
+        with open(path, "rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= 100_000_000:
+                raise WidthsError(f"{path} is no safetensors file: its header says {length} bytes; download it again")
+            try:
+                header = json.loads(file.read(length))
+            except ValueError as error:
+                raise WidthsError(f"{path} is no safetensors file: its header is no JSON; download it again") from error
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, entry["shape"]
