@@ -1,0 +1,97 @@
+"""The model card that a pruned checkpoint carries: what was removed, what it cost, how to serve it."""
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ddp_prune.source import Source
+from ddp_prune.summary import Totals, removed_parameters, totals
+from ddp_vllm.checkpoint import Checkpoint
+
+TEXT = """# {name}
+
+{dense} with structure removed by [ddp-vllm](https://pypi.org/project/ddp-vllm/): attention heads and MLP channels that
+learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
+rest are folded into the weights. Weights were frozen throughout.
+
+```bash
+pip install "ddp-vllm[serve]"
+vllm serve ./{name} --trust-remote-code
+```
+
+In plain transformers, with no ddp-vllm installed:
+`AutoModelForCausalLM.from_pretrained("./{name}", trust_remote_code=True)`.
+
+| | dense | pruned | removed |
+|---|---|---|---|
+{rows}
+
+{quality}
+
+Tensor-parallel sizes that split every layer without padding: {tp}.
+
+## Widths
+
+| layer | query heads for each KV head | MLP channels |
+|---|---|---|
+{layers}
+"""
+
+
+def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
+    """Return the Markdown of the card; `name` is the folder's."""
+    counts = totals(checkpoint)
+    dense_parameters = checkpoint.num_parameters + removed_parameters(checkpoint)
+    rows = [
+        _row("KV heads", counts.dense_kv_heads, counts.kv_heads),
+        _row("query heads", counts.dense_query_heads, counts.query_heads),
+        _row("MLP channels", counts.dense_channels, counts.channels),
+        _row("parameters", dense_parameters, checkpoint.num_parameters),
+    ]
+    layers = [
+        f"| {index} | {' '.join(map(str, layer.query_heads_per_kv_head)) or '–'} | {layer.intermediate_size or '–'} |"
+        for index, layer in enumerate(checkpoint.layers)
+    ]
+    data = ModelCardData(
+        library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation", license=None
+    )
+    dense = str(checkpoint.provenance.get("recipe", {}).get("model") or source.folder.name)
+    if "/" in dense and not dense.startswith((".", "/")) and dense.count("/") == 1:
+        data.base_model = dense
+    text = TEXT.format(
+        name=name,
+        dense=dense.rstrip("/").rsplit("/", 1)[-1],
+        rows="\n".join(rows),
+        quality=_quality(checkpoint),
+        tp=", ".join(map(str, valid_tensor_parallel_sizes(counts, checkpoint))),
+        layers="\n".join(layers),
+    )
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _row(label: str, dense: int, kept: int) -> str:
+    return f"| {label} | {dense:,} | {kept:,} | {1 - kept / dense:.1%} |"
+
+
+def _quality(checkpoint: Checkpoint) -> str:
+    quality = checkpoint.provenance.get("perplexity")
+    if not quality:
+        return "Quality was not measured when this checkpoint was written."
+    return (
+        f"Perplexity on held-out text of {checkpoint.provenance['recipe']['data'].rsplit('/', 1)[-1]} "
+        f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}."
+    )
+
+
+def valid_tensor_parallel_sizes(counts: Totals, checkpoint: Checkpoint) -> list[int]:
+    """Return the sizes up to 8 at which every layer's heads and channels split evenly over the devices."""
+    return [
+        size
+        for size in range(1, 9)
+        if checkpoint.config["num_attention_heads"] % size == 0
+        and all(
+            layer.num_query_heads % size == 0
+            and (layer.num_kv_heads % size == 0 or (layer.num_kv_heads and size % layer.num_kv_heads == 0))
+            and len(set(layer.query_heads_per_kv_head)) <= 1
+            and layer.intermediate_size % size == 0
+            for layer in checkpoint.layers
+        )
+    ]

@@ -1,0 +1,214 @@
+"""From masks to a checkpoint: slice, fold, round once, write the whole Hugging Face folder in one piece.
+
+Every weight is read, cut and written tensor by tensor, so memory stays near one output shard whatever the model.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ddp_prune.families import Family
+from ddp_prune.gates import Masks, unit_shapes
+from ddp_prune.source import COMPANIONS, Source, open_source
+from ddp_vllm import __version__
+from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, MODEL_TYPE_PREFIX, atomic_folder, read_checkpoint, read_json
+from ddp_vllm.errors import CheckpointError
+from ddp_vllm.remote_code import FILES
+from ddp_vllm.remote_code.widths import LayerWidths
+
+MAX_SHARD_BYTES = 4_000_000_000
+
+
+def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidths]:
+    """Return what each layer keeps: units whose gate is above 0."""
+    sizes, widths = source.sizes, []
+    for heads_U, channels_U in zip(gates["attn"] > 0, gates["mlp"] > 0, strict=True):
+        if head_unit == "kv-group":
+            counts = [sizes.group_size] * int(heads_U.sum())
+        else:
+            counts = [int(n) for n in heads_U.view(sizes.num_kv_heads, -1).sum(1) if n]
+        widths.append(LayerWidths(query_heads_per_kv_head=tuple(counts), intermediate_size=int(channels_U.sum())))
+    return widths
+
+
+class Slicer:
+    """Cuts the tensors of one model: which rows and columns of a named tensor stay, and what they are scaled by."""
+
+    def __init__(self, gates: Masks, source: Source, head_unit: str) -> None:
+        sizes, family = source.sizes, source.family
+        repeat = sizes.group_size if head_unit == "kv-group" else 1
+        heads_LQ = gates["attn"].repeat_interleave(repeat, dim=1)  # a gate for every query head
+        kv_heads_LK = (heads_LQ > 0).view(sizes.num_layers, sizes.num_kv_heads, -1).any(-1)
+        queries_LR = heads_LQ.repeat_interleave(sizes.head_dim, dim=1)
+        keys_LR = kv_heads_LK.repeat_interleave(sizes.head_dim, dim=1).float()
+        self.rows = dict.fromkeys(family.query_rows, queries_LR)
+        self.rows |= dict.fromkeys(family.key_value_rows, keys_LR)
+        self.rows |= dict.fromkeys(family.channel_rows, gates["mlp"])
+        self.columns = {family.attention_output: queries_LR, family.mlp_output: gates["mlp"]}
+        self.norms = {family.attention_norm: gates["attn"], family.mlp_norm: gates["mlp"]}
+        self.prefix = f"{family.layers}."
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what is left of `tensor`, or None if its block is gone; gates are folded in fp32, rounded once."""
+        if not name.startswith(self.prefix):
+            return tensor
+        index, _, rest = name.removeprefix(self.prefix).partition(".")
+        module, _, kind = rest.rpartition(".")
+        if module in self.rows:
+            keep = self.rows[module][int(index)] > 0
+            return tensor[keep].contiguous() if keep.any() else None
+        if module in self.columns:
+            scale = self.columns[module][int(index)]
+            keep = scale > 0
+            if not keep.any():
+                return None
+            if kind == "bias":  # added after the gates, so neither cut nor scaled
+                return tensor
+            return (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
+        if module in self.norms and not self.norms[module][int(index)].gt(0).any():
+            return None
+        return tensor
+
+
+def export(
+    source: Source,
+    gates: Masks,
+    output: Path,
+    *,
+    head_unit: str,
+    provenance: Mapping[str, Any],
+    z: Masks | None = None,
+    overwrite: bool = False,
+    extra_files: Mapping[str, str] | None = None,
+) -> None:
+    """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card.
+
+    `gates` are float32 [L, U] a module type with 0 for what goes; `head_unit` says what an attention unit is;
+    `extra_files` maps file names to their text. The output appears whole or not at all.
+    Raises: OutputError if it exists and `overwrite` is off.
+    """
+    from ddp_prune.card import model_card
+
+    widths = layer_widths(gates, source, head_unit)
+    with atomic_folder(output, overwrite=overwrite) as folder:
+        _copy_companions(source.folder, folder)
+        config = pruned_config(source.config, source.family, widths)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for file in FILES:
+            shutil.copyfile(file, folder / file.name)
+        _write_weights(source, Slicer(gates, source, head_unit), folder)
+        tensors = {f"{kind}.gates": value for kind, value in gates.items()}
+        tensors |= {f"{kind}.z": value for kind, value in (z or {}).items()}
+        provenance = {"ddp_vllm": __version__, "head_unit": head_unit, **provenance}
+        save_file(tensors, folder / MASKS_FILE, {"ddp": json.dumps(provenance)})
+        for name, text in (extra_files or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(model_card(read_checkpoint(folder), source, output.name), encoding="utf-8")
+
+
+def pruned_config(config: Mapping[str, Any], family: Family, widths: list[LayerWidths]) -> dict[str, Any]:
+    """Return the dense config with its widths, its own type and the classes that load it."""
+    head = {
+        "architectures": [family.pruned_architecture],
+        "model_type": MODEL_TYPE_PREFIX + str(config["model_type"]),
+        "auto_map": {
+            "AutoConfig": f"configuration_ddp.{family.pruned_config}",
+            "AutoModelForCausalLM": f"modeling_ddp.{family.pruned_architecture}",
+        },
+    }
+    rest = {key: value for key, value in config.items() if key not in head and key != "_name_or_path"}
+    rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file() and file.name != "config.json":
+                shutil.copyfile(file, target / file.name)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a dense checkpoint; with an index, the ones it names."""
+    if (folder / INDEX_FILE).exists():
+        names = sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
+        return [folder / Path(name).name for name in names]
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
+def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
+    """Cut every tensor and write shards of at most MAX_SHARD_BYTES, one in memory at a time."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        save_file(held, folder / f"shard-{len(shards)}.tmp", {"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in _cut_tensors(source, slicer):
+        if held and sum(map(_num_bytes, held.values())) + _num_bytes(tensor) > MAX_SHARD_BYTES:
+            flush()
+        held[name] = tensor
+    total = 0
+    flush()
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        written = (folder / f"shard-{index}.tmp").rename(folder / file)
+        total += written.stat().st_size
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and what is left of every tensor that stays."""
+    for path in _weight_files(source.folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                cut = slicer.cut(name, file.get_tensor(name))
+                if cut is not None:
+                    yield name, cut
+
+
+def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
+    """Return the gates of a masks file ([L, U] a module type) and its provenance. Raises: CheckpointError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            provenance = json.loads((file.metadata() or {})["ddp"])
+            gates = {kind: file.get_tensor(f"{kind}.gates").float() for kind in ("attn", "mlp")}
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} is no masks file ({reason}); pass the {MASKS_FILE} of a pruned folder"
+        ) from error
+    return gates, provenance
+
+
+def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> None:
+    """Cut `model` again from a masks file alone.
+
+    Raises: CheckpointError if the masks are of a model of other sizes; else as `open_source` and `export`.
+    """
+    source = open_source(model)
+    gates, provenance = read_masks(masks)
+    head_unit = provenance.get("head_unit", "kv-group")
+    for kind, shape in unit_shapes(source.sizes, head_unit).items():
+        if tuple(gates[kind].shape) != shape:
+            raise CheckpointError(
+                f"{masks} holds {kind} gates of shape {list(gates[kind].shape)}, {model} needs {list(shape)}; "
+                "they were learned on another model"
+            )
+    export(source, gates, output, head_unit=head_unit, provenance=provenance, overwrite=overwrite)

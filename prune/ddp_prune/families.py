@@ -1,0 +1,99 @@
+"""One row a model family: where its gates attach, and what is sliced with what.
+
+A gate scales what one unit adds to the residual stream, so it sits on the input of the projection that adds it:
+`attention_output` for heads, `mlp_output` for channels. Removing the unit removes the rows of the projections that
+make it and the columns of the projection that adds it. To add a family: one row here, its configuration and model in
+`ddp_vllm/remote_code/`, its row in `plugins/ddp_plugins/dense.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_vllm.checkpoint import head_dim
+from ddp_vllm.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Names of the modules that a family's gates touch, relative to a decoder layer."""
+
+    pruned_architecture: str
+    """Class in `remote_code/modeling_ddp.py` and in vLLM's plugin."""
+    pruned_config: str
+    """Class in `remote_code/configuration_ddp.py`."""
+    layers: str = "model.layers"
+    query_rows: tuple[str, ...] = ("self_attn.q_proj",)
+    """Projections with one block of head_dim rows a query head."""
+    key_value_rows: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
+    """Projections with one block of head_dim rows a KV head."""
+    attention_output: str = "self_attn.o_proj"
+    """Projection with one block of head_dim columns a query head."""
+    attention_norm: str = "input_layernorm"
+    """Goes when the attention goes."""
+    channel_rows: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Projections with one row a channel."""
+    mlp_output: str = "mlp.down_proj"
+    """Projection with one column a channel."""
+    mlp_norm: str = "post_attention_layernorm"
+    """Goes when the MLP goes."""
+
+
+FAMILIES = {  # model_type of the dense config -> row
+    "llama": Family(pruned_architecture="DDPLlamaForCausalLM", pruned_config="DDPLlamaConfig"),
+}
+REFUSED = {  # model_type -> why its heads or channels cannot be removed exactly
+    "olmo2": "its q/k norm spans all heads, so removing one changes the others",
+}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the row of a dense config. Raises: ModelError, naming the supported families."""
+    model_type = str(config.get("model_type"))
+    if model_type in REFUSED:
+        raise ModelError(f"{model_type} cannot be pruned exactly: {REFUSED[model_type]}")
+    if model_type.startswith("ddp_"):
+        raise ModelError(f"the model is pruned already ({model_type}); prune the dense model it came from")
+    if model_type not in FAMILIES:
+        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"the {model_type} checkpoint is quantised; prune the unquantised one, then quantise the result"
+        )
+    return FAMILIES[model_type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """Sizes of a dense model, as its config states them."""
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    hidden_size: int
+
+    @property
+    def group_size(self) -> int:
+        """Query heads a KV head serves."""
+        return self.num_query_heads // self.num_kv_heads
+
+
+def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
+    """Read the sizes that pruning needs."""
+    return Dimensions(
+        num_layers=config["num_hidden_layers"],
+        num_query_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=head_dim(config),
+        intermediate_size=config["intermediate_size"],
+        hidden_size=config["hidden_size"],
+    )
+
+
+def choose_head_unit(requested: str, sizes: Dimensions) -> str:
+    """Resolve `auto`: KV groups where several query heads share a KV head, query heads otherwise."""
+    if requested != "auto":
+        return requested
+    return "kv-group" if sizes.group_size > 1 else "query-head"

@@ -1,0 +1,105 @@
+"""Gates on a frozen stock model: z → m (what the forward sees) and s (what the budget sees).
+
+Legend of shape suffixes: L layers, U units of a layer (heads, KV groups or channels), D head_dim.
+Equations are those of arXiv:2603.08065.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_prune.families import Dimensions, Family
+
+STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
+SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
+Masks = dict[str, torch.Tensor]  # module type ("attn", "mlp") -> [L, U]
+
+
+class _ClampStraightThrough(torch.autograd.Function):
+    """Clamp forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, low: float, high: float) -> torch.Tensor:
+        return values.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0], None, None
+
+
+def gate(z_LU: torch.Tensor) -> torch.Tensor:
+    """Return m = ReLU(z) with a straight-through gradient (Eq. 11); any shape, float32."""
+    return _ClampStraightThrough.apply(z_LU, 0.0, math.inf)
+
+
+def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
+    """Return s = clamp(σ((z − μ)·C0/μ)(r − l) + l, 0, 1), straight-through at the clamp (Eq. 12); values in [0, 1].
+
+    s(0) = 0, s(2μ) = 1, and s tends to the step function of z as μ falls.
+    """
+    stretched = torch.sigmoid((z_LU - mu) * (SHARPNESS / mu)) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW
+    return _ClampStraightThrough.apply(stretched, 0.0, 1.0)
+
+
+def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
+    """Return μ(t) = μ0 − (μ0 − μT)·√(t/T) for progress t/T in [0, 1] (Eq. 14)."""
+    return mu_start - (mu_start - mu_end) * math.sqrt(progress)
+
+
+def binarisation(s_LU: torch.Tensor) -> torch.Tensor:
+    """Return mean s(1 − s), which is 0 when every score is 0 or 1 (Eq. 15)."""
+    return (s_LU * (1.0 - s_LU)).mean()
+
+
+def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, int]]:
+    """Return [L, U] of every module type."""
+    heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
+    return {"attn": (sizes.num_layers, heads), "mlp": (sizes.num_layers, sizes.intermediate_size)}
+
+
+class GatedModel:
+    """A stock transformers model whose heads and channels can be scaled from outside.
+
+    Pre-hooks on the projections that write to the residual stream multiply their input by the current masks; the
+    model itself is not changed. Without masks the hooks do nothing, so the same weights are the dense teacher.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
+        self.model, self.sizes, self.head_unit = model, sizes, head_unit
+        self.shapes = unit_shapes(sizes, head_unit)
+        self._masks: Mapping[str, torch.Tensor] | None = None
+        units = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
+        columns = {"attn": sizes.num_query_heads * sizes.head_dim // units, "mlp": 1}  # input columns a unit spans
+        for index, layer in enumerate(model.get_submodule(family.layers).children()):
+            for kind, name in (("attn", family.attention_output), ("mlp", family.mlp_output)):
+                layer.get_submodule(name).register_forward_pre_hook(self._hook(kind, index, columns[kind]))
+
+    def _hook(self, kind: str, index: int, columns: int) -> Callable[[nn.Module, Any], Any]:
+        def scale_input(_module: nn.Module, args: Any) -> Any:
+            if self._masks is None:
+                return None
+            mask = self._masks[kind][..., index, :].to(args[0].dtype)
+            if columns > 1:
+                mask = mask.repeat_interleave(columns, dim=-1)
+            if mask.dim() == 2:  # one mask a sequence
+                mask = mask[:, None, :]
+            return (args[0] * mask, *args[1:])
+
+        return scale_input
+
+    @contextmanager
+    def masks(self, masks: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
+        """Apply `masks` to every forward inside the block; None is the dense model.
+
+        Each is [L, U], or [B, L, U] with a mask for every sequence of the batch; any float dtype.
+        Checkpointed layers run again in backward, so `backward()` belongs inside the block too.
+        """
+        previous, self._masks = self._masks, masks
+        try:
+            yield
+        finally:
+            self._masks = previous

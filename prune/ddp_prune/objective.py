@@ -1,0 +1,94 @@
+"""Cross-entropy and distillation, in chunks: the logits of a batch never exist at once.
+
+Legend: N predicted tokens, H hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+CHUNK_BYTES = 64 << 20  # of float32 logits held at once, for each of student and teacher
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Return how many tokens' float32 logits fit in CHUNK_BYTES; at least 16."""
+    return max(16, CHUNK_BYTES // (4 * vocab_size))
+
+
+class _DistilledHead(torch.autograd.Function):
+    """mean(CE + η·KL(teacher‖student)) over tokens, and its gradient for the hidden states, in one pass over chunks.
+
+    With target q = (onehot + η·p_teacher)/(1 + η) the gradient of the logits is (1 + η)(p_student − q); forward
+    already multiplies it by the head's weight, so nothing of size V is kept for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_NH: torch.Tensor,
+        teacher_NH: torch.Tensor | None,
+        weight_VH: torch.Tensor,
+        labels_N: torch.Tensor,
+        eta: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens = student_NH.shape[0]
+        gradient_NH = torch.empty_like(student_NH)
+        cross_entropy = torch.zeros((), device=student_NH.device)
+        divergence = torch.zeros((), device=student_NH.device)
+        distil = teacher_NH is not None and eta > 0
+        rows = chunk_rows(weight_VH.shape[0])
+        for start in range(0, num_tokens, rows):
+            chunk = slice(start, start + rows)
+            log_p = _log_softmax(student_NH[chunk], weight_VH)
+            labels = labels_N[chunk, None]
+            cross_entropy -= log_p.gather(1, labels).sum()
+            if distil and teacher_NH is not None:
+                log_t = _log_softmax(teacher_NH[chunk], weight_VH)
+                t = log_t.exp()
+                divergence += (log_t.sub_(log_p).mul_(t)).sum()
+                gradient = log_p.exp_().mul_(1.0 + eta).sub_(t, alpha=eta)
+            else:
+                gradient = log_p.exp_()
+            gradient.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=gradient.dtype))
+            gradient_NH[chunk] = gradient.div_(num_tokens).to(weight_VH.dtype) @ weight_VH
+        ctx.save_for_backward(gradient_NH)
+        metrics = torch.stack([cross_entropy, divergence]) / num_tokens
+        ctx.mark_non_differentiable(metrics)
+        return metrics[0] + eta * metrics[1], metrics
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (gradient_NH,) = ctx.saved_tensors
+        return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None
+
+
+def _log_softmax(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    return F.linear(hidden_NH, weight_VH).float().log_softmax(-1)
+
+
+def distilled_loss(
+    student_NH: torch.Tensor,
+    teacher_NH: torch.Tensor | None,
+    weight_VH: torch.Tensor,
+    labels_N: torch.Tensor,
+    eta: float,
+) -> tuple[torch.Tensor, float, float]:
+    """Return (mean CE + η·KL, mean CE, mean KL) in nats a token (Eq. 16 and 17).
+
+    `student_NH` and `teacher_NH` are final hidden states [N, H] after the last norm, `weight_VH` the output
+    embedding [V, H], `labels_N` int64 [N]. The first value is differentiable in `student_NH` only; the KL is exact,
+    over the whole vocabulary. `teacher_NH=None` leaves the distillation out.
+    """
+    loss, metrics = _DistilledHead.apply(student_NH, teacher_NH, weight_VH, labels_N, eta)
+    cross_entropy, divergence = metrics.tolist()
+    return loss, cross_entropy, divergence
+
+
+@torch.no_grad()
+def negative_log_likelihood(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, labels_N: torch.Tensor) -> float:
+    """Return the summed cross-entropy of the labels in nats, in chunks; shapes as `distilled_loss`."""
+    total, rows = 0.0, chunk_rows(weight_VH.shape[0])
+    for hidden, labels in zip(hidden_NH.split(rows), labels_N.split(rows), strict=True):
+        total += F.cross_entropy(F.linear(hidden, weight_VH).float(), labels, reduction="sum").item()
+    return total

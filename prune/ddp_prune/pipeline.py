@@ -1,0 +1,132 @@
+"""One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ddp_prune.budget import kept_units
+from ddp_prune.export import export
+from ddp_prune.families import choose_head_unit
+from ddp_prune.gates import GatedModel, unit_shapes
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import METRICS_FILE, RunState
+from ddp_prune.source import load_model, open_source
+from ddp_prune.summary import print_checkpoint
+from ddp_prune.tokens import load_blocks, load_tokenizer
+from ddp_prune.train import perplexity, train
+from ddp_vllm.checkpoint import check_output, read_checkpoint
+
+
+def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
+    """Learn masks for `recipe.model` and write the pruned checkpoint to `output`.
+
+    Everything a user can get wrong is checked before the model is loaded. Raises: a child of DdpError.
+    """
+    check_output(output, overwrite=overwrite)
+    source = open_source(recipe.model)
+    head_unit = choose_head_unit(recipe.head_unit, source.sizes)
+    for layers, units in unit_shapes(source.sizes, head_unit).values():
+        kept_units(layers * units, recipe.sparsity)
+    tokenizer = load_tokenizer(str(source.folder))
+    blocks = load_blocks(
+        recipe.data,
+        tokenizer,
+        seq_len=recipe.seq_len,
+        train_blocks=recipe.steps * recipe.batch_size,
+        heldout_blocks=recipe.heldout_blocks,
+        min_train_blocks=recipe.batch_size,
+        seed=recipe.seed,
+    )
+    accelerator = Accelerator(log_with=tracker, project_dir=str(output.parent))
+    if tracker:
+        accelerator.init_trackers("ddp-vllm", config=recipe.to_dict())
+    set_seed(recipe.seed)
+    main = accelerator.is_main_process
+    if main:
+        passes = recipe.steps * recipe.batch_size / len(blocks.train)
+        console.print(
+            f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
+            f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
+        )
+        console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {head_unit}")
+    model = load_model(source, recipe.dtype).to(accelerator.device)
+    gated = GatedModel(model, source.family, source.sizes, head_unit)
+    dense = perplexity(gated, None, blocks.heldout)
+    run = RunState(output, recipe, writes=main)
+    with _Progress(console, recipe, main) as report:
+        learned = train(gated, blocks.train, recipe, accelerator, run, report)
+    masks = {kind: gates.to(accelerator.device) for kind, gates in learned.gates.items()}
+    pruned = perplexity(gated, masks, blocks.heldout)
+    accelerator.end_training()
+    if not main:
+        return
+    provenance = {
+        "recipe": recipe.to_dict(),
+        "rounding": learned.rounding,
+        "perplexity": {"dense": dense, "pruned": pruned, "tokens": blocks.heldout.numel()},
+    }
+    export(
+        source,
+        learned.gates,
+        output,
+        head_unit=head_unit,
+        provenance=provenance,
+        z=learned.z,
+        overwrite=overwrite,
+        extra_files={f"ddp_{METRICS_FILE}": run.metrics.read_text(encoding="utf-8")},
+    )
+    run.remove()
+    print_checkpoint(read_checkpoint(output), console)
+    console.print(
+        f"\nwritten: {output}\nserve it:   vllm serve {output} --trust-remote-code"
+        f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
+    )
+
+
+class _Progress:
+    """A progress bar that takes a step's metrics; silent away from the main process."""
+
+    def __init__(self, console: Console, recipe: Recipe, shown: bool) -> None:
+        self.recipe, self.console, self.lines = recipe, console, not console.is_terminal and shown
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+            disable=not shown or not console.is_terminal,
+        )
+
+    def __enter__(self) -> Any:
+        self.bar.start()
+        self.task = self.bar.add_task("search", total=self.recipe.steps, text="")
+        self.began, self.first = time.perf_counter(), 0
+        return self.report
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def report(self, metrics: dict[str, float]) -> None:
+        step = int(metrics["step"])
+        phase = "search" if step <= self.recipe.search_steps else "polish"
+        sparsity = ", ".join(
+            f"{kind} {metrics[f'{kind}_sparsity']:.1%}" for kind in ("attn", "mlp") if f"{kind}_sparsity" in metrics
+        )
+        text = (
+            f"loss {metrics['loss']:.3f} kl {metrics['kl']:.3f} sparsity {sparsity} of {self.recipe.sparsity:.0%} "
+            f"μ {metrics['mu']:.3f} {metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
+        )
+        self.bar.update(self.task, completed=step, description=phase, text=text)
+        self.first = self.first or step
+        every = max(1, self.recipe.steps // 40)
+        if self.lines and (step % every == 0 or step == self.recipe.steps):
+            spent = time.perf_counter() - self.began
+            left = spent / (step - self.first + 1) * (self.recipe.steps - step)
+            self.console.print(f"{phase} {step}/{self.recipe.steps} {text}, {left:.0f} s left", highlight=False)

@@ -1,0 +1,155 @@
+"""Every setting of a pruning run, checked once and passed whole.
+
+Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details"); what the paper leaves open
+says so. A recipe is saved inside the run and inside the checkpoint, so a result can be made again.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.errors import SettingError
+
+CHOICES = {
+    "head_unit": ("auto", "kv-group", "query-head"),
+    "group": ("global", "layer"),
+    "budget": ("feedback", "alm"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Settings of one run."""
+
+    model: str
+    """Folder or Hugging Face hub name of the dense model."""
+    sparsity: float
+    """Fraction of units (heads, MLP channels) to remove, the same for every module type; 1 − ρ of Eq. 6."""
+    data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
+    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file."""
+    steps: int = 1000
+    """Optimizer steps in all: search and polish."""
+    batch_size: int = 16
+    """Sequences an optimizer step, over all devices."""
+    micro_batch_size: int = 0
+    """Sequences a forward pass; 0 chooses one that keeps about 8,192 tokens in flight."""
+    seq_len: int = 2048
+    """Tokens a sequence."""
+    seed: int = 0
+    """Orders the documents. The gates start at exactly 1, so nothing else is random."""
+
+    head_unit: str = "auto"
+    """What counts as an attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
+    group: str = "global"
+    """Where the budget holds: over the whole model, or in every layer (Eq. 19)."""
+    budget: str = "feedback"
+    """How the budget is kept while searching: `feedback` at any number of steps, or the paper's `alm`."""
+    polish: float = 0.35
+    """Last fraction of the steps, in which the support is frozen and only the scales of what is kept are learned.
+    0 is the paper's single phase. Ours; LOG.md has the comparison."""
+
+    distillation: float = 2.0
+    """Weight η of KL(teacher ‖ student), Eq. 17; 0 trains on cross-entropy alone."""
+    learning_rate: float = 2e-2
+    """AdamW's rate for z at 1,000 steps; shorter runs need more, see `scaled_learning_rate`."""
+    polish_learning_rate: float = 1e-2
+    """AdamW's rate at the start of the polish, falling linearly to 0."""
+    lambda_learning_rate: float = 2e-2
+    """Ascent rate of λ1 and λ3 (Eq. 13 and 15), for `budget="alm"`; λ3 serves both controllers."""
+    lambda2_learning_rate: float = 4e-1
+    """Ascent rate of λ2, for `budget="alm"`; the paper uses 8e-1 at higher sparsity."""
+    warmup: float = 0.05
+    """Fraction of the search over which the rates rise linearly; the paper names a warm-up, not its length."""
+    mu_start: float = 0.5
+    """Sharpness μ0 of the surrogate (Eq. 14)."""
+    mu_end: float = 0.05
+    """Sharpness μT. The paper says 0.05; the authors' code stops at 0.1."""
+    gate_floor: float = 0.0
+    """Lower bound of z. 0 keeps a dead gate one step from life; the authors' code uses −0.1."""
+
+    heldout_blocks: int = 16
+    """Sequences of the text that are never trained on; their perplexity is reported."""
+    dtype: str = "auto"
+    """Number format of the frozen weights; `auto` takes the checkpoint's."""
+    save_every: int = 25
+    """Steps between saves of the run, from which an interrupted run goes on."""
+
+    def __post_init__(self) -> None:
+        """Check every value once. Raises: SettingError."""
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, float(value))
+            elif type(value) is not kind:
+                raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")  # type: ignore[union-attr]
+        if not 0.0 < self.sparsity < 1.0:
+            raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
+        for name in ("steps", "batch_size", "heldout_blocks", "save_every"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("seq_len", self.seq_len, 8)
+        _at_least("micro_batch_size", self.micro_batch_size, 0)
+        for name in ("distillation", "learning_rate", "polish_learning_rate", "lambda_learning_rate"):
+            _at_least(name, getattr(self, name), 0.0)
+        for name in ("polish", "warmup"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise SettingError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        if not 0.0 < self.mu_end <= self.mu_start:
+            raise SettingError(f"mu_end is {self.mu_end} and mu_start {self.mu_start}; 0 < mu_end ≤ mu_start must hold")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SettingError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
+
+    @property
+    def polish_steps(self) -> int:
+        """Steps with a frozen support, at the end."""
+        return min(self.steps - 1, round(self.polish * self.steps))
+
+    @property
+    def search_steps(self) -> int:
+        """Steps in which the support is searched, at the start; at least one."""
+        return self.steps - self.polish_steps
+
+    @property
+    def scaled_learning_rate(self) -> float:
+        """The rate for z: `learning_rate` at 1,000 steps, rising as √(1000/steps) up to 4 times for shorter runs.
+
+        AdamW moves z by about its rate a step, and a gate that should die has to travel from 1 to 0 within the search.
+        """
+        return self.learning_rate * min(4.0, max(1.0, (1000 / self.steps) ** 0.5))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data, as they are saved."""
+        return dataclasses.asdict(self)
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if value < low:
+        raise SettingError(f"{name} is {value}; it must be at least {low}")
+
+
+def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
+    """Build a recipe from a TOML file, overridden by settings given on the command line (None means not given).
+
+    Raises: SettingError for an unreadable file, an unknown key or a value out of range.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SettingError(
+                f"the recipe {path} cannot be read ({error}); it must be TOML, one setting a line"
+            ) from error
+    values |= {name: value for name, value in settings.items() if value is not None}
+    known = {field.name for field in dataclasses.fields(Recipe)}
+    if unknown := set(values) - known:
+        raise SettingError(
+            f"{path or 'the recipe'} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}"
+        )
+    if missing := {"model", "sparsity"} - set(values):
+        raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
+    return Recipe(**values)

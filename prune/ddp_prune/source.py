@@ -1,0 +1,79 @@
+"""The dense model to prune: a local folder, or a hub name downloaded into the hub's own cache."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_prune.families import Dimensions, Family, dimensions_of, family_of
+from ddp_vllm.checkpoint import read_json
+from ddp_vllm.errors import CheckpointError, ModelError
+
+COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A dense checkpoint on disk."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    family: Family
+    sizes: Dimensions
+
+
+def open_source(model: str) -> Source:
+    """Find the dense model and check that it can be pruned, before anything heavy is loaded.
+
+    Raises: ModelError if the folder is unknown, holds no safetensors or is of a family without a row.
+    """
+    folder = Path(model) if Path(model).is_dir() else _download(model)
+    try:
+        config = read_json(folder / "config.json")
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
+    family = family_of(config)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
+    return Source(folder=folder, config=config, family=family, sizes=dimensions_of(config))
+
+
+def _download(model: str) -> Path:
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1 or os.sep != "/"
+    if looks_local:
+        raise ModelError(f"{model} is no folder here and no hub name (owner/name); check the path")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=[*COMPANIONS, "*.safetensors", "*.safetensors.index.json"]))
+    except Exception as error:  # the hub's client raises many kinds, of several libraries
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ModelError(
+            f"{model} is no folder here and cannot be downloaded ({reason}); check name and network"
+        ) from error
+
+
+def load_model(source: Source, dtype: str) -> Any:
+    """Load the stock transformers model, frozen, in eval mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)
+    model.requires_grad_(False)
+    return model.eval()

@@ -1,0 +1,191 @@
+"""Text in, blocks of tokens out: read, shuffle, tokenise, pack across documents, hold some out, cache.
+
+Reading is `datasets`' work: a hub name is streamed, a local file may be .txt, .jsonl, .json or .parquet, plain or
+compressed with gz, xz or zst. The cache is keyed by content: same text, tokenizer and sizes, same file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.registry import cache_folder
+
+READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+COMPRESSIONS = (".gz", ".xz", ".zst")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Packed text."""
+
+    train: torch.Tensor
+    """int64 [num_blocks, seq_len]"""
+    heldout: torch.Tensor
+    """int64 [heldout_blocks, seq_len], of documents that `train` does not hold (up to one shared at the border)."""
+    found: int
+    """Tokens read; reading stops when the run has enough."""
+
+
+def load_tokenizer(model: str) -> Any:
+    """Return a model's tokenizer. Raises: ModelError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"{model} has no tokenizer that loads ({reason}); put tokenizer.json beside the model"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {model} has no EOS token, which separates documents; set eos_token in it")
+    return tokenizer
+
+
+def load_blocks(
+    data: str, tokenizer: Any, *, seq_len: int, train_blocks: int, heldout_blocks: int, min_train_blocks: int, seed: int
+) -> Blocks:
+    """Read, tokenise and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
+
+    Documents are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
+    Raises: TextError if the text cannot be read or holds fewer than `min_train_blocks + heldout_blocks` blocks.
+    """
+    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, seq_len, train_blocks, heldout_blocks, seed)}.npy"
+    if path.exists():
+        blocks = np.load(path)
+    else:
+        wanted = (train_blocks + heldout_blocks) * seq_len
+        stream = _pack(read_documents(data, tokenizer, seed), tokenizer, wanted)
+        blocks = stream[: len(stream) // seq_len * seq_len].reshape(-1, seq_len)
+        found = len(stream)
+        if len(blocks) < min_train_blocks + heldout_blocks:
+            need = (min_train_blocks + heldout_blocks) * seq_len
+            raise TextError(
+                f"{data} holds {found:,} tokens, but one step and the held-out text need {need:,}; "
+                "give more text or lower --batch-size or --seq-len"
+            )
+        _save(path, blocks)
+    tokens = torch.from_numpy(blocks.astype(np.int64))
+    return Blocks(train=tokens[heldout_blocks:], heldout=tokens[:heldout_blocks], found=blocks.size)
+
+
+def read_documents(data: str, tokenizer: Any, seed: int) -> Iterator[str]:
+    """Yield the documents of a hub dataset or a local file, shuffled by `seed` where the whole is at hand.
+
+    A row is a document: its `text`, or its `conversations`/`messages` rendered with the tokenizer's chat template.
+    Raises: TextError.
+    """
+    import datasets
+
+    path = Path(data)
+    try:
+        if path.exists() or _kind(path):
+            rows = _read_file(path)
+            rows = rows.shuffle(seed=seed)
+        else:
+            name, _, configuration = data.partition(":")
+            rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        yield from filter(None, (_document(row, tokenizer, data) for row in rows))
+    except TextError:
+        raise
+    except Exception as error:  # datasets raises dozens of kinds, from pyarrow's to the hub's
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise TextError(f"{data} cannot be read as text ({reason}); give a hub dataset or a {_kinds()} file") from error
+
+
+def _kinds() -> str:
+    return "/".join(kind for kind in READERS if kind != ".raw") + f" (plain or {', '.join(COMPRESSIONS)})"
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+    return READERS.get(suffixes[-1]) if suffixes else None
+
+
+def _read_file(path: Path) -> Any:
+    import datasets
+
+    if not path.is_file():
+        raise TextError(f"{path} is not a file; give a {_kinds()} file or a hub dataset")
+    if path.stat().st_size == 0:
+        raise TextError(f"{path} is empty; give a file with text")
+    kind = _kind(path)
+    if kind is None:
+        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {_kinds()} file")
+    options = {"sample_by": "document"} if kind == "text" else {}
+    cache = cache_folder() / "datasets"
+    datasets.disable_progress_bars()
+    return datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(cache), **options)
+
+
+def _document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
+    if isinstance(row.get("text"), str):
+        return str(row["text"])
+    turns = row.get("conversations") or row.get("messages")
+    if turns is None:
+        if "text" in row or "conversations" in row or "messages" in row:
+            return ""
+        raise TextError(f"{data} has no column text, conversations or messages, only {', '.join(row)}; rename one")
+    messages = [
+        {
+            "role": ROLES.get(turn.get("from") or turn.get("role"), "user"),
+            "content": turn.get("value") or turn.get("content"),
+        }
+        for turn in turns
+    ]
+    messages = [message for message in messages if message["content"]]
+    if tokenizer.chat_template and messages:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def _pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
+    """Tokenise documents until `wanted` tokens are there, EOS after each; int32."""
+    stream: list[np.ndarray] = []
+    batch: list[str] = []
+    total = 0
+    for document in documents:
+        batch.append(document)
+        if len(batch) == 64:
+            total += _tokenise(batch, tokenizer, stream)
+            batch = []
+            if total >= wanted:
+                break
+    if batch:
+        _tokenise(batch, tokenizer, stream)
+    return np.concatenate(stream)[:wanted] if stream else np.empty(0, np.int32)
+
+
+def _tokenise(batch: list[str], tokenizer: Any, stream: list[np.ndarray]) -> int:
+    ids = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+    arrays = [np.asarray([*document, tokenizer.eos_token_id], np.int32) for document in ids]
+    stream.extend(arrays)
+    return sum(map(len, arrays))
+
+
+def _key(data: str, tokenizer: Any, *sizes: int) -> str:
+    """Hash of what the blocks depend on: the file's bytes (a hub dataset's name), the vocabulary, the sizes."""
+    digest = hashlib.sha256(json.dumps([sizes, tokenizer.eos_token_id, tokenizer.chat_template]).encode())
+    if Path(data).is_file():
+        with open(data, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    digest.update(Path(data).name.encode() if Path(data).is_file() else data.encode())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    digest.update((backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))).encode())
+    return digest.hexdigest()[:32]
+
+
+def _save(path: Path, blocks: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp.npy")
+    np.save(temporary, blocks.astype(np.int32))
+    os.replace(temporary, path)

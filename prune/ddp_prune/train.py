@@ -1,0 +1,333 @@
+"""The loop: search the support, round it exactly, polish the scales of what is kept.
+
+Weights are frozen and get no gradients; the only parameters are z (and, for the paper's budget, λ).
+Legend: B sequences of a micro-batch, L layers, U units of a layer, H hidden size.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ddp_prune.budget import AugmentedLagrangian, exact_support, hold_budget, keep_schedule, kept_units
+from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
+from ddp_prune.objective import distilled_loss, negative_log_likelihood
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState
+from ddp_vllm.errors import TrainingError
+
+KEPT_FLOOR = 0.05  # lowest scale of a kept unit while polishing; at 0 it would be lost to the budget
+SALIENCY_DECAY = 0.95  # of the running mean of squared gradients: about the last 20 steps
+TEACHER_CACHE_BYTES = 4 << 30  # of host memory for the teacher's hidden states, when the text is gone over again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What training hands to export."""
+
+    gates: Masks
+    """float32 [L, U] a module type; exactly P positive entries, the rest 0."""
+    z: Masks
+    """The logits of the gates before rounding and polish."""
+    rounding: dict[str, dict[str, float]]
+    """What the rounding changed, a module type: raw sparsity, units revived, units dropped."""
+
+
+class Batches:
+    """Deterministic micro-batches; which sequences make a step does not depend on the number of processes."""
+
+    def __init__(self, blocks: torch.Tensor, recipe: Recipe, accelerator: Accelerator) -> None:
+        self.blocks, self.size, self.accelerator = blocks, recipe.batch_size, accelerator
+        in_flight = 8192 if accelerator.device.type == "cuda" else 1024  # tokens a forward pass
+        self.micro = recipe.micro_batch_size or max(1, in_flight // recipe.seq_len)
+        self.repeats = recipe.steps * recipe.batch_size > len(blocks)
+
+    def step(self, step: int) -> Iterator[list[int]]:
+        """Yield the block numbers of this process's micro-batches."""
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        mine = [(step * self.size + i) % len(self.blocks) for i in range(rank, self.size, world)]
+        for start in range(0, len(mine), self.micro):
+            yield mine[start : start + self.micro]
+
+
+class Teacher:
+    """Final hidden states of the dense model; kept in host memory if the same text comes again and fits."""
+
+    def __init__(self, gated: GatedModel, batches: Batches) -> None:
+        self.gated = gated
+        tokens, hidden = batches.blocks.numel(), gated.sizes.hidden_size
+        self.cache: dict[int, torch.Tensor] | None = None
+        if batches.repeats and tokens * hidden * 2 <= TEACHER_CACHE_BYTES * batches.accelerator.num_processes:
+            self.cache = {}
+
+    @torch.no_grad()
+    def hidden(self, tokens: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+        """Return [B·(seq_len−1), H] for the blocks `numbers`, which `tokens` holds."""
+        if self.cache is not None and all(number in self.cache for number in numbers):
+            states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
+            return states.flatten(0, 1)
+        states = final_hidden(self.gated.model, tokens)
+        if self.cache is not None:
+            for number, state in zip(numbers, states.unflatten(0, (len(numbers), -1)), strict=True):
+                self.cache[number] = state.cpu()
+        return states
+
+
+class Trainer:
+    """Gates, optimizer and budget of one run, and the one step that moves them."""
+
+    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
+        self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator
+        self.teacher = Teacher(gated, batches) if recipe.distillation > 0 else None
+        self.per_layer = recipe.group == "layer"
+        device = accelerator.device
+        self.z = nn.ParameterDict({kind: nn.Parameter(torch.ones(shape)) for kind, shape in gated.shapes.items()})
+        self.z.to(device)
+        self.kept = {kind: kept_units(z.numel(), recipe.sparsity) for kind, z in self.z.items()}
+        self.keep_ratio = {kind: self.kept[kind] / z.numel() for kind, z in self.z.items()}
+        self.multipliers = AugmentedLagrangian(list(self.z), self.keep_ratio, self.per_layer).to(device)
+        self.saliency = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}
+        self.support: Masks = {}  # empty while searching
+        self.searched_z: Masks = {}
+        self.rounding: dict[str, dict[str, float]] = {}
+        multipliers = self.multipliers
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [*self.z.values()], "base": recipe.scaled_learning_rate},
+                {
+                    "params": [*multipliers.lambda1.values(), *multipliers.lambda3.values()],
+                    "base": recipe.lambda_learning_rate,
+                    "maximize": True,
+                },
+                {"params": [*multipliers.lambda2.values()], "base": recipe.lambda2_learning_rate, "maximize": True},
+            ],
+            betas=(0.9, 0.999),
+            weight_decay=0.0,
+        )
+
+    def forward_masks(self) -> Masks:
+        """Return m [L, U] of every module type, differentiable in z."""
+        if not self.support:
+            return {kind: gate(z) for kind, z in self.z.items()}
+        return {kind: z.clamp_min(KEPT_FLOOR) * self.support[kind] for kind, z in self.z.items()}
+
+    def step(self, step: int) -> dict[str, float]:
+        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
+        recipe = self.recipe
+        if step >= recipe.search_steps and not self.support:
+            self.round()
+        progress = min(1.0, (step + 1) / recipe.search_steps)
+        mu = sharpness_at(progress, recipe.mu_start, recipe.mu_end)
+        masks = self.forward_masks()
+        cross_entropy, divergence, gradients, squares = self._gradients(step, masks)
+        loss = cross_entropy + recipe.distillation * divergence
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss is {loss} at step {step + 1}")
+        self._update(step, masks, gradients, squares, mu)
+        if not self.support:
+            self._hold(progress, mu)
+        return {"step": step + 1, "loss": loss, "ce": cross_entropy, "kl": divergence, "mu": mu} | self._measure(mu)
+
+    def _gradients(self, step: int, masks: Masks) -> tuple[float, float, Masks, Masks]:
+        """Return CE, KL, dloss/dm [L, U] and the mean over sequences of its square, summed over processes.
+
+        Each sequence has its own copy of the masks, so the squares are the diagonal of the empirical Fisher matrix
+        with sequences as samples, at no extra cost.
+        """
+        losses = torch.zeros(2, device=self.accelerator.device)
+        gradients = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
+        squares = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
+        size = self.recipe.batch_size
+        for numbers in self.batches.step(step):
+            tokens = self.batches.blocks[numbers].to(self.accelerator.device)
+            leaves = {
+                kind: mask.detach().expand(len(numbers), *mask.shape).clone().requires_grad_()
+                for kind, mask in masks.items()
+            }
+            losses += self._backward(tokens, numbers, leaves) * (len(numbers) / size)
+            for kind, leaf in leaves.items():
+                assert leaf.grad is not None
+                per_sequence = leaf.grad * len(numbers)  # the loss is a mean over the micro-batch
+                gradients[kind] += per_sequence.sum(0) / size
+                squares[kind] += per_sequence.square().sum(0) / size
+        reduce = self.accelerator.reduce
+        cross_entropy, divergence = reduce(losses, "sum").tolist()
+        total = {kind: reduce(value, "sum") for kind, value in gradients.items()}
+        return cross_entropy, divergence, total, {kind: reduce(value, "sum") for kind, value in squares.items()}
+
+    def _backward(self, tokens: torch.Tensor, numbers: list[int], leaves: Masks) -> torch.Tensor:
+        """Run one micro-batch forward and backward into the leaves; return [CE, KL] in nats a token."""
+        model: Any = self.gated.model
+        teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
+        with self.gated.masks(leaves):
+            student = final_hidden(model, tokens)
+            loss, cross_entropy, divergence = distilled_loss(
+                student,
+                teacher,
+                model.get_output_embeddings().weight,
+                tokens[:, 1:].reshape(-1),
+                self.recipe.distillation,
+            )
+            loss.backward()
+        return torch.tensor([cross_entropy, divergence], device=tokens.device)
+
+    def _update(self, step: int, masks: Masks, gradients: Masks, squares: Masks, mu: float) -> None:
+        """Give the optimizer the gradients of z (and λ) and let it step."""
+        self.optimizer.zero_grad()
+        for kind, mask in masks.items():
+            mask.backward(gradients[kind])
+            self.saliency[kind].lerp_(squares[kind], 1.0 - SALIENCY_DECAY)
+        if not self.support and self.recipe.budget == "alm":
+            self.multipliers({kind: retention_score(z, mu) for kind, z in self.z.items()}).backward()
+        factor = rate_factor(step, self.recipe)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base"] * factor
+        self.optimizer.step()
+
+    def _hold(self, progress: float, mu: float) -> None:
+        """Keep z within its bounds, and on the budget if that is ours to do."""
+        floor = self.recipe.gate_floor
+        for kind, z in self.z.items():
+            if self.recipe.budget == "alm":
+                z.data.clamp_(min=floor)
+                continue
+            target = keep_schedule(progress, self.keep_ratio[kind])
+            z.data.copy_(
+                hold_budget(z.detach(), self.saliency[kind], mu, target, floor=floor, per_layer=self.per_layer)
+            )
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Freeze the support at exactly P units of highest saliency a module type, open gates before closed ones."""
+        for kind, z in self.z.items():
+            self.searched_z[kind] = z.detach().clone()
+            alive = z > 0
+            saliency = self.saliency[kind] * torch.where(alive, z.square(), 1.0)
+            first = torch.where(alive, saliency + saliency.max(), saliency)
+            support = exact_support(first, self.kept[kind], per_layer=self.per_layer)
+            z[support & ~alive] = 0.5
+            self.support[kind] = support
+            self.rounding[kind] = {
+                "raw_sparsity": 1.0 - float(alive.float().mean()),
+                "revived": int((support & ~alive).sum()),
+                "dropped": int((alive & ~support).sum()),
+            }
+            self.optimizer.state.pop(z, None)  # the search's momentum points at the budget
+
+    def _measure(self, mu: float) -> dict[str, float]:
+        values = {}
+        for kind, z in self.z.items():
+            alive = self.support[kind] if self.support else z > 0
+            values[f"{kind}_sparsity"] = 1.0 - float(alive.float().mean())
+            values[f"{kind}_score"] = float(retention_score(z.detach(), mu).mean())
+            if self.recipe.budget == "alm":
+                for name in ("lambda1", "lambda2", "lambda3"):
+                    values[f"{kind}_{name}"] = float(getattr(self.multipliers, name)[kind])
+        return values
+
+    def learned(self) -> Learned:
+        """Return the final gates; rounds first if the recipe has no polish."""
+        if not self.support:
+            self.round()
+        with torch.no_grad():
+            gates = {kind: mask.detach().float().cpu() for kind, mask in self.forward_masks().items()}
+        z = {kind: value.float().cpu() for kind, value in self.searched_z.items()}
+        return Learned(gates=gates, z=z, rounding=self.rounding)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything the next step depends on, as named tensors."""
+        named = {f"z.{kind}": z.detach() for kind, z in self.z.items()}
+        named |= {f"multipliers.{name}": value for name, value in self.multipliers.state_dict().items()}
+        for group in ("saliency", "support", "searched_z"):
+            named |= {f"{group}.{kind}": value for kind, value in getattr(self, group).items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            named |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
+        return {name: value.cpu() for name, value in named.items()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], rounding: dict[str, dict[str, float]]) -> None:
+        """Take back what `state` returned."""
+        device = self.accelerator.device
+        optimizer: dict[int, dict[str, torch.Tensor]] = {}
+        for name, value in tensors.items():
+            group, _, rest = name.partition(".")
+            if group == "z":
+                self.z[rest].data.copy_(value)
+            elif group == "multipliers":
+                self.multipliers.get_parameter(rest).data.copy_(value)
+            elif group == "optimizer":
+                index, _, key = rest.partition(".")
+                optimizer.setdefault(int(index), {})[key] = value
+            else:
+                getattr(self, group)[rest] = value.to(device)
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": optimizer})
+        self.rounding = rounding
+
+
+def train(
+    gated: GatedModel,
+    blocks: torch.Tensor,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    run: RunState,
+    report: Callable[[dict[str, float]], None],
+) -> Learned:
+    """Learn the gates of a frozen model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
+
+    `report` is called after every step with its metrics (losses in nats a token, sparsity a module type, tokens and
+    seconds). Raises: TrainingError if the loss is not a number; the last saved masks stay in the run's folder.
+    """
+    batches = Batches(blocks, recipe, accelerator)
+    trainer = Trainer(gated, batches, recipe, accelerator)
+    first, saved = 0, run.load()
+    if saved is None:
+        run.start()
+    else:
+        first, tensors, rounding = saved
+        trainer.restore(tensors, rounding)
+    for step in range(first, recipe.steps):
+        began = time.perf_counter()
+        try:
+            metrics = trainer.step(step)
+        except TrainingError as error:
+            raise TrainingError(f"{error}; the masks of the last save are in {run.folder}, try a lower rate") from None
+        seconds = time.perf_counter() - began
+        metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
+        run.log(metrics)
+        if (step + 1) % recipe.save_every == 0:
+            run.save(step + 1, trainer.state(), trainer.rounding)
+        accelerator.log(metrics, step=step + 1)
+        report(metrics)
+    return trainer.learned()
+
+
+def rate_factor(step: int, recipe: Recipe) -> float:
+    """Return the factor on every base rate: warm-up and cosine while searching, linear to 0 while polishing."""
+    if step >= recipe.search_steps:
+        left = (recipe.steps - step) / max(1, recipe.polish_steps)
+        return left * recipe.polish_learning_rate / max(recipe.scaled_learning_rate, 1e-12)
+    warmup = max(1, round(recipe.warmup * recipe.search_steps))
+    progress = max(0.0, (step - warmup) / max(1, recipe.search_steps - warmup))
+    return min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states that predict the next tokens: [B·(seq_len−1), H], after the last norm."""
+    hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
+    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
+
+
+@torch.no_grad()
+def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> float:
+    """Return exp of the mean next-token loss over `blocks` (int64 [num_blocks, seq_len]), each block on its own."""
+    model: Any = gated.model
+    weight_VH = model.get_output_embeddings().weight
+    total = 0.0
+    with gated.masks(masks):
+        for tokens in blocks.to(weight_VH.device).split(batch):
+            total += negative_log_likelihood(final_hidden(model, tokens), weight_VH, tokens[:, 1:].reshape(-1))
+    return math.exp(total / (blocks.shape[0] * (blocks.shape[1] - 1)))
