@@ -1,0 +1,78 @@
+"""The verbs `bench`, `eval` and `compare`. Nothing heavy is imported before a verb runs."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddp_vllm.errors import SettingError
+
+
+@click.group()
+def bench() -> None:
+    """Measure dense against pruned in real vLLM."""
+
+
+@bench.command()
+@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a hub name.")
+@click.option("--pruned", required=True, multiple=True, metavar="DIR", help="A pruned checkpoint; may be repeated.")
+@click.option("--mode", type=click.Choice(["offline", "serve"]), default="offline", show_default=True)
+@click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
+@click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
+@click.option("--dataset", type=click.Path(path_type=Path), help="ShareGPT file (JSON or JSONL). [default: fetched]")
+@click.option("--output", "-o", type=click.Path(path_type=Path), default="sharegpt.json", show_default=True)
+@click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--max-model-len", type=int, default=2048, show_default=True, help="Context of the engines, in tokens.")
+@click.option("--request-rate", default="inf", show_default=True, help="Requests/s to serve, several by commas.")
+@click.option("--max-concurrency", default="none", show_default=True, help="Requests in flight, several by commas.")
+@click.option("--goodput", multiple=True, metavar="NAME:MS", help="Service level such as ttft:500; may be repeated.")
+@click.option("--warmups", type=int, default=2, show_default=True, help="Requests before an engine is measured.")
+@click.option("--no-warmup-round", is_flag=True, help="Do not measure and discard one round before the pairs.")
+@click.option("--port", type=int, help="Port of the server. [default: a free one]")
+@click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Longest wait for a server.")
+@click.argument("engine_arguments", nargs=-1)
+def sharegpt(output: Path, overwrite: bool, request_rate: str, max_concurrency: str, **options: Any) -> None:
+    """Replay ShareGPT prompts through real vLLM and say how much faster the pruned model is.
+
+    \b
+    ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned
+    ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned --mode serve --request-rate 1,4,inf
+    ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned --num-prompts 16 -- --enforce-eager
+
+    ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
+    """
+    from rich.console import Console
+
+    from ddp_benchmarks.engine import terminable
+    from ddp_benchmarks.report import draw_speed, json_line, print_report
+    from ddp_benchmarks.results import check_file, read_results
+    from ddp_benchmarks.sharegpt import Load, Settings, run_benchmark
+
+    check_file(output, overwrite=overwrite)
+    loads = tuple(
+        Load(request_rate=rate, max_concurrency=None if limit is None else int(limit))
+        for rate in _numbers("--request-rate", request_rate)
+        for limit in (_numbers("--max-concurrency", max_concurrency) if max_concurrency != "none" else [None])
+    )
+    settings = Settings(warmup_round=not options.pop("no_warmup_round"), loads=loads, **options)
+    settings.check()
+    console = Console(highlight=False)
+    before = output.stat().st_mtime_ns if output.exists() else None
+    try:
+        with terminable():
+            run_benchmark(settings, output, say=lambda text: console.print(text, style="dim"))
+    finally:  # an interrupted run shows what it has
+        written = output.exists() and output.stat().st_mtime_ns != before
+        if written and (results := read_results(output))["runs"]:
+            print_report(results, console)
+            draw_speed(results, output.with_suffix(".png"))
+            console.print(f"{output} keeps vLLM's raw results; {output.with_suffix('.png')} draws them")
+            click.echo(json_line(results))
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(value) for value in text.split(",")]
+    except ValueError:
+        raise SettingError(f"{option} {text!r} is no list of numbers; write 4, or 1,4,inf") from None

@@ -1,0 +1,163 @@
+"""ShareGPT in, requests out: read conversations, draw a sample as vLLM would, write the file vLLM's sampler reads.
+
+A ShareGPT entry is `{"id": …, "conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}, …]}`; the
+first turn is the prompt, the length of the second is the number of tokens to generate. Drawing the sample ourselves,
+by vLLM's own rules, tells how many conversations are usable before an engine starts.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.errors import TextError
+
+MIN_LENGTH, MAX_PROMPT_LENGTH, MAX_TOTAL_LENGTH = 4, 1024, 2048  # tokens; vllm.benchmarks.datasets.is_valid_sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The conversations one benchmark replays."""
+
+    entries: tuple[dict[str, Any], ...]
+    prompt_tokens: int
+    output_tokens: int
+    """Sum of the lengths vLLM is to generate, end-of-text ignored."""
+    num_asked: int
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the prompts and answers, to tell whether two runs replayed the same conversations."""
+        return hashlib.sha256(json.dumps(self.entries, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> str:
+        """Say how many conversations there are, and whether that is fewer than asked."""
+        text = f"{len(self.entries)} conversations, {self.prompt_tokens} prompt and {self.output_tokens} output tokens"
+        if len(self.entries) < self.num_asked:
+            text += f"; {self.num_asked} were asked for, but no more are usable, and none is used twice"
+        return text
+
+
+def read_conversations(path: Path) -> list[dict[str, Any]]:
+    """Read every conversation of a ShareGPT file: a JSON array, or one JSON object a line.
+
+    Raises: TextError with the line and the reason if the file is missing, no JSON, or an entry is no conversation.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise TextError(f"{path} does not exist; pass a ShareGPT file, or leave --dataset out to fetch one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"{path} cannot be read as UTF-8 text ({error}); pass a ShareGPT file in JSON") from error
+    array = text.lstrip().startswith("[")
+    conversations = []
+    for line, value in _array_entries(path, text) if array else _line_entries(path, text):
+        if reason := _malformed(value):
+            raise TextError(f"{path}, line {line}: {reason}; a ShareGPT entry looks like {_EXAMPLE}")
+        conversations.append(value)
+    if not conversations:
+        raise TextError(f"{path} holds no conversation; pass a ShareGPT file, or leave --dataset out to fetch one")
+    return conversations
+
+
+_EXAMPLE = '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
+
+
+def _line_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would cut at U+2028, which occurs in answers
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TextError(
+                    f"{path}, line {number}: no JSON ({error.msg} at column {error.colno}); mend or drop the line"
+                ) from None
+
+
+def _array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Decode one element after the other, so that each keeps its line."""
+    decoder = json.JSONDecoder()
+    at, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
+    first = True
+    while True:
+        at, line = _skip(text, at, line)
+        if text[at : at + 1] == "]":
+            return
+        if not first:
+            if text[at : at + 1] != ",":
+                found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
+                raise TextError(f"{path}, line {line}: {found} where a comma or ] belongs; is the file cut off?")
+            at, line = _skip(text, at + 1, line)
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise TextError(
+                f"{path}, line {error.lineno}: no JSON ({error.msg} at column {error.colno}); is the file cut off?"
+            ) from None
+        yield line, value
+        line += text.count("\n", at, end)
+        at, first = end, False
+
+
+def _skip(text: str, at: int, line: int) -> tuple[int, int]:
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        line += text[at] == "\n"
+        at += 1
+    return at, line
+
+
+def _malformed(entry: Any) -> str | None:
+    """Return what is wrong with an entry. Too few turns is not wrong, only unusable."""
+    if not isinstance(entry, dict):
+        return f"{type(entry).__name__} instead of an object"
+    turns = entry.get("conversations")
+    if not isinstance(turns, list):
+        return "no list under the key conversations"
+    for number, turn in enumerate(turns[:2], 1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            return f"turn {number} has no text under the key value"
+    return None
+
+
+def draw_sample(
+    conversations: Sequence[dict[str, Any]],
+    count_tokens: Callable[[str], int],
+    *,
+    num_prompts: int,
+    seed: int,
+    max_model_len: int = MAX_TOTAL_LENGTH,
+) -> Sample:
+    """Draw `num_prompts` conversations: the ones `vllm bench` would take from the same file with the same seed.
+
+    `count_tokens` gives the length of a text in tokens, special tokens included. Conversations that do not fit
+    `max_model_len` tokens are passed over. If fewer are usable the sample is smaller; none is taken twice.
+    Raises: TextError if none is usable.
+    """
+    candidates = [entry for entry in conversations if len(entry["conversations"]) >= 2]
+    random.Random(seed).shuffle(candidates)
+    limit = min(MAX_TOTAL_LENGTH, max_model_len)
+    entries: list[dict[str, Any]] = []
+    prompt_tokens = output_tokens = 0
+    for entry in candidates:
+        if len(entries) == num_prompts:
+            break
+        prompt, answer = (count_tokens(turn["value"]) for turn in entry["conversations"][:2])
+        if MIN_LENGTH <= prompt <= MAX_PROMPT_LENGTH and MIN_LENGTH <= answer <= limit - prompt:
+            entries.append({"id": str(entry.get("id", "")), "conversations": entry["conversations"][:2]})
+            prompt_tokens, output_tokens = prompt_tokens + prompt, output_tokens + answer
+    if not entries:
+        raise TextError(
+            f"none of {len(conversations)} conversations has two turns of at least {MIN_LENGTH} tokens, a prompt of at "
+            f"most {MAX_PROMPT_LENGTH} and {limit} in all; pass another --dataset"
+        )
+    return Sample(
+        entries=tuple(entries), prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_asked=num_prompts
+    )
+
+
+def write_sample(sample: Sample, path: Path) -> None:
+    """Write the JSON array that vLLM's ShareGPT sampler reads; it takes every entry of it."""
+    path.write_text(json.dumps(sample.entries, ensure_ascii=False), encoding="utf-8")

