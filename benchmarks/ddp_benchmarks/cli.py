@@ -76,3 +76,48 @@ def _numbers(option: str, text: str) -> list[float]:
         return [float(value) for value in text.split(",")]
     except ValueError:
         raise SettingError(f"{option} {text!r} is no list of numbers; write 4, or 1,4,inf") from None
+
+
+@click.command()
+@click.argument("model")
+@click.option("--tasks", default="paper", show_default=True, help="Names by commas, or the suites paper, nine, llama.")
+@click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
+@click.option(
+    "--data", multiple=True, type=click.Path(path_type=Path), help="Folder or file of local rows; repeatable."
+)
+@click.option("--limit", type=int, help="Only the first rows of each task.")
+@click.option("--against", metavar="MODEL", help="Evaluate this model too, and print what fraction of it is retained.")
+@click.option("--batch-size", type=int, default=8, show_default=True)
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
+@click.option("--model-args", default="", metavar="K=V,…", help="More arguments of lm-eval's model class.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Folder of the results. [default: MODEL/eval]")
+def eval(model: str, tasks: str, against: str | None, output: Path | None, **options: Any) -> None:
+    """Evaluate MODEL, a folder or a hub name, on the paper's tasks through lm-eval.
+
+    \b
+    ddp-vllm eval ./pruned --against MODEL
+    ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --data ./bench
+
+    With --data nothing is taken from the hub. Finished tasks are kept and reused.
+    """
+    from rich.console import Console
+
+    from ddp_benchmarks.engine import terminable
+    from ddp_benchmarks.evaluate import EvalSettings, default_output, evaluate
+    from ddp_benchmarks.report import print_quality
+    from ddp_benchmarks.tasks import choose_tasks
+
+    pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise SettingError("--model-args needs name=value pairs by commas, such as max_model_len=2048")
+    names = choose_tasks(tasks)
+    console = Console(highlight=False)
+    found = []
+    with terminable():
+        for each in filter(None, (against, model)):
+            folder = output if output and each == model else default_output(each)
+            settings = EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options)
+            found.append(evaluate(settings, say=lambda text: console.print(text, style="dim")))
+    print_quality(found[-1], found[0] if against else None, console)
+    console.print(f"lm-eval's results are in {output or default_output(model)}")

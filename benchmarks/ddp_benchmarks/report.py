@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ddp_benchmarks.evaluate import score
+from ddp_benchmarks.tasks import TASKS
 from ddp_benchmarks.verdict import spread
 
 _ROWS = (  # metric, heading, decimals
@@ -118,13 +120,13 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
             speeds.plot(values, [row] * len(values), "o", color="black", fillstyle="none", markersize=7)
             if values:
                 speeds.plot([median(values)] * 2, [row - 0.25, row + 0.25], color="black")
-        speeds.set(xlabel="requests/s (each circle one run, the bar their median)", title=load)
+        speeds.set(xlabel="requests/s (circles: runs, bar: median)", title=load)
         speeds.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
-        speeds.set_xlim(left=0)
+        speeds.set_xlim(0, 1.08 * speeds.get_xlim()[1])
         for row, label in enumerate(labels):
             _draw_ratio(ratios, row, label, load, results)
         ratios.axvline(1, color="black", linestyle=":")
-        ratios.set(xlabel="times the dense model's requests/s, 95 % interval", yticks=[])
+        ratios.set(xlabel="times the dense speed, 95 % interval", yticks=[])
         ratios.set(ylim=(len(labels) - 0.5, -0.5))
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -137,11 +139,43 @@ def _draw_ratio(axes: Any, row: int, label: str, load: str, results: Mapping[str
             if verdict["low"] is not None:
                 axes.plot([verdict["low"], verdict["high"]], [row, row], color="black", marker="|", markersize=10)
             axes.plot(verdict["ratio"], row, "s", color="black")
-            axes.annotate(
-                answer["sentence"],
-                (verdict["ratio"], row),
-                (0, 10),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-            )
+            axes.text(0.5, row - 0.2, answer["sentence"], transform=axes.get_yaxis_transform(), ha="center", fontsize=9)
+
+
+def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, console: Console) -> None:
+    """Print each task's metric with its standard error; with `dense` beside it, what fraction is retained."""
+    name = results["ddp_vllm"]["model"]["name"]
+    limit = results["ddp_vllm"]["settings"]["limit"]
+    table = Table(box=box.SIMPLE_HEAD, title=f"first {limit} rows of each task" if limit else None)
+    table.add_column("task")
+    table.add_column("metric")
+    for heading in ([dense["ddp_vllm"]["model"]["name"]] if dense else []) + [name] + (["retained"] if dense else []):
+        table.add_column(heading, justify="right")
+    for task, row in TASKS.items():
+        ours, theirs = score(results, task), score(dense, task) if dense else None
+        if ours is not None:
+            cells = [_value(task, theirs)] if dense else []
+            kept = [_retained(task, ours[0], theirs[0]) if theirs else "–"] if dense else []
+            table.add_row(row.heading, row.metric.replace("_", " "), *cells, _value(task, ours), *kept)
+    ours_mean = results["ddp_vllm"]["mean_accuracy"]
+    dense_mean = dense["ddp_vllm"]["mean_accuracy"] if dense else None
+    if ours_mean:
+        table.add_section()
+        cells = [f"{100 * m['value']:.2f} ± {100 * m['stderr']:.2f}" for m in (dense_mean, ours_mean) if m]
+        kept = [f"{100 * ours_mean['value'] / dense_mean['value']:.1f} %"] if dense_mean else []
+        table.add_row(f"mean of {len(ours_mean['tasks'])}", "accuracy", *cells, *kept)
+    console.print(table)
+
+
+def _value(task: str, found: tuple[float, float | None] | None) -> str:
+    if found is None:
+        return "–"
+    value, error = found
+    if not TASKS[task].higher_is_better:
+        return f"{value:.2f}"
+    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error is not None else "")
+
+
+def _retained(task: str, ours: float, dense: float) -> str:
+    """An accuracy is retained in percent, a perplexity grows by a factor."""
+    return f"{100 * ours / dense:.1f} %" if TASKS[task].higher_is_better else f"×{ours / dense:.2f}"

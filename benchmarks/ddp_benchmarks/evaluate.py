@@ -1,0 +1,241 @@
+"""How good is what is left: lm-eval on the paper's tasks, task by task, each finished task kept and never run twice.
+
+lm-eval does the work and its results are kept as it writes them, in `results_<date>.json`. Ours are the choice of
+tasks and metrics (tasks.py), local data, the cache, and the comparison with the dense model.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ddp_benchmarks.engine import CPU_DEFAULTS, model_arguments, runs_on_cpu, vllm_command
+from ddp_benchmarks.machine import hardware, today, versions
+from ddp_benchmarks.models import describe_model, local_folder
+from ddp_benchmarks.results import write_results
+from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
+from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
+
+_PER_TASK = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """Every setting of one evaluation."""
+
+    model: str
+    tasks: tuple[str, ...]
+    backend: str = "hf"
+    """`hf` (transformers) or `vllm`."""
+    data: tuple[Path, ...] = ()
+    """Local files and folders; with any, nothing is taken from the hub."""
+    limit: int | None = None
+    """Evaluate only the first rows of each task; None: all."""
+    batch_size: int = 8
+    dtype: str = "auto"
+    max_length: int = 2048
+    """Longest context in tokens; perplexity is read in windows of this length."""
+    model_args: tuple[tuple[str, str], ...] = ()
+    """More arguments of lm-eval's model class, as they are."""
+    output: Path = Path("eval")
+
+    def check(self) -> None:
+        """Raises: SettingError naming the value and its range; ServingError if vLLM is asked for and missing."""
+        if self.limit is not None and self.limit < 1:
+            raise SettingError(f"--limit {self.limit} is below 1; leave it out to evaluate every row")
+        for name, low in (("batch_size", 1), ("max_length", 16)):
+            if getattr(self, name) < low:
+                raise SettingError(f"--{name.replace('_', '-')} {getattr(self, name)} is below {low}")
+        if self.backend == "vllm":
+            vllm_command()
+
+
+def default_output(model: str) -> Path:
+    """Return where results go: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
+    return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{model.replace('/', '--')}")
+
+
+def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Evaluate one model on every task that is not in the cache; return lm-eval's results, all tasks in one.
+
+    They are also written to `settings.output/results_<date>.json`, with our own remarks under the key `ddp_vllm`.
+    Raises: ModelError, TextError, SettingError before the model is loaded; ServingError if vLLM fails.
+    """
+    settings.check()
+    facts = describe_model(settings.model)
+    files = find_files(settings.tasks, settings.data)
+    if settings.data and (missing := [name for name in settings.tasks if name not in files]):
+        raise TextError(
+            f"no local file for {', '.join(missing)} ({', '.join(TASKS[name].file + '.jsonl' for name in missing)}) in "
+            f"{', '.join(map(str, settings.data))}; add it, or choose other --tasks"
+        )
+    cached = {name: _cache_file(settings, name, files.get(name)) for name in settings.tasks}
+    todo = [name for name, file in cached.items() if not file.exists()]
+    if done := len(settings.tasks) - len(todo):
+        say(f"{facts.name}: {done} of {len(settings.tasks)} tasks were evaluated before and are reused")
+    if todo:
+        run_alone(_evaluate_tasks, settings, todo, files, {name: cached[name] for name in todo})
+    merged = _merge([json.loads(cached[name].read_text(encoding="utf-8")) for name in settings.tasks])
+    merged["ddp_vllm"] = {
+        "format": "ddp-vllm eval 1",
+        "model": facts.to_json(),
+        "settings": json.loads(json.dumps(dataclasses.asdict(settings), default=str)),
+        "data": {name: file_sha256(file) for name, file in files.items()} or "hub",
+        "hardware": hardware(),
+        "versions": versions(),
+        "mean_accuracy": mean_accuracy(merged),
+    }
+    write_results(merged, settings.output / f"results_{today().replace(':', '-')}.json")
+    return merged
+
+
+def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
+    """Name a task's cache file by all that could change its result."""
+    folder = local_folder(settings.model)
+    weights = sorted(folder.glob("model*.safetensors")) if folder else []
+    parts = [
+        settings.model if folder is None else (folder / "config.json").read_text(encoding="utf-8"),
+        [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
+        [
+            settings.backend,
+            settings.limit,
+            settings.dtype,
+            settings.max_length,
+            settings.model_args,
+            dataclasses.asdict(TASKS[name]),
+        ],
+        file_sha256(data) if data else "hub",
+        versions().get("lm-eval"),
+    ]
+    digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
+    return settings.output / "tasks" / f"{name}-{digest}.json"
+
+
+def run_alone(function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function` in a fresh process, so that its memory is gone before the next model is loaded.
+
+    Raises: the DdpError the function raised; ServingError if the process dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_call, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise ServingError(
+            f"the evaluation died with exit code {process.exitcode}; the lines above say why. If it was killed, memory "
+            "ran out: lower --batch-size"
+        ) from None
+    finally:
+        if process.is_alive():
+            process.join(timeout=5)
+            process.terminate()
+        process.join()
+        ours.close()
+    if isinstance(answer, DdpError):
+        raise answer
+
+
+def _call(connection: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    try:
+        function(*arguments)
+        connection.send(None)
+    except DdpError as error:
+        connection.send(error)
+    except KeyboardInterrupt:  # the terminal sent it to both of us; the parent speaks
+        return
+
+
+def _evaluate_tasks(
+    settings: EvalSettings, names: list[str], files: Mapping[str, Path], cached: Mapping[str, Path]
+) -> None:
+    """Load the model once and run lm-eval task by task; each result is on disk before the next task starts."""
+    if settings.data:  # before the first import that reads them
+        os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
+    for variable, value in (CPU_DEFAULTS if runs_on_cpu() else {}).items():
+        os.environ.setdefault(variable, value)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from rich.console import Console
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
+    console = Console(stderr=True, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="ddp-vllm-tasks-") as temporary:
+        for name in names if settings.data else ():
+            write_task(name, files[name], Path(temporary))
+        manager = TaskManager(include_path=temporary, include_defaults=False) if settings.data else TaskManager()
+        model, arguments = _load_model(settings)
+        for number, name in enumerate(names, 1):
+            console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
+            results = simple_evaluate(
+                model=model,
+                tasks=[name],
+                batch_size=settings.batch_size,
+                limit=settings.limit,
+                task_manager=manager,
+                log_samples=False,
+            )
+            results["config"] |= {"model": settings.backend, "model_args": arguments}
+            write_results(json.loads(json.dumps(results, default=str)), cached[name])
+
+
+def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
+    """Return lm-eval's model object and the arguments it was made with. Raises: ModelError."""
+    import torch
+    from lm_eval.api.registry import get_model
+
+    length = "max_length" if settings.backend == "hf" else "max_model_len"
+    arguments: dict[str, Any] = {"pretrained": settings.model, "dtype": settings.dtype, length: settings.max_length}
+    arguments |= dict(settings.model_args)
+    arguments |= {"trust_remote_code": True} if model_arguments(settings.model) else {}
+    common: dict[str, Any] = {"batch_size": settings.batch_size}
+    if settings.backend == "hf":
+        common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"{settings.model} cannot be loaded by lm-eval's {settings.backend} backend "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); try the other --backend"
+        ) from error
+
+
+def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join lm-eval's results of single tasks into what it would have written for all of them."""
+    merged = dict(parts[0])
+    for key in _PER_TASK:
+        merged[key] = {name: value for part in parts for name, value in part.get(key, {}).items()}
+    return merged
+
+
+def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
+    """Return (value, standard error) of one task by the metric that counts here, or None if it was not run."""
+    found = results["results"].get(name, {})
+    value = found.get(f"{TASKS[name].metric},none")
+    error = found.get(f"{TASKS[name].metric}_stderr,none")
+    return None if value is None else (float(value), float(error) if isinstance(error, int | float) else None)
+
+
+def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the unweighted mean of the accuracies, as the paper averages, with its standard error and its tasks."""
+    scores = {name: score(results, name) for name, task in TASKS.items() if task.higher_is_better}
+    present = {name: value for name, value in scores.items() if value}
+    if not present:
+        return None
+    errors = [error or 0.0 for _, error in present.values()]
+    return {
+        "value": sum(value for value, _ in present.values()) / len(present),
+        "stderr": sum(error**2 for error in errors) ** 0.5 / len(present),
+        "tasks": list(present),
+    }
