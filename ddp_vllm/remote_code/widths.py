@@ -139,7 +139,7 @@ def expected_width(name: str, layers: Sequence[LayerWidths], head_dim: int) -> t
         length = layer.intermediate_size
     else:
         return None
-    if projection not in _INPUT_SIDE:
+    if projection not in _INPUT_SIDE or length == 0:
         return 0, length
     return (1, length) if kind == "weight" else None  # an output bias is as long as the hidden state
 

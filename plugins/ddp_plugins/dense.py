@@ -1,0 +1,215 @@
+"""Dense models whose decoder layers have their own widths, built from vLLM's own layers.
+
+One mechanism serves every family. The stock model is built without decoder layers; then each layer is built by the
+family's own layer class from a copy of the config that states that layer's widths. A block that was removed is
+replaced by one that adds nothing. A family is one row at the end of this file.
+"""
+
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
+
+from ddp_plugins.tensor_parallel import check_ranks, fit, is_padded, pad
+from ddp_vllm.checkpoint import head_dim
+from ddp_vllm.errors import CheckpointError
+from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, parse_layers
+
+
+class RemovedBlock(nn.Module):
+    """Stands where a layer's attention or MLP was: adds nothing."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(kwargs["hidden_states"] if "hidden_states" in kwargs else args[-1])
+
+
+class RemovedNorm(nn.Module):
+    """Stands where the norm of a removed block was: hands on the residual stream, as vLLM's fused norms do."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return x if residual is None else (x, x + residual)
+
+
+class UnevenHeads(nn.Module):
+    """Attention whose KV heads serve different numbers of query heads.
+
+    The kernel wants groups of one size, so short groups repeat their last query head on the way in and drop it on
+    the way out. The projections around it stay compact.
+    """
+
+    padded: torch.Tensor
+    kept: torch.Tensor
+
+    def __init__(self, attention: Attention, query_heads_per_kv_head: tuple[int, ...]) -> None:
+        super().__init__()
+        self.attn = attention
+        group = max(query_heads_per_kv_head)
+        padded, kept, start = [], [], 0
+        for kv_head, count in enumerate(query_heads_per_kv_head):
+            padded += [start + min(head, count - 1) for head in range(group)]
+            kept += [kv_head * group + head for head in range(count)]
+            start += count
+        self.register_buffer("padded", torch.tensor(padded), persistent=False)
+        self.register_buffer("kept", torch.tensor(kept), persistent=False)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query: `[tokens, sum of query heads * head_dim]`, as the result; key, value: `[tokens, KV heads * ...]`."""
+        heads = query.unflatten(-1, (-1, self.attn.head_size)).index_select(1, self.padded)
+        output = self.attn(heads.flatten(1), key, value)
+        return output.unflatten(-1, (-1, self.attn.head_size)).index_select(1, self.kept).flatten(1)
+
+
+def build_layer(layer_type: type[nn.Module], vllm_config: VllmConfig, widths: LayerWidths, prefix: str) -> Any:
+    """Build one decoder layer of the stock `layer_type` with the widths it has left."""
+    config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
+    fitted = fit(widths, num_ranks)
+    own = copy.copy(config)
+    own.head_dim = head_dim(vars(config))  # stock layers would work it out from the number of heads
+    own.num_key_value_heads = fitted.num_kv_heads or num_ranks  # a removed block is built tiny, then dropped
+    own.num_attention_heads = fitted.num_query_heads or num_ranks
+    own.intermediate_size = fitted.intermediate_size or num_ranks
+    if issubclass(layer_type, LlamaDecoderLayer):
+        layer = layer_type(vllm_config=vllm_config, prefix=prefix, config=own)
+    else:
+        layer = layer_type(own, vllm_config.cache_config, vllm_config.quant_config, prefix=prefix)
+    if num_ranks == 1 and widths.num_query_heads != fitted.num_query_heads:
+        keep_projections_compact(layer.self_attn, widths, vllm_config, f"{prefix}.self_attn")
+    remove_blocks(layer, widths, vllm_config)
+    return layer
+
+
+def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: VllmConfig, prefix: str) -> None:
+    """Undo the padding of uneven groups everywhere but around the kernel, in place."""
+    num_heads, size = widths.num_query_heads, attention.head_dim
+    hidden_size, quant_config = attention.qkv_proj.input_size, vllm_config.quant_config
+    attention.num_heads = attention.total_num_heads = num_heads
+    attention.q_size = num_heads * size
+    attention.qkv_proj = QKVParallelLinear(
+        hidden_size,
+        size,
+        num_heads,
+        widths.num_kv_heads,
+        bias=attention.qkv_proj.bias is not None,
+        quant_config=quant_config,
+        prefix=f"{prefix}.qkv_proj",
+    )
+    attention.o_proj = RowParallelLinear(
+        num_heads * size,
+        hidden_size,
+        bias=attention.o_proj.bias is not None,
+        quant_config=quant_config,
+        prefix=f"{prefix}.o_proj",
+    )
+    attention.attn = UnevenHeads(attention.attn, widths.query_heads_per_kv_head)
+
+
+def remove_blocks(layer: Any, widths: LayerWidths, vllm_config: VllmConfig) -> None:
+    """Replace the blocks that are gone, and their norms, in place; no KV cache is kept for them."""
+    sandwich = hasattr(layer, "pre_feedforward_layernorm")  # Gemma: a norm before and after each block
+    if not widths.num_kv_heads:
+        for module in layer.self_attn.modules():
+            if isinstance(module, Attention):
+                del vllm_config.compilation_config.static_forward_context[module.layer_name]
+        layer.self_attn, layer.input_layernorm = RemovedBlock(), RemovedNorm()
+        if sandwich:
+            layer.post_attention_layernorm = RemovedNorm()
+    if not widths.intermediate_size:
+        layer.mlp = RemovedBlock()
+        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm")[: 2 * sandwich]:
+            setattr(layer, norm, RemovedNorm())
+        if not sandwich:
+            layer.post_attention_layernorm = RemovedNorm()
+
+
+@contextmanager
+def no_layers(config: Any) -> Iterator[None]:
+    """Let a stock model be built without decoder layers, so that none is ever allocated at its dense width."""
+    num_layers, partition = config.num_hidden_layers, os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
+    config.num_hidden_layers = 0
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = num_layers
+        if partition is not None:
+            os.environ["VLLM_PP_LAYER_PARTITION"] = partition
+
+
+class NonUniform:
+    """What every pruned family adds to vLLM's own model class."""
+
+    decoder_layer: type[nn.Module]
+    packed_modules_mapping: dict[str, list[str]]
+    model: Any
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        layers = parse_layers(vars(config))
+        num_ranks = get_tensor_model_parallel_world_size()
+        for setting, why in (
+            (vllm_config.quant_config, "quantised weights"),
+            (vllm_config.lora_config, "LoRA adapters"),
+        ):
+            if setting is not None:
+                check_ranks(layers, num_ranks, config.num_attention_heads, why)
+        with no_layers(config):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self.widths, self.is_quantised = layers, vllm_config.quant_config is not None
+
+        def build(prefix: str) -> Any:
+            return build_layer(self.decoder_layer, vllm_config, layers[extract_layer_index(prefix)], prefix)
+
+        self.model.start_layer, self.model.end_layer, self.model.layers = make_layers(
+            config.num_hidden_layers, build, prefix=maybe_prefix(prefix, "model.layers")
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load compact weights. Raises: WidthsError, CheckpointError, naming the tensor that is wrong or missing."""
+        names: set[str] = set()
+        loaded = super().load_weights(self._fit_weights(weights, names))  # type: ignore[misc]
+        self._check_complete(names)
+        return loaded
+
+    def _fit_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], names: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Check each tensor before vLLM's loaders see it, note its name, and pad it if the ranks ask for it."""
+        num_ranks, size = get_tensor_model_parallel_world_size(), head_dim(vars(self.model.config))
+        for name, tensor in weights:
+            for _ in check_shapes([(name, tensor.shape)], self.widths, size):
+                names.add(name)
+            if ".layers." in name:
+                widths = self.widths[extract_layer_index(name)]
+                if is_padded(widths, num_ranks):
+                    tensor = pad(name, tensor, widths, num_ranks, size)
+            yield name, tensor
+
+    def _check_complete(self, names: set[str]) -> None:
+        """vLLM counts a fused parameter as loaded when one of its parts was; missing parts would be noise."""
+        modules = {name.rpartition(".")[0] for name in names}
+        for index in range(self.model.start_layer, self.model.end_layer):
+            for block, fused, output in (("self_attn", "qkv_proj", "o_proj"), ("mlp", "gate_up_proj", "down_proj")):
+                module = getattr(self.model.layers[index], block)
+                if isinstance(module, RemovedBlock):
+                    continue
+                for part in (*self.packed_modules_mapping[fused], output):
+                    name = f"model.layers.{index}.{block}.{part}"
+                    # quantised weights go by other names, such as weight_packed
+                    if f"{name}.weight" not in names and not (self.is_quantised and name in modules):
+                        raise CheckpointError(f"tensor {name}.weight is missing; export or download the folder again")
+                    has_bias = getattr(module, output if part == output else fused).bias is not None
+                    if has_bias and f"{name}.bias" not in names:
+                        raise CheckpointError(f"tensor {name}.bias is missing; export or download the folder again")
+
+
+class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):
+    decoder_layer = LlamaDecoderLayer

@@ -1,0 +1,115 @@
+"""The widths a layer has inside vLLM: on disk they are compact, on several ranks some grow by a few zero rows.
+
+vLLM gives every rank the same number of KV heads, query heads and MLP channels. What does not divide is filled up
+with zero rows, which add nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column of
+`down_proj`. With one rank nothing is padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.widths import LayerWidths
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedWidths:
+    """What one decoder layer has over all ranks together; every KV head serves equally many query heads."""
+
+    num_kv_heads: int
+    query_heads_per_kv_head: int
+    intermediate_size: int
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.num_kv_heads * self.query_heads_per_kv_head
+
+
+def fit(widths: LayerWidths, num_ranks: int) -> FittedWidths:
+    """Return the smallest widths, at least `widths`, that vLLM can share out over `num_ranks`."""
+    num_kv_heads, group = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
+    if num_kv_heads >= num_ranks:
+        num_kv_heads = _round_up(num_kv_heads, num_ranks)
+    elif num_kv_heads:  # several ranks hold a copy of the same KV head and share its query heads
+        num_kv_heads = next(n for n in range(num_kv_heads, num_ranks + 1) if num_ranks % n == 0)
+        group = _round_up(group, num_ranks // num_kv_heads)
+    return FittedWidths(
+        num_kv_heads=num_kv_heads,
+        query_heads_per_kv_head=group,
+        intermediate_size=_round_up(widths.intermediate_size, num_ranks),
+    )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def is_padded(widths: LayerWidths, num_ranks: int) -> bool:
+    """Whether the tensors of this layer differ from those on disk; uneven groups stay compact on one rank."""
+    fitted = fit(widths, num_ranks)
+    return num_ranks > 1 and (fitted.num_kv_heads, fitted.num_query_heads, fitted.intermediate_size) != (
+        widths.num_kv_heads,
+        widths.num_query_heads,
+        widths.intermediate_size,
+    )
+
+
+def check_ranks(layers: Sequence[LayerWidths], num_ranks: int, num_heads: int, why: str) -> None:
+    """Refuse a tensor-parallel size that would need padding where `why` forbids it.
+
+    Raises: SettingError, naming the first such layer and the sizes that work.
+    """
+    padded = next((index for index, widths in enumerate(layers) if is_padded(widths, num_ranks)), None)
+    if padded is None:
+        return
+    valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and not any(is_padded(w, n) for w in layers)]
+    widths = layers[padded]
+    raise SettingError(
+        f"tensor_parallel_size={num_ranks} does not divide layer {padded} ({widths.num_kv_heads} KV heads for "
+        f"{list(widths.query_heads_per_kv_head)} query heads, intermediate_size {widths.intermediate_size}), and "
+        f"{why} cannot be padded; use one of {valid}, or export with a suitable --tp"
+    )
+
+
+def pad(name: str, tensor: torch.Tensor, widths: LayerWidths, num_ranks: int, head_dim: int) -> torch.Tensor:
+    """Return the weight or bias `name` of a layer at its fitted width, new rows or columns zero.
+
+    tensor: compact, as on disk: `[out, in]` or `[out]`.
+    """
+    projection, kind = name.split(".")[-2:]
+    blocks, size = _blocks(projection, widths, fit(widths, num_ranks), head_dim)
+    axis = 1 if projection in ("o_proj", "down_proj") else 0
+    if not blocks or axis >= tensor.ndim or kind not in ("weight", "bias"):
+        return tensor
+    pieces = []
+    taken = 0
+    for kept, length in blocks:
+        compact = tensor.narrow(axis, taken * size, len(kept) * size).unflatten(axis, (len(kept), size))
+        taken += len(kept)
+        shape = list(compact.shape)
+        shape[axis] = length
+        places = torch.tensor(kept, device=tensor.device)
+        pieces.append(tensor.new_zeros(shape).index_copy(axis, places, compact).flatten(axis, axis + 1))
+    return torch.cat(pieces, axis)
+
+
+def _blocks(
+    projection: str, widths: LayerWidths, fitted: FittedWidths, head_dim: int
+) -> tuple[list[tuple[Sequence[int], int]], int]:
+    """Return, for each part of a projection, where its heads or channels go and among how many; and their size."""
+    group = fitted.query_heads_per_kv_head
+    places = [kv * group + head for kv, count in enumerate(widths.query_heads_per_kv_head) for head in range(count)]
+    query = (places, fitted.num_query_heads)
+    key = (range(widths.num_kv_heads), fitted.num_kv_heads)
+    channel = (range(widths.intermediate_size), fitted.intermediate_size)
+    if projection in ("gate_proj", "up_proj", "down_proj"):
+        return [channel], 1
+    if projection == "gate_up_proj":
+        return [channel, channel], 1
+    if projection in ("q_proj", "o_proj"):
+        return [query], head_dim
+    if projection in ("k_proj", "v_proj"):
+        return [key], head_dim
+    return ([query, key, key] if projection == "qkv_proj" else []), head_dim

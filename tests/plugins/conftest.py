@@ -1,0 +1,57 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Serve = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Return a function that serves folders with real vLLM in a new process; it leaves no process behind."""
+
+    def run(jobs: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("serve")
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        environment = {
+            **os.environ,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CACHE_ROOT": str(folder),  # a compiled model of an earlier run would prove nothing
+            "VLLM_NO_USAGE_STATS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # the sampler alone compiles for 15 s (2 cores)
+            **variables,
+        }
+        script = Path(__file__).with_name("serve_tiny.py")
+        with open(folder / "log.txt", "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(script), str(folder / "jobs.json"), str(folder / "results.json")],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                process.wait(timeout=300)
+            finally:
+                _end_group(process)
+        assert process.returncode == 0, (folder / "log.txt").read_text()[-5000:]
+        results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
+        return results
+
+    return run
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End whatever the session of this process still runs, such as workers of an engine that failed."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        return
+    process.wait()

@@ -1,0 +1,123 @@
+"""Real vLLM serves what plain transformers computes, for tiny random pruned models in fp32."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Serve
+from tiny_models import NOTHING_LAST, RAGGED_LAYERS, edit_config, edit_weights, make_checkpoint
+
+pytestmark = pytest.mark.vllm
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    # every ragged case at once; biases, so that padded rows and removed blocks could leak one
+    "ragged": {"family": "Llama", "layers": RAGGED_LAYERS, "attention_bias": True, "mlp_bias": True},
+    # one tensor is embedding and head; KV heads = query heads (MHA)
+    "tied": {"family": "Llama", "layers": NOTHING_LAST, "tie_word_embeddings": True, "num_key_value_heads": 12},
+}
+LOGPROB_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Each checkpoint's folder, and what transformers makes of it."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: (root / name, make_checkpoint(root / name, **settings)) for name, settings in CHECKPOINTS.items()}
+
+
+def job(folder: Path, **options: Any) -> dict[str, Any]:
+    return {"folder": str(folder), "options": options}
+
+
+def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert "error" not in result, result
+    for got, expected in zip(result["outputs"], reference["outputs"], strict=True):
+        assert got["tokens"] == expected["tokens"]
+        assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
+
+
+BROKEN: dict[str, tuple[Any, str]] = {  # how to break the ragged checkpoint, and what the user reads
+    "above dense": (
+        lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=65)),
+        r"ddp_layers\[1\].intermediate_size is 65, outside 0…64",
+    ),
+    "negative": (
+        lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=-1)),
+        r"ddp_layers\[1\].intermediate_size is -1, outside 0…64",
+    ),
+    "fractional": (
+        lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=17.5)),
+        r"ddp_layers\[1\].intermediate_size is 17.5, not an integer",
+    ),
+    "other width": (
+        lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=18)),
+        r"tensor model.layers.1.mlp.\w+.\w+ has shape \[.*17.*\], but ddp_layers asks for 18 along axis",
+    ),
+    "removed block": (
+        lambda folder: edit_config(folder, lambda c: c["ddp_layers"][5].update(intermediate_size=0)),
+        r"tensor model.layers.5.mlp.\w+.\w+ belongs to a block that ddp_layers says is gone",
+    ),
+    "missing weight": (  # vLLM alone would serve noise: q and v already count as the fused qkv_proj
+        lambda folder: edit_weights(folder, lambda w: w.pop("model.layers.4.self_attn.k_proj.weight")),
+        r"tensor model.layers.4.self_attn.k_proj.weight is missing",
+    ),
+    "missing bias": (
+        lambda folder: edit_weights(folder, lambda w: w.pop("model.layers.4.mlp.up_proj.bias")),
+        r"tensor model.layers.4.mlp.up_proj.bias is missing",
+    ),
+    "missing norm": (
+        lambda folder: edit_weights(folder, lambda w: w.pop("model.layers.4.input_layernorm.weight")),
+        r"model.layers.4.input_layernorm.weight",
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Serve every checkpoint, the good and the broken, one after the other; importing vLLM takes longest."""
+    jobs = {name: job(folder) for name, (folder, _) in models.items()}
+    root = tmp_path_factory.mktemp("broken")
+    for name, (break_it, _) in BROKEN.items():
+        folder = shutil.copytree(models["ragged"][0], root / name)
+        break_it(folder)
+        jobs[name] = job(folder)
+    return dict(zip(jobs, serve(list(jobs.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_served_model_computes_what_transformers_computes(
+    name: str, one_process: dict[str, Any], models: dict[str, Any]
+) -> None:
+    assert_same(one_process[name], models[name][1])
+
+
+def test_removed_attention_keeps_no_kv_cache(one_process: dict[str, Any]) -> None:
+    kept = [index for index, layer in enumerate(RAGGED_LAYERS) if layer["query_heads_per_kv_head"]]
+    assert one_process["ragged"]["attention_layers"] == [f"model.layers.{index}.self_attn.attn" for index in kept]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_contradictions_stop_the_start_and_name_the_place(name: str, one_process: dict[str, Any]) -> None:
+    assert re.search(BROKEN[name][1], one_process[name]["error"]), one_process[name]
+
+
+def test_compiled(serve: Serve, models: dict[str, Any]) -> None:
+    folder, reference = models["ragged"]
+    (result,) = serve([job(folder, enforce_eager=False)], TORCH_COMPILE_DISABLE="0")
+    assert_same(result, reference)
+
+
+def test_two_tensor_parallel_ranks(serve: Serve, models: dict[str, Any]) -> None:
+    folder, reference = models["ragged"]
+    (result,) = serve([job(folder, tensor_parallel_size=2)], VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert_same(result, reference)
+
+
+def test_two_pipeline_stages(serve: Serve, models: dict[str, Any]) -> None:
+    folder, reference = models["ragged"]
+    # traced, not eager: vLLM 0.32 on CPU makes the tensors between the stages in a warm-up that eager skips
+    options = {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"backend": "eager"}}
+    (result,) = serve([job(folder, **options)], VLLM_ENABLE_V1_MULTIPROCESSING="1", TORCH_COMPILE_DISABLE="0")
+    assert_same(result, reference)

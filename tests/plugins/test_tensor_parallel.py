@@ -1,0 +1,82 @@
+"""Padding for several ranks adds zeros and nothing else."""
+
+import pytest
+import torch
+
+from ddp_plugins.tensor_parallel import check_ranks, fit, is_padded, pad
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.widths import LayerWidths
+
+HEAD_DIM = 4
+HIDDEN_SIZE = 6
+
+
+def widths(*query_heads_per_kv_head: int, intermediate_size: int = 17) -> LayerWidths:
+    return LayerWidths(query_heads_per_kv_head=query_heads_per_kv_head, intermediate_size=intermediate_size)
+
+
+@pytest.mark.parametrize(
+    ("kept", "num_ranks", "expected"),
+    [
+        ((3, 2, 1), 1, (3, 3, 17)),  # one rank: groups are evened out for the kernel only
+        ((3, 2, 1), 2, (4, 3, 18)),  # three KV heads over two ranks: one is added
+        ((3,), 2, (1, 4, 18)),  # one KV head on both ranks, its query heads split in halves
+        ((1, 1, 1), 4, (4, 1, 20)),  # fewer KV heads than ranks, and 3 does not divide 4
+        ((2, 2), 8, (2, 4, 24)),  # two KV heads, four ranks each
+        ((), 4, (0, 0, 20)),  # no attention: none is added
+    ],
+)
+def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: tuple[int, int, int]) -> None:
+    fitted = fit(widths(*kept), num_ranks)
+    assert (fitted.num_kv_heads, fitted.query_heads_per_kv_head, fitted.intermediate_size) == expected
+    assert fitted.num_query_heads % num_ranks == 0
+
+
+def test_nothing_is_padded_on_one_rank_or_where_the_widths_divide() -> None:
+    assert not is_padded(widths(3, 2, 1), 1)
+    assert not is_padded(widths(2, 2, intermediate_size=16), 2)
+    assert is_padded(widths(2, 2, intermediate_size=17), 2)
+    assert not is_padded(widths(intermediate_size=0), 2)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])  # Phi-3 keeps q, k, v in one tensor
+def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
+    kept = widths(3, 1)
+    q, k = torch.randn(4 * HEAD_DIM, HIDDEN_SIZE), torch.randn(2 * HEAD_DIM, HIDDEN_SIZE)
+    num_ranks = 4  # two KV heads on two ranks each, so groups grow from 3 to 4
+    if fused:
+        qkv = pad("layers.0.self_attn.qkv_proj.weight", torch.cat([q, k, k]), kept, num_ranks, HEAD_DIM)
+        padded = qkv[: 8 * HEAD_DIM].unflatten(0, (2, 4, HEAD_DIM))
+        assert torch.equal(qkv[8 * HEAD_DIM :], torch.cat([k, k]))
+    else:
+        padded = pad("layers.0.self_attn.q_proj.weight", q, kept, num_ranks, HEAD_DIM).unflatten(0, (2, 4, HEAD_DIM))
+    heads = q.unflatten(0, (4, HEAD_DIM))
+    assert torch.equal(padded[0, :3], heads[:3]) and torch.equal(padded[1, 0], heads[3])
+    assert not padded[0, 3].any() and not padded[1, 1:].any()
+
+
+def test_padded_mlp_computes_the_same() -> None:
+    kept, x = widths(1, intermediate_size=5), torch.randn(7, HIDDEN_SIZE)
+    gate, bias, down = torch.randn(5, HIDDEN_SIZE), torch.randn(5), torch.randn(HIDDEN_SIZE, 5)
+    gate_padded = pad("layers.0.mlp.gate_proj.weight", gate, kept, 4, HEAD_DIM)
+    bias_padded = pad("layers.0.mlp.gate_proj.bias", bias, kept, 4, HEAD_DIM)
+    down_padded = pad("layers.0.mlp.down_proj.weight", down, kept, 4, HEAD_DIM)
+    assert gate_padded.shape == (8, HIDDEN_SIZE)
+    padded = (x @ gate_padded.T + bias_padded) @ down_padded.T
+    torch.testing.assert_close(padded, (x @ gate.T + bias) @ down.T)
+
+
+def test_tensors_that_pruning_leaves_alone_pass_through() -> None:
+    norm, bias = torch.randn(HEAD_DIM), torch.randn(HIDDEN_SIZE)
+    assert pad("layers.0.self_attn.q_norm.weight", norm, widths(3, 1), 2, HEAD_DIM) is norm
+    assert pad("layers.0.self_attn.o_proj.bias", bias, widths(3, 1), 2, HEAD_DIM) is bias  # as long as the hidden state
+
+
+def test_a_size_that_cannot_be_padded_names_the_layer_and_the_sizes_that_work() -> None:
+    layers = [widths(2, 2, 2, 2, intermediate_size=32), widths(2, 2, intermediate_size=32)]
+    check_ranks(layers, 2, 8, "LoRA adapters")
+    layers += [widths(2, 1, intermediate_size=32)]
+    with pytest.raises(SettingError, match=r"tensor_parallel_size=2 does not divide layer 2 .*one of \[1\]"):
+        check_ranks(layers, 2, 8, "LoRA adapters")
+    with pytest.raises(SettingError, match=r"divide layer 1 .*one of \[1, 2, 4\]"):
+        check_ranks(layers[:2], 8, 8, "quantised weights")

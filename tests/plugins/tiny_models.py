@@ -1,0 +1,74 @@
+"""Tiny random pruned checkpoints, and what plain transformers generates from them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ddp_vllm.remote_code import modeling_ddp
+
+PROMPTS = [
+    [5],  # a single token: nothing to attend to but itself
+    [1, 2, 3, 4, 5, 6, 7],
+    [(7 * i) % 120 + 1 for i in range(140)],  # longer than a block of the KV cache and than a sliding window
+]
+NUM_NEW_TOKENS = 8
+
+RAGGED_LAYERS = [
+    {"query_heads_per_kv_head": [], "intermediate_size": 0},  # nothing left, and first: the residual starts here
+    {"query_heads_per_kv_head": [3, 1], "intermediate_size": 17},  # uneven groups; width odd, prime, no multiple of 8
+    {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 0},  # attention as in the dense model, no MLP
+    {"query_heads_per_kv_head": [], "intermediate_size": 64},  # no attention, MLP as in the dense model
+    {"query_heads_per_kv_head": [3, 2, 1], "intermediate_size": 1},  # three KV heads split over no 2 ranks; one channel
+    {"query_heads_per_kv_head": [2], "intermediate_size": 33},  # fewer KV heads than ranks: they are replicated
+    {"query_heads_per_kv_head": [1], "intermediate_size": 0},  # last layer without MLP: the final norm adds up
+]
+NOTHING_LAST = [
+    {"query_heads_per_kv_head": [], "intermediate_size": 31},  # first layer: MLP only
+    {"query_heads_per_kv_head": [1, 1, 1], "intermediate_size": 0},
+    {"query_heads_per_kv_head": [], "intermediate_size": 0},  # nothing left, and last
+]
+
+
+def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """Write a random model of `family` in fp32 and return what transformers generates: tokens and log-probabilities."""
+    torch.manual_seed(0)
+    model_class = getattr(modeling_ddp, f"DDP{family}ForCausalLM")
+    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    settings = {**sizes, **heads, **tokens, "num_hidden_layers": len(layers), "initializer_range": 0.15, **settings}
+    config = model_class.config_class(**settings, ddp_layers=layers)
+    model = model_class(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
+    model.save_pretrained(folder)
+    return {"outputs": [_generate(model, prompt) for prompt in PROMPTS]}
+
+
+@torch.no_grad()
+def _generate(model: Any, prompt: list[int]) -> dict[str, Any]:
+    inputs = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None
+    ids = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    tokens = ids[0, len(prompt) :]
+    return {"tokens": tokens.tolist(), "logprobs": logprobs.gather(1, tokens[:, None]).flatten().tolist()}
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
