@@ -44,7 +44,7 @@ def sharegpt(output: Path, overwrite: bool, request_rate: str, max_concurrency: 
     """
     from rich.console import Console
 
-    from ddp_benchmarks.engine import terminable
+    from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.report import draw_speed, json_line, print_report
     from ddp_benchmarks.results import check_file, read_results
     from ddp_benchmarks.sharegpt import Load, Settings, run_benchmark
@@ -103,8 +103,8 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
     """
     from rich.console import Console
 
-    from ddp_benchmarks.engine import terminable
     from ddp_benchmarks.evaluate import EvalSettings, default_output, evaluate
+    from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.report import print_quality
     from ddp_benchmarks.tasks import choose_tasks
 
@@ -121,3 +121,36 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
             found.append(evaluate(settings, say=lambda text: console.print(text, style="dim")))
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
+
+
+@click.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
+@click.option(
+    "--results", multiple=True, type=click.Path(path_type=Path), help="Results outside the folders; repeatable."
+)
+@click.option("--dense", metavar="MODEL", help="The dense model. [default: the one of the recipe]")
+@click.option("--overwrite", is_flag=True, help="Replace the page.")
+def compare(
+    folders: tuple[Path, ...], output: Path, results: tuple[Path, ...], dense: str | None, overwrite: bool
+) -> None:
+    """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
+
+    \b
+    ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
+
+    Results of bench and eval are found in each folder and its eval folder, or passed with --results.
+    """
+    from ddp_benchmarks.compare import collect
+    from ddp_benchmarks.page import write_html, write_markdown
+    from ddp_benchmarks.results import check_file, write_text
+
+    markdown = output.with_suffix(".md")
+    for path in (output, markdown):
+        check_file(path, overwrite=overwrite)
+    comparison = collect(folders, results=results, dense=dense)
+    write_text(write_html(comparison), output)
+    write_text(write_markdown(comparison), markdown)
+    for note in comparison.notes:
+        click.echo(note, err=True)
+    click.echo(f"{output} and {markdown}")

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,16 +18,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
+from ddp_benchmarks.processes import device_bytes, end_group, group_members, resident_bytes
 from ddp_vllm.errors import ServingError
 
 HOST = "127.0.0.1"
-STOP_SECONDS = 10  # vLLM's own shutdown gives its workers 5 s
 CPU_DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM else binds every engine of a small machine to core 0
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the same for every model
@@ -152,17 +150,8 @@ class Engine:
     def stop(self) -> None:
         """End every process of the group; those that do not end within seconds are killed."""
         self._stopped.set()
-        try:
-            self._signal(signal.SIGTERM)
-            deadline = time.monotonic() + STOP_SECONDS
-            while self._alive() and time.monotonic() < deadline:
-                time.sleep(0.05)
-        finally:  # reached by a second Ctrl-C too
-            self._signal(signal.SIGKILL)
-            self.process.wait()
-            while self._alive():
-                time.sleep(0.05)
-            self._sampler.join(timeout=5)
+        end_group(self.process.pid, self.process.poll)
+        self._sampler.join(timeout=5)
 
     def wait(self, *, seconds: float | None = None) -> None:
         """Wait for a tool that ends by itself. Raises: ServingError if it fails or takes longer than `seconds`."""
@@ -198,47 +187,13 @@ class Engine:
             facts["peak_device_bytes"] = self.peak_device_bytes
         return facts
 
-    def _signal(self, number: int) -> None:
-        try:
-            os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):  # gone already
-            return
-
-    def _alive(self) -> bool:
-        self.process.poll()  # reaps the leader
-        return bool(list(_group(self.process.pid)))
-
     def _sample_memory(self) -> None:
         smi = shutil.which("nvidia-smi")
         while not self._stopped.wait(0.5):
-            resident = sum(_resident_bytes(process) for process in _group(self.process.pid))
+            resident = sum(resident_bytes(process) for process in group_members(self.process.pid))
             self.peak_memory_bytes = max(self.peak_memory_bytes, resident)
             if smi:
-                self.peak_device_bytes = max(self.peak_device_bytes, _device_bytes(smi))
-
-
-def _group(leader: int) -> Iterator[int]:
-    """Yield the living processes of a group; those that wait to be reaped don't count."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):  # ended while we looked
-            continue
-        if int(group) == leader and state not in "ZX":
-            yield int(path.parent.name)
-
-
-def _resident_bytes(process: int) -> int:
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
-
-
-def _device_bytes(smi: str) -> int:
-    command = [smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return sum(int(line) for line in result.stdout.split() if line.isdigit()) * 2**20
+                self.peak_device_bytes = max(self.peak_device_bytes, device_bytes(smi))
 
 
 class Server(Engine):
@@ -325,17 +280,3 @@ def model_arguments(model: str) -> list[str]:
     except (OSError, ValueError):
         return []
     return ["--trust-remote-code"] if "auto_map" in config else []
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that the engine inside is stopped too."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -20,6 +20,7 @@ from typing import Any
 from ddp_benchmarks.engine import CPU_DEFAULTS, model_arguments, runs_on_cpu, vllm_command
 from ddp_benchmarks.machine import hardware, today, versions
 from ddp_benchmarks.models import describe_model, local_folder
+from ddp_benchmarks.processes import end_group
 from ddp_benchmarks.results import write_results
 from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
@@ -131,6 +132,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     theirs.close()
     try:
         answer = ours.recv()
+        process.join(timeout=10)
     except EOFError:
         process.join()
         raise ServingError(
@@ -138,23 +140,20 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
             "ran out: lower --batch-size"
         ) from None
     finally:
-        if process.is_alive():
-            process.join(timeout=5)
-            process.terminate()
-        process.join()
+        process.terminate()
+        end_group(process.pid or 0, lambda: process.exitcode)
         ours.close()
     if isinstance(answer, DdpError):
         raise answer
 
 
 def _call(connection: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.setsid()  # a group of its own: Ctrl-C reaches the parent alone, which ends us with all our children
     try:
         function(*arguments)
         connection.send(None)
     except DdpError as error:
         connection.send(error)
-    except KeyboardInterrupt:  # the terminal sent it to both of us; the parent speaks
-        return
 
 
 def _evaluate_tasks(

@@ -162,7 +162,11 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
     if ours_mean:
         table.add_section()
         cells = [f"{100 * m['value']:.2f} ± {100 * m['stderr']:.2f}" for m in (dense_mean, ours_mean) if m]
-        kept = [f"{100 * ours_mean['value'] / dense_mean['value']:.1f} %"] if dense_mean else []
+        kept = (
+            [f"{100 * ours_mean['value'] / dense_mean['value']:.1f} %" if dense_mean["value"] else "–"]
+            if dense_mean
+            else []
+        )
         table.add_row(f"mean of {len(ours_mean['tasks'])}", "accuracy", *cells, *kept)
     console.print(table)
 
@@ -178,4 +182,6 @@ def _value(task: str, found: tuple[float, float | None] | None) -> str:
 
 def _retained(task: str, ours: float, dense: float) -> str:
     """An accuracy is retained in percent, a perplexity grows by a factor."""
+    if not dense:
+        return "–"
     return f"{100 * ours / dense:.1f} %" if TASKS[task].higher_is_better else f"×{ours / dense:.2f}"

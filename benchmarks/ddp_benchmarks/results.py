@@ -52,10 +52,15 @@ def check_file(output: Path, *, overwrite: bool) -> None:
 
 def write_results(results: Mapping[str, Any], output: Path) -> None:
     """Replace `output` in one step; readers see the old results or the new. Raises: OutputError."""
+    write_text(json.dumps(results, indent=1, ensure_ascii=False), output)
+
+
+def write_text(text: str, output: Path) -> None:
+    """Replace `output` in one step. Raises: OutputError."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, output)
     except OSError as error:
         raise OutputError(f"{output} cannot be written ({error}); choose another --output") from error

@@ -1,0 +1,80 @@
+"""Process groups: end one with all its children, and know how much memory it takes."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+STOP_SECONDS = 10  # vLLM's own shutdown gives its workers 5 s
+
+
+def end_group(leader: int, reap: Callable[[], object]) -> None:
+    """End every process of a group: politely, and after a few seconds or a second Ctrl-C by force.
+
+    `reap` collects the exit code of the leader, our child, so that it does not stay behind as a zombie.
+    """
+    try:
+        _signal(leader, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while _alive(leader, reap) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        _signal(leader, signal.SIGKILL)
+        while _alive(leader, reap):
+            time.sleep(0.05)
+
+
+def _signal(leader: int, number: int) -> None:
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):  # gone already
+        return
+
+
+def _alive(leader: int, reap: Callable[[], object]) -> bool:
+    reap()
+    return any(True for _ in group_members(leader))
+
+
+def group_members(leader: int) -> Iterator[int]:
+    """Yield the living processes of a group; those that wait to be reaped don't count."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):  # ended while we looked
+            continue
+        if int(group) == leader and state not in "ZX":
+            yield int(path.parent.name)
+
+
+def resident_bytes(process: int) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def device_bytes(smi: str) -> int:
+    """Return the memory in use on all NVIDIA devices in bytes, asking the program `smi`."""
+    command = [smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return sum(int(line) for line in result.stdout.split() if line.isdigit()) * 2**20
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that the engine inside is stopped too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
