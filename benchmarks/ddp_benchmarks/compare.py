@@ -185,13 +185,15 @@ def retained(entry: Entry, dense: Entry | None) -> float | None:
 
 
 def peak_memory(entry: Entry, comparison: Comparison) -> float | None:
-    """Return the highest memory in bytes any measured engine of a model took, on the GPUs if there were some."""
-    name = Path(entry.facts.model).resolve().name
-    peaks = [
-        run["engine"].get("peak_device_bytes") or run["engine"]["peak_memory_bytes"]
-        for bench in comparison.benches
-        for model in bench["models"]
-        for run in bench["runs"]
-        if run["label"] == model["label"] and Path(model["model"]).resolve().name == name
-    ]
-    return max(peaks, default=None)
+    """Return the highest memory in bytes any engine of a model took in the benchmark that is in the picture.
+
+    On the GPUs if there were some. Served and offline engines differ in processes, so only one benchmark is read.
+    """
+    speed = entry.speed or next((other.speed for other in comparison.pruned if other.speed), None)
+    if speed is None:
+        return None
+    bench, name = speed["bench"], Path(entry.facts.model).resolve().name
+    models = bench["models"] if entry.facts.pruned else bench["models"][:1]
+    labels = [model["label"] for model in models if not entry.facts.pruned or Path(model["model"]).name == name]
+    engines = [run["engine"] for run in bench["runs"] if run["label"] in labels and run["load"] == speed["load"]]
+    return max((taken.get("peak_device_bytes") or taken["peak_memory_bytes"] for taken in engines), default=None)

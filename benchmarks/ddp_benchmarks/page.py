@@ -23,7 +23,7 @@ th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:
 thead th{border-bottom:2px solid #111}svg{width:100%;max-width:40rem;height:auto}
 li{margin:.3rem 0}.small{font-size:.875rem;color:#333}
 @media(max-width:30rem){body{padding:.6rem}th,td{padding:.2rem .4rem;font-size:.85rem}
-th:first-child,td:first-child{white-space:normal;min-width:6.5rem}}
+th,td{white-space:normal}th:first-child,td:first-child{min-width:5.5rem}}
 """
 Table = tuple[list[str], list[list[str]]]
 """Headings and rows; the first column is text."""
@@ -33,7 +33,7 @@ def headline(entry: Entry, comparison: Comparison) -> str:
     """Say in one sentence what pruning cost and gave."""
     parts = []
     if entry.speed:
-        parts.append(f"{entry.speed['sentence']} ({entry.speed['load']}, {entry.speed['pairs']} pairs)")
+        parts.append(f"{entry.speed['sentence']}, {entry.speed['load']}")
     if (kept := retained(entry, comparison.dense)) is not None:
         parts.append(f"{100 * kept:.1f} % of the dense accuracy")
     dense = comparison.dense.facts if comparison.dense else None
@@ -62,10 +62,12 @@ def size_table(comparison: Comparison) -> Table:
         if comparison.dense:
             cells[0] = "1"
         rows.append([f"requests/s, {load}", *cells])
-    rows.append(["mean accuracy", *(_mean(e) for e in entries)])
+    tasks = {e.accuracy[2] for e in entries if e.accuracy}
+    heading = f"mean accuracy, {min(tasks)} tasks" if len(tasks) == 1 else "mean accuracy"
+    rows.append([heading, *(_mean(e) + _of_tasks(e, tasks) for e in entries)])
     kept = [retained(e, comparison.dense) for e in entries]
     rows.append(["retained accuracy", *("–" if k is None else f"{100 * k:.1f} %" for k in kept)])
-    return ["", *(_name(e) for e in entries)], rows
+    return ["", *(_column(e) for e in entries)], rows
 
 
 def task_table(comparison: Comparison) -> Table:
@@ -76,7 +78,7 @@ def task_table(comparison: Comparison) -> Table:
         if any(name in found for found in scores):
             metric = task.metric.replace("_", " ")
             rows.append([f"{task.heading} ({metric})", *(_score(name, found.get(name)) for found in scores)])
-    return ["", *(_name(e) for e in comparison.entries)], rows
+    return ["", *(_column(e) for e in comparison.entries)], rows
 
 
 def latency_table(comparison: Comparison) -> Table:
@@ -126,7 +128,7 @@ def draw_quality(comparison: Comparison) -> str | None:
     import matplotlib.pyplot as plt
 
     with plt.rc_context({"svg.fonttype": "none", "font.size": 12, "font.family": "sans-serif"}):
-        figure, axes = plt.subplots(figsize=(5.4, 4.2), layout="constrained")
+        figure, axes = plt.subplots(figsize=(5.4, 4.6), layout="constrained")
         front = _pareto([point for _, point in shown])
         axes.plot([p["x"] for p in front], [p["y"] for p in front], color="0.6", linestyle="--", zorder=0)
         for number, (entry, p) in enumerate(shown):
@@ -141,10 +143,11 @@ def draw_quality(comparison: Comparison) -> str | None:
                 markerfacecolor="white" if not entry.facts.pruned else "black",
                 markersize=8,
                 capsize=4,
+                label=_name(entry),
             )
-            axes.annotate(_name(entry), (p["x"], p["y"]), (8, 8), textcoords="offset points")
         axes.set(xlabel="requests/s, times the dense model's", ylabel="mean accuracy, %")
-        axes.margins(0.25)
+        axes.margins(0.15)
+        figure.legend(loc="outside lower center", ncols=1 if len(shown) < 4 else 2, frameon=False)
         image = io.StringIO()
         figure.savefig(image, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
         plt.close(figure)
@@ -279,6 +282,10 @@ def _name(entry: Entry) -> str:
     return entry.facts.name if entry.facts.pruned else f"{entry.facts.name} (dense)"
 
 
+def _column(entry: Entry) -> str:
+    return entry.facts.name if entry.facts.pruned else "dense"
+
+
 def _ratio(verdict: Any) -> str:
     if verdict["low"] is None:
         return f"{verdict['ratio']:.2f}× (one pair)"
@@ -288,8 +295,13 @@ def _ratio(verdict: Any) -> str:
 def _mean(entry: Entry) -> str:
     if entry.accuracy is None:
         return "–"
-    value, error, tasks = entry.accuracy
-    return f"{100 * value:.2f} ± {100 * error:.2f} ({tasks} tasks)"
+    value, error, _ = entry.accuracy
+    return f"{100 * value:.2f} ± {100 * error:.2f}"
+
+
+def _of_tasks(entry: Entry, counts: set[int]) -> str:
+    """Say of how many tasks a mean is, where the models differ in that."""
+    return f" ({entry.accuracy[2]} tasks)" if entry.accuracy and len(counts) > 1 else ""
 
 
 def _score(name: str, found: tuple[float, float | None] | None) -> str:

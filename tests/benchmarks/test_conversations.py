@@ -1,0 +1,98 @@
+"""ShareGPT in: what is malformed is refused with its line, what is unusable is passed over and counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_benchmarks.conversations import draw_sample, read_conversations, write_sample
+from ddp_vllm.errors import TextError
+
+
+def talk(number: int, prompt: int = 5, answer: int = 6, turns: int = 2) -> dict[str, Any]:
+    """A conversation whose turns have as many words as asked."""
+    texts = [" ".join([f"w{number}"] * length) for length in (prompt, answer, 3)][:turns]
+    return {"id": str(number), "conversations": [{"from": "human", "value": text} for text in texts]}
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.mark.parametrize("form", ["array", "lines"])
+def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
+    talks = [talk(1), talk(2)]
+    talks[0]["conversations"][1]["value"] = "two\u2028lines, which splitlines() would cut"
+    file = tmp_path / "sharegpt.json"
+    lines = "\n".join(json.dumps(entry, ensure_ascii=False) for entry in talks)
+    file.write_text(json.dumps(talks, indent=2) if form == "array" else f"\n{lines}\n\n")
+    assert read_conversations(file) == talks
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "reason"),
+    [
+        ('{"conversations": []}\n{"conversations": [', "line 2", "no JSON"),
+        ('[\n{"conversations": []},\n{"conversations"', "line 3", "cut off"),
+        ('[\n{"conversations": []}\n', "line 3", "the end of the file where a comma or ] belongs"),
+        ('[\n{"conversations": []}\n{"conversations": []}]', "line 3", "where a comma or ] belongs"),
+        ('[\n\n{"text": "hello"}]', "line 3", "no list under the key conversations"),
+        ("[\n1]", "line 2", "int instead of an object"),
+        ('{"conversations": [{"from": "human"}]}', "line 1", "turn 1 has no text under the key value"),
+        ('{"conversations": [{"value": "a"}, "b"]}', "line 1", "turn 2 has no text"),
+    ],
+)
+def test_malformed_files_name_line_and_reason(tmp_path: Path, text: str, where: str, reason: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(TextError) as caught:
+        read_conversations(file)
+    assert where in str(caught.value)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe\x00\x01"])
+def test_files_without_a_conversation_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "none.json").write_bytes(content)
+    with pytest.raises(TextError):
+        read_conversations(tmp_path / "none.json")
+    with pytest.raises(TextError, match="does not exist"):
+        read_conversations(tmp_path / "missing.json")
+
+
+def test_sample_keeps_vllms_limits() -> None:
+    talks = [
+        talk(1, prompt=3),  # vLLM drops prompts and answers under 4 tokens,
+        talk(2, answer=3),
+        talk(3, prompt=1025),  # prompts over 1,024,
+        talk(4, prompt=1024, answer=1025),  # and more than 2,048 in all
+        talk(5, prompt=1024, answer=1024),
+        talk(6, turns=1),  # nothing to answer
+        talk(7, prompt=4, answer=4),
+    ]
+    sample = draw_sample(talks, count_words, num_prompts=10, seed=0)
+    assert sorted(entry["id"] for entry in sample.entries) == ["5", "7"]
+    assert (sample.prompt_tokens, sample.output_tokens) == (1028, 1028)
+    assert "10 were asked for, but no more are usable" in sample.describe()
+    shorter = draw_sample(talks, count_words, num_prompts=10, seed=0, max_model_len=100)
+    assert [entry["id"] for entry in shorter.entries] == ["7"]
+
+
+def test_sample_is_the_seeds_and_takes_nothing_twice() -> None:
+    talks = [talk(number) for number in range(50)]
+    first, again, other = (draw_sample(talks, count_words, num_prompts=20, seed=seed) for seed in (3, 3, 4))
+    assert first.sha256 == again.sha256 != other.sha256
+    assert len({entry["id"] for entry in first.entries}) == 20
+    assert "asked" not in first.describe()
+
+
+def test_nothing_usable_is_an_error() -> None:
+    with pytest.raises(TextError, match="none of 1 conversations"):
+        draw_sample([talk(1, prompt=1)], count_words, num_prompts=1, seed=0)
+
+
+def test_written_sample_reads_back(tmp_path: Path) -> None:
+    sample = draw_sample([talk(1), talk(2, turns=3)], count_words, num_prompts=2, seed=0)
+    write_sample(sample, tmp_path / "out.json")
+    assert read_conversations(tmp_path / "out.json") == list(sample.entries)
