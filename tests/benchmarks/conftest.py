@@ -1,0 +1,64 @@
+"""A tiny random Llama with a tokenizer trained on the spot, and conversations it can answer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+WORDS = ["ice", "melts", "in", "the", "sun", "and", "water", "runs", "down", "hill", "to", "sea"]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Llama with 2 layers and a byte-level BPE of 300 tokens; context 256."""
+    tokenizers = pytest.importorskip("tokenizers")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(
+        folder
+    )
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ShareGPT file of 40 conversations: prompts of 8 to 47 words, answers of 6 to 25."""
+    file = tmp_path_factory.mktemp("talks") / "sharegpt.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in _talks()))
+    return file
+
+
+def _talks() -> Iterator[dict[str, object]]:
+    for number in range(40):
+        sides = [("human", 8 + number), ("gpt", 6 + number % 20)]
+        turns = [
+            {"from": side, "value": " ".join(WORDS[(number + i) % len(WORDS)] for i in range(length))}
+            for side, length in sides
+        ]
+        yield {"id": f"talk{number}", "conversations": turns}

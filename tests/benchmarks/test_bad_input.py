@@ -1,0 +1,122 @@
+"""What a user can get wrong before an engine starts, and what an engine must leave behind: nothing."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_benchmarks import processes
+from ddp_benchmarks.engine import choose_port
+from ddp_benchmarks.models import check_vocabularies, describe_model
+from ddp_benchmarks.processes import end_group, group_members
+from ddp_benchmarks.results import check_file, read_results
+from ddp_benchmarks.sharegpt import Load, Settings, _schedule
+from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_command_line_loads_nothing_heavy() -> None:
+    heavy = "torch transformers vllm lm_eval rich matplotlib numpy"
+    script = f"import sys, ddp_benchmarks.cli; print([m for m in {heavy.split()} if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
+
+
+def test_missing_vllm_has_a_remedy() -> None:
+    paths = [str(ROOT), str(ROOT / "benchmarks")]
+    script = f"import sys; sys.path += {paths!r}; from ddp_benchmarks.engine import vllm_command; vllm_command()"
+    output = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
+    assert "ServingError: vLLM is not installed" in output.stderr
+    assert 'pip install "ddp-vllm[serve]"' in output.stderr
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServingError, match=f"port {port} cannot be used.*pass another --port"):
+            choose_port(port)
+        assert choose_port() != port
+    with pytest.raises(ServingError):
+        choose_port(70000)
+
+
+def write_tokenizer(folder: Path, vocab: dict[str, int]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    added = [{"id": len(vocab), "content": "<s>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocab}}))
+    return str(folder)
+
+
+def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
+    first = write_tokenizer(tmp_path / "a", {"x": 0, "y": 1})
+    check_vocabularies(first, write_tokenizer(tmp_path / "b", {"y": 1, "x": 0}))
+    with pytest.raises(ModelError, match=r"different vocabularies \(3 and 4 tokens"):
+        check_vocabularies(first, write_tokenizer(tmp_path / "c", {"x": 0, "y": 1, "z": 2}))
+    with pytest.raises(ModelError, match="'x' is 0 and 1"):
+        check_vocabularies(first, write_tokenizer(tmp_path / "d", {"y": 0, "x": 1}))
+    (tmp_path / "b" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="no tokenizer file"):
+        check_vocabularies(first, str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x"])
+def test_models_that_are_none(model: str) -> None:
+    with pytest.raises(ModelError, match=r"neither|not the folder"):
+        describe_model(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_prompts": 0}, "--num-prompts 0 is below 1"),
+        ({"pairs": 0}, "--pairs 0 is below 1"),
+        ({"pruned": ()}, "nothing to compare with"),
+        ({"loads": (Load(request_rate=0, max_concurrency=None),)}, "sends nothing"),
+        ({"loads": (Load(request_rate=float("nan"), max_concurrency=None),)}, "sends nothing"),
+        ({"loads": (Load(request_rate=1, max_concurrency=0),)}, "sends nothing"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SettingError, match=reason):
+        Settings(**{"dense": "a", "pruned": ("b",), **changes}).check()
+
+
+def test_every_round_starts_with_the_next_model() -> None:
+    settings = Settings(dense="a", pruned=("b", "c"), pairs=4)
+    order = [label for _, _, label in _schedule(settings, ["a", "b", "c"], ["a", "b", "c"])]
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"  # the first round is thrown away
+
+
+def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    check_file(file, overwrite=False)
+    file.write_text("[]")
+    with pytest.raises(OutputError, match="--overwrite"):
+        check_file(file, overwrite=False)
+    check_file(file, overwrite=True)
+    with pytest.raises(OutputError, match="is a folder"):
+        check_file(tmp_path, overwrite=True)
+    with pytest.raises(TextError, match="no results file"):
+        read_results(file)
+
+
+def test_a_group_ends_whole_even_if_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.3)
+    script = "trap '' TERM; (trap '' TERM; sleep 60) & sleep 60; sleep 60"
+    process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    while len(list(group_members(process.pid))) < 3:
+        time.sleep(0.02)
+    end_group(process.pid, process.poll)
+    assert list(group_members(process.pid)) == []
+    assert process.returncode is not None
+    assert os.getpid() not in group_members(process.pid)
