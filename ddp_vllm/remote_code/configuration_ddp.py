@@ -6,25 +6,89 @@ This file travels inside checkpoints: transformers only, no torch.
 
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from .widths import parse_layers
 
 
-class DDPLlamaConfig(LlamaConfig):
-    """Llama with its own widths in every layer; `ddp_layers=None` is the dense model.
+class NonUniformConfig:
+    """What every pruned family adds: `ddp_layers`, the widths of every layer; None is the dense model.
 
     Raises: WidthsError (a ValueError) if the widths contradict the dense fields.
     """
 
-    model_type = "ddp_llama"
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        fields = vars(self)
+        if fields.get("head_dim") is None:  # families without the field work it out from the number of heads
+            self.head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+        if fields.get("ddp_layers") is not None:
+            parse_layers(fields)
 
+
+class DDPLlamaConfig(NonUniformConfig, LlamaConfig):
+    model_type = "ddp_llama"
     ddp_layers: list[dict[str, Any]] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        if self.ddp_layers is not None:
-            parse_layers(vars(self))
+
+class DDPMistralConfig(NonUniformConfig, MistralConfig):
+    model_type = "ddp_mistral"
+    ddp_layers: list[dict[str, Any]] | None = None
 
 
-CONFIGS = (DDPLlamaConfig,)
+class DDPQwen2Config(NonUniformConfig, Qwen2Config):
+    model_type = "ddp_qwen2"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPQwen3Config(NonUniformConfig, Qwen3Config):
+    model_type = "ddp_qwen3"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPGemma2Config(NonUniformConfig, Gemma2Config):
+    model_type = "ddp_gemma2"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPGemma3Config(NonUniformConfig, Gemma3TextConfig):
+    model_type = "ddp_gemma3_text"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPGraniteConfig(NonUniformConfig, GraniteConfig):
+    model_type = "ddp_granite"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPSmolLM3Config(NonUniformConfig, SmolLM3Config):
+    model_type = "ddp_smollm3"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPPhi3Config(NonUniformConfig, Phi3Config):
+    model_type = "ddp_phi3"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+CONFIGS = (
+    DDPLlamaConfig,
+    DDPMistralConfig,
+    DDPQwen2Config,
+    DDPQwen3Config,
+    DDPGemma2Config,
+    DDPGemma3Config,
+    DDPGraniteConfig,
+    DDPSmolLM3Config,
+    DDPPhi3Config,
+)

@@ -10,9 +10,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedConfig
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
-from .configuration_ddp import DDPLlamaConfig
+from .configuration_ddp import (
+    DDPGemma2Config,
+    DDPGemma3Config,
+    DDPGraniteConfig,
+    DDPLlamaConfig,
+    DDPMistralConfig,
+    DDPPhi3Config,
+    DDPQwen2Config,
+    DDPQwen3Config,
+    DDPSmolLM3Config,
+)
 from .widths import LayerWidths, check_shapes, folder_shapes, parse_layers
 
 
@@ -45,16 +66,26 @@ class RepeatedHeads(nn.Linear):
     the KV cache of plain transformers then holds the repeated heads. Weights stay compact.
     """
 
-    heads: torch.Tensor
-
-    def repeat(self, query_heads_per_kv_head: tuple[int, ...], head_dim: int) -> "RepeatedHeads":
-        self.query_heads_per_kv_head, self.head_dim = query_heads_per_kv_head, head_dim
+    def repeat(self, index: list[int], head_dim: int) -> "RepeatedHeads":
+        """index: for each head handed on, the head of the weight it is."""
+        self.index, self.head_dim = index, head_dim
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         states = super().forward(input).unflatten(-1, (-1, self.head_dim))
-        index = [head for head, count in enumerate(self.query_heads_per_kv_head) for _ in range(count)]
-        return states[..., index, :].flatten(-2)
+        return states[..., self.index, :].flatten(-2)
+
+
+class OwnHeads:
+    """The model's config, but with one layer's number of query heads; for attention that reads it while it runs."""
+
+    def __init__(self, config: Any, num_attention_heads: int) -> None:
+        self.config, self.num_attention_heads = config, num_attention_heads
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config":  # not set yet, as when a model is copied
+            raise AttributeError(name)
+        return getattr(self.config, name)
 
 
 def _resize(
@@ -75,30 +106,57 @@ def _resize(
 
 
 def narrow_layer(layer: Any, widths: LayerWidths, layer_idx: int) -> None:
-    """Give one stock decoder layer the widths it has left, in place; a removed block takes its norm with it."""
-    if not widths.num_kv_heads:
-        layer.self_attn, layer.input_layernorm = RemovedAttention(layer_idx), nn.Identity()
+    """Give one stock decoder layer the widths it has left, in place; a removed block takes its norms with it."""
+    attention_norms, mlp_norms = ["input_layernorm"], ["post_attention_layernorm"]
+    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma: a norm before and after each block
+        attention_norms, mlp_norms = attention_norms + mlp_norms, ["pre_feedforward_layernorm"]
+        mlp_norms += ["post_feedforward_layernorm"]
+    if widths.num_kv_heads:
+        narrow_attention(layer.self_attn, widths)
     else:
-        attention = layer.self_attn
-        head_dim, counts = attention.head_dim, widths.query_heads_per_kv_head
-        attention.q_proj = _resize(attention.q_proj, out_features=widths.num_query_heads * head_dim)
-        attention.o_proj = _resize(attention.o_proj, in_features=widths.num_query_heads * head_dim)
-        uneven = len(set(counts)) > 1
-        attention.num_key_value_groups = 1 if uneven else counts[0]
-        for name in ("k_proj", "v_proj"):
-            old, size = getattr(attention, name), widths.num_kv_heads * head_dim
-            if uneven:
-                new = _resize(old, out_features=size, kind=RepeatedHeads).repeat(counts, head_dim)
-            else:
-                new = _resize(old, out_features=size)
-            setattr(attention, name, new)
-    if not widths.intermediate_size:
-        layer.mlp, layer.post_attention_layernorm = RemovedMLP(), nn.Identity()
+        layer.self_attn = RemovedAttention(layer_idx)
+    if widths.intermediate_size:
+        narrow_mlp(layer.mlp, widths.intermediate_size)
     else:
-        mlp, size = layer.mlp, widths.intermediate_size
+        layer.mlp = RemovedMLP()
+    for norm in attention_norms * (not widths.num_kv_heads) + mlp_norms * (not widths.intermediate_size):
+        setattr(layer, norm, nn.Identity())
+
+
+def narrow_attention(attention: Any, widths: LayerWidths) -> None:
+    """Replace the projections of one stock attention module, in place."""
+    head_dim, counts = attention.head_dim, widths.query_heads_per_kv_head
+    num_query, num_kv = widths.num_query_heads, widths.num_kv_heads
+    uneven = len(set(counts)) > 1
+    attention.num_key_value_groups = 1 if uneven else counts[0]
+    attention.o_proj = _resize(attention.o_proj, in_features=num_query * head_dim)
+    repeated = [head for head, count in enumerate(counts) for _ in range(count)]
+    query = list(range(num_query))
+
+    def narrow(linear: nn.Linear, num_heads: int, index: list[int]) -> Any:
+        if not uneven:
+            return _resize(linear, out_features=num_heads * head_dim)
+        return _resize(linear, out_features=num_heads * head_dim, kind=RepeatedHeads).repeat(index, head_dim)
+
+    if hasattr(attention, "qkv_proj"):  # Phi-3 keeps q, k and v in one weight and cuts it by the config
+        index = query + [num_query + head for head in repeated] + [num_query + num_kv + head for head in repeated]
+        attention.qkv_proj = narrow(attention.qkv_proj, num_query + 2 * num_kv, index)
+        attention.config = OwnHeads(attention.config, num_query)
+        attention.num_key_value_heads = num_query if uneven else num_kv
+    else:
+        attention.q_proj = _resize(attention.q_proj, out_features=num_query * head_dim)
+        attention.k_proj = narrow(attention.k_proj, num_kv, repeated)
+        attention.v_proj = narrow(attention.v_proj, num_kv, repeated)
+
+
+def narrow_mlp(mlp: Any, size: int) -> None:
+    """Replace the projections of one stock MLP, in place."""
+    if hasattr(mlp, "gate_up_proj"):
+        mlp.gate_up_proj = _resize(mlp.gate_up_proj, out_features=2 * size)
+    else:
         mlp.gate_proj = _resize(mlp.gate_proj, out_features=size)
         mlp.up_proj = _resize(mlp.up_proj, out_features=size)
-        mlp.down_proj = _resize(mlp.down_proj, in_features=size)
+    mlp.down_proj = _resize(mlp.down_proj, in_features=size)
 
 
 class NonUniform:
@@ -124,6 +182,36 @@ class NonUniform:
 
 
 class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):
-    """Llama whose layers have their own numbers of heads and MLP channels."""
-
     config_class = DDPLlamaConfig
+
+
+class DDPMistralForCausalLM(NonUniform, MistralForCausalLM):
+    config_class = DDPMistralConfig
+
+
+class DDPQwen2ForCausalLM(NonUniform, Qwen2ForCausalLM):
+    config_class = DDPQwen2Config
+
+
+class DDPQwen3ForCausalLM(NonUniform, Qwen3ForCausalLM):
+    config_class = DDPQwen3Config
+
+
+class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
+    config_class = DDPGemma2Config
+
+
+class DDPGemma3ForCausalLM(NonUniform, Gemma3ForCausalLM):
+    config_class = DDPGemma3Config
+
+
+class DDPGraniteForCausalLM(NonUniform, GraniteForCausalLM):
+    config_class = DDPGraniteConfig
+
+
+class DDPSmolLM3ForCausalLM(NonUniform, SmolLM3ForCausalLM):
+    config_class = DDPSmolLM3Config
+
+
+class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM):
+    config_class = DDPPhi3Config

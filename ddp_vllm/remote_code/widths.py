@@ -135,8 +135,12 @@ def expected_width(name: str, layers: Sequence[LayerWidths], head_dim: int) -> t
         length = layer.num_query_heads * head_dim
     elif projection in ("k_proj", "v_proj"):
         length = layer.num_kv_heads * head_dim
+    elif projection == "qkv_proj":
+        length = (layer.num_query_heads + 2 * layer.num_kv_heads) * head_dim
     elif module in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
         length = layer.intermediate_size
+    elif module == "mlp.gate_up_proj":
+        length = 2 * layer.intermediate_size
     else:
         return None
     if projection not in _INPUT_SIDE or length == 0:

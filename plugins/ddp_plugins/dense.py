@@ -17,7 +17,13 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.models.gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM
+from vllm.model_executor.models.gemma3 import Gemma3DecoderLayer, Gemma3ForCausalLM
+from vllm.model_executor.models.granite import GraniteDecoderLayer, GraniteForCausalLM
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
 
 from ddp_plugins.tensor_parallel import check_ranks, fit, is_padded, pad
@@ -209,7 +215,65 @@ class NonUniform:
                     has_bias = getattr(module, output if part == output else fused).bias is not None
                     if has_bias and f"{name}.bias" not in names:
                         raise CheckpointError(f"tensor {name}.bias is missing; export or download the folder again")
+                    if not has_bias and f"{name}.bias" in names:  # vLLM would drop it without a word
+                        raise CheckpointError(f"tensor {name}.bias has no place in vLLM's {type(module).__name__}")
 
 
 class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):
+    decoder_layer = LlamaDecoderLayer
+
+
+class DDPMistralForCausalLM(NonUniform, MistralForCausalLM):
+    decoder_layer = MistralDecoderLayer
+
+
+class Qwen2DecoderLayer(LlamaDecoderLayer):
+    """vLLM's own Qwen2 layer works `head_dim` out from the number of heads; Llama's with biased q, k, v is the same."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
+        config.qkv_bias = True
+        super().__init__(vllm_config, prefix, config)
+
+
+class DDPQwen2ForCausalLM(NonUniform, LlamaForCausalLM):
+    decoder_layer = Qwen2DecoderLayer
+
+
+class DDPQwen3ForCausalLM(NonUniform, Qwen3ForCausalLM):
+    decoder_layer = Qwen3DecoderLayer
+
+
+class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
+    decoder_layer = Gemma2DecoderLayer
+
+
+class DDPGemma3ForCausalLM(NonUniform, Gemma3ForCausalLM):
+    decoder_layer = Gemma3DecoderLayer
+
+
+class DDPGraniteForCausalLM(NonUniform, GraniteForCausalLM):
+    decoder_layer = GraniteDecoderLayer
+
+
+class NoRotation(nn.Module):
+    """Stands where the rotary embedding is in layers that have none."""
+
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
+        return query, key
+
+
+class SmolLM3DecoderLayer(LlamaDecoderLayer):
+    """Llama's layer; every few layers know no positions. vLLM has no SmolLM3 of its own."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
+        super().__init__(vllm_config, prefix, config)
+        if not config.no_rope_layers[extract_layer_index(prefix)]:
+            self.self_attn.rotary_emb = NoRotation()
+
+
+class DDPSmolLM3ForCausalLM(NonUniform, LlamaForCausalLM):
+    decoder_layer = SmolLM3DecoderLayer
+
+
+class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM):
     decoder_layer = LlamaDecoderLayer

@@ -23,7 +23,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CACHE_ROOT": str(folder),  # a compiled model of an earlier run would prove nothing
+            # new in each session: a model compiled in an earlier one would prove nothing
+            "VLLM_CACHE_ROOT": str(tmp_path_factory.getbasetemp() / "vllm_cache"),
             "VLLM_NO_USAGE_STATS": "1",
             "TORCH_COMPILE_DISABLE": "1",  # the sampler alone compiles for 15 s (2 cores)
             **variables,

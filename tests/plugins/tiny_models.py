@@ -59,6 +59,7 @@ def _generate(model: Any, prompt: list[int]) -> dict[str, Any]:
     )
     logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
     tokens = ids[0, len(prompt) :]
+    assert torch.equal(logprobs.argmax(-1), tokens), "transformers differs with and without its KV cache"
     return {"tokens": tokens.tolist(), "logprobs": logprobs.gather(1, tokens[:, None]).flatten().tolist()}
 
 
