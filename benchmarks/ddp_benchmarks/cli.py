@@ -20,7 +20,7 @@ def bench() -> None:
 @click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option("--dataset", type=click.Path(path_type=Path), help="ShareGPT file (JSON or JSONL). [default: fetched]")
-@click.option("--output", "-o", type=click.Path(path_type=Path), default="sharegpt.json", show_default=True)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: DIR/sharegpt-MODE.json]")
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-model-len", type=int, default=2048, show_default=True, help="Context of the engines, in tokens.")
@@ -32,7 +32,7 @@ def bench() -> None:
 @click.option("--port", type=int, help="Port of the server. [default: a free one]")
 @click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Longest wait for a server.")
 @click.argument("engine_arguments", nargs=-1)
-def sharegpt(output: Path, overwrite: bool, request_rate: str, max_concurrency: str, **options: Any) -> None:
+def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concurrency: str, **options: Any) -> None:
     """Replay ShareGPT prompts through real vLLM and say how much faster the pruned model is.
 
     \b
@@ -49,6 +49,9 @@ def sharegpt(output: Path, overwrite: bool, request_rate: str, max_concurrency: 
     from ddp_benchmarks.results import check_file, read_results
     from ddp_benchmarks.sharegpt import Load, Settings, run_benchmark
 
+    if output is None:  # where `compare` looks
+        folder = Path(options["pruned"][0])
+        output = (folder if folder.is_dir() else Path()) / f"sharegpt-{options['mode']}.json"
     check_file(output, overwrite=overwrite)
     loads = tuple(
         Load(request_rate=rate, max_concurrency=None if limit is None else int(limit))

@@ -32,7 +32,10 @@ CPU_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the same for every model
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # offline runs: no second process to fight for the cores
 }
-_ERROR_LINE = re.compile(r"(?:^|[\s.])(\w*(?:Error|Exception|Interrupt)): (.+)")
+_ERROR = re.compile(  # pydantic puts its reason on the line after
+    r"(?:^|[\s.])(\w*(?:Error|Exception)): (\d+ validation errors? for .*\n[^\n]*\n[^\n]*|[^\n]+)", re.MULTILINE
+)
+_LOG_PREFIX = re.compile(r"\(\w+ pid=\d+\)")
 _FACTS = {  # what vLLM says about itself in its log
     "kv_cache_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
     "weights_gib": re.compile(r"Model loading took ([\d.]+) GiB"),
@@ -172,9 +175,9 @@ class Engine:
         """Say in words how the process ended: its exit code, its last error, where the log is."""
         code = self.process.poll()
         how = "stopped" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        errors = _ERROR_LINE.findall(self.log.read_text(errors="replace"))
+        errors = _ERROR.findall(_LOG_PREFIX.sub("", self.log.read_text(errors="replace")))
         informative = [error for error in errors if "See root cause above" not in error[1]]
-        reason = f": {informative[0][0]}: {informative[0][1].strip()[:300]}" if informative else ""
+        reason = f": {informative[0][0]}: {' '.join(informative[0][1].split())[:300]}" if informative else ""
         return f"{how}{reason}; the whole log is {self.log}"
 
     def facts(self) -> dict[str, float]:
@@ -189,11 +192,13 @@ class Engine:
 
     def _sample_memory(self) -> None:
         smi = shutil.which("nvidia-smi")
+        samples = 0
         while not self._stopped.wait(0.5):
             resident = sum(resident_bytes(process) for process in group_members(self.process.pid))
             self.peak_memory_bytes = max(self.peak_memory_bytes, resident)
-            if smi:
+            if smi and samples % 8 == 0:  # every 4 s: the program costs a core tens of milliseconds
                 self.peak_device_bytes = max(self.peak_device_bytes, device_bytes(smi))
+            samples += 1
 
 
 class Server(Engine):
