@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,7 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
         check_vocabularies(settings.dense, pruned)
     labels = _labels(models)
     facts = [describe_model(model).to_json() | {"label": label} for model, label in zip(models, labels, strict=True)]
+    settings = _fit(settings)
     sample = _draw(settings)
     say(sample.describe())
     results: dict[str, Any] = {
@@ -150,15 +151,19 @@ def _labels(models: Sequence[str]) -> list[str]:
     return [f"{name} ({i})" if names.count(name) > 1 and i else name for i, name in enumerate(names)]
 
 
-def _draw(settings: Settings) -> Sample:
-    conversations = read_conversations(settings.dataset or fetch_conversations())
+def _fit(settings: Settings) -> Settings:
+    """Shorten the context to the shortest any model allows; vLLM refuses a longer one."""
     limits = [limit for limit in map(max_model_len, (settings.dense, *settings.pruned)) if limit]
+    return replace(settings, max_model_len=min(settings.max_model_len, *limits)) if limits else settings
+
+
+def _draw(settings: Settings) -> Sample:
     return draw_sample(
-        conversations,
+        read_conversations(settings.dataset or fetch_conversations()),
         token_counter(settings.dense),
         num_prompts=settings.num_prompts,
         seed=settings.seed,
-        max_model_len=min(settings.max_model_len, *limits) if limits else settings.max_model_len,
+        max_model_len=settings.max_model_len,
     )
 
 
