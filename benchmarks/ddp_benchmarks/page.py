@@ -35,7 +35,9 @@ def headline(entry: Entry, comparison: Comparison) -> str:
     if entry.speed:
         parts.append(f"{entry.speed['sentence']}, {entry.speed['load']}")
     if (kept := retained(entry, comparison.dense)) is not None:
-        parts.append(f"{100 * kept:.1f} % of the dense accuracy")
+        limit = entry.quality["ddp_vllm"]["settings"]["limit"] if entry.quality else None
+        rows = f" (first {limit} rows of each task)" if limit else ""
+        parts.append(f"{100 * kept:.1f} % of the dense accuracy{rows}")
     dense = comparison.dense.facts if comparison.dense else None
     if dense and dense.parameters and entry.facts.parameters:
         parts.append(f"{100 * (1 - entry.facts.parameters / dense.parameters):.1f} % fewer parameters")
