@@ -99,7 +99,10 @@ def _check_index(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no model*.safetensors; only safetensors weights are read")
     if not (folder / INDEX_FILE).exists():
         return
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
+    index = read_json(folder / INDEX_FILE)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{folder / INDEX_FILE} is no index: it has no weight_map; copy the folder again, whole")
     for file in sorted(set(map(str, weight_map.values()))):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
@@ -110,17 +113,27 @@ def _check_index(folder: Path) -> None:
 
 
 def _check_complete(folder: Path, layers: tuple[LayerWidths, ...], shapes: Mapping[str, list[int]]) -> None:
-    """Every block that the widths keep must have its output projection, every kept expert its own tensors."""
-    present = set(re.findall(r"layers\.(\d+)\.\S*?(o_proj|experts\.\d+|mlp\.down_proj)\b", " ".join(shapes)))
-    for index, layer in enumerate(layers):
-        needed = ["o_proj"] * bool(layer.num_kv_heads)
-        if layer.expert_intermediate_sizes is None:
-            needed += ["mlp.down_proj"] * bool(layer.intermediate_size)
-        else:
-            needed += [f"experts.{expert}" for expert, width in enumerate(layer.expert_intermediate_sizes) if width]
-        for module in needed:
-            if (str(index), module) not in present:
-                raise CheckpointError(f"{folder}: layer {index} lacks the tensors of {module}; export it again")
+    """Every kept expert must have tensors, every kept block its output projection and what that block has elsewhere."""
+    experts = set(re.findall(r"layers\.(\d+)\.\S*?(experts\.\d+)\.", " ".join(shapes)))
+    modules = set(re.findall(r"layers\.(\d+)\.((?:self_attn|mlp)\.\w+)\.", " ".join(shapes)))
+    with_attention = {str(index) for index, layer in enumerate(layers) if layer.num_kv_heads}
+    with_mlp = {
+        str(index)
+        for index, layer in enumerate(layers)
+        if layer.expert_intermediate_sizes is None and layer.intermediate_size
+    }
+    needed = {
+        (str(index), f"experts.{expert}")
+        for index, layer in enumerate(layers)
+        for expert, width in enumerate(layer.expert_intermediate_sizes or ())
+        if width
+    }
+    for indices, block, output in ((with_attention, "self_attn.", "o_proj"), (with_mlp, "mlp.", "down_proj")):
+        names = {name for index, name in modules if index in indices and name.startswith(block)} | {block + output}
+        needed |= {(index, name) for index in indices for name in names}
+    if missing := needed - experts - modules:
+        index, module = min(missing)
+        raise CheckpointError(f"{folder}: layer {index} lacks the tensors of {module}; export it again")
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -141,8 +154,12 @@ def read_provenance(path: Path) -> dict[str, Any]:
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuse an output that exists, before any work is done.
 
-    Raises: OutputError if `output` exists and `overwrite` is off, or if it is no folder we could have written.
+    Raises: OutputError if `output` exists and `overwrite` is off, if it is no folder we could have written, or if
+        nothing can be written there.
     """
+    parent = next(folder for folder in output.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{output} cannot be written: {parent} is no folder you may write to; choose another folder")
     if not output.exists():
         return
     if not overwrite:

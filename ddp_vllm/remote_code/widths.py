@@ -184,6 +184,8 @@ def folder_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
                 header = json.loads(file.read(length))
             except ValueError as error:
                 raise WidthsError(f"{path} is no safetensors file: its header is no JSON; download it again") from error
+        if not isinstance(header, dict):
+            raise WidthsError(f"{path} is no safetensors file: its header is no object; download it again")
         for name, entry in header.items():
             if name != "__metadata__":
                 yield name, entry["shape"]

@@ -1,0 +1,220 @@
+"""A pruned checkpoint is checked before a weight is loaded, and written whole or not at all."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+
+from ddp_vllm.checkpoint import atomic_folder, check_output, read_checkpoint
+from ddp_vllm.cli import main
+from ddp_vllm.errors import CheckpointError, OutputError
+
+LAYERS = [
+    {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
+    {"query_heads_per_kv_head": [], "intermediate_size": 0},  # nothing left
+    {"query_heads_per_kv_head": [2], "intermediate_size": 12},  # MLP as in the dense model
+]
+CONFIG = {
+    "model_type": "ddp_llama", "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 10,
+}  # fmt: skip
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, 16), "model.norm.weight": (16,)}
+    for index, layer in enumerate(LAYERS):
+        counts: Any = layer["query_heads_per_kv_head"]
+        width: Any = layer["intermediate_size"]
+        prefix = f"model.layers.{index}"
+        if counts:
+            shapes[f"{prefix}.self_attn.q_proj.weight"] = (4 * sum(counts), 16)
+            shapes[f"{prefix}.self_attn.k_proj.weight"] = (4 * len(counts), 16)
+            shapes[f"{prefix}.self_attn.v_proj.weight"] = (4 * len(counts), 16)
+            shapes[f"{prefix}.self_attn.o_proj.weight"] = (16, 4 * sum(counts))
+        if width:
+            shapes[f"{prefix}.mlp.gate_proj.weight"] = shapes[f"{prefix}.mlp.up_proj.weight"] = (width, 16)
+            shapes[f"{prefix}.mlp.down_proj.weight"] = (16, width)
+    return shapes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "pruned"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "ddp_layers": LAYERS}))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in _shapes().items()}, folder / "model.safetensors")
+    return folder
+
+
+def _edit(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _first(key: str, value: Any) -> Callable[[Path], None]:
+    return lambda folder: _edit(folder, lambda config: config["ddp_layers"][0].update({key: value}))
+
+
+def _weights(edit: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        edit(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return run
+
+
+def _index(weight_map: Any) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        text = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return run
+
+
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
+CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
+    "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
+    "fractional width": (_first("intermediate_size", 7.5), ["ddp_layers[0].intermediate_size", "7.5", "integer"]),
+    "whole float width": (_first("intermediate_size", 7.0), ["7.0", "integer"]),
+    "width above dense": (_first("intermediate_size", 13), ["13", "0…12"]),
+    "bool width": (_first("intermediate_size", True), ["True", "integer"]),
+    "missing width": (_first("intermediate_size", None), ["ddp_layers[0].intermediate_size", "None"]),
+    "negative heads": (_first("query_heads_per_kv_head", [2, -1]), ["query_heads_per_kv_head[1]", "-1", "1…2"]),
+    "fractional heads": (_first("query_heads_per_kv_head", [2, 0.5]), ["query_heads_per_kv_head[1]", "0.5"]),
+    "too many query heads": (_first("query_heads_per_kv_head", [3, 1]), ["query_heads_per_kv_head[0]", "3", "1…2"]),
+    "too many KV heads": (_first("query_heads_per_kv_head", [1, 1, 1]), ["3 KV heads", "dense model 2"]),
+    "heads as a word": (_first("query_heads_per_kv_head", "21"), ["'21'", "list"]),
+    "unknown key": (_first("widht", 3), ["ddp_layers[0]", "'widht'"]),
+    "entry no object": (lambda f: _edit(f, lambda c: c["ddp_layers"].__setitem__(1, 5)), ["ddp_layers[1]", "5"]),
+    "too few layers": (lambda f: _edit(f, lambda c: c["ddp_layers"].pop()), ["2 entries", "3 layers"]),
+    "layers no list": (lambda f: _edit(f, lambda c: c.update(ddp_layers="x")), ["ddp_layers", "list"]),
+    "no widths": (lambda f: _edit(f, lambda c: c.pop("ddp_layers")), ["not a pruned checkpoint"]),
+    "dense field missing": (lambda f: _edit(f, lambda c: c.pop("num_hidden_layers")), ["num_hidden_layers"]),
+    "widths of another checkpoint": (_first("intermediate_size", 8), ["layers.0.mlp", "7", "asks for 8"]),
+    "heads of another checkpoint": (_first("query_heads_per_kv_head", [1, 1]), ["layers.0.self_attn", "asks for 8"]),
+    "tensor of a removed block": (
+        _weights(lambda w: w.update({"model.layers.1.mlp.up_proj.weight": np.zeros((3, 16), np.float32)})),
+        ["layers.1.mlp.up_proj", "gone"],
+    ),
+    "tensor of another shape": (
+        _weights(lambda w: w.update({O_PROJ: np.zeros((16, 8), np.float32)})),
+        [O_PROJ, "[16, 8]", "12"],
+    ),
+    "missing o_proj": (_weights(lambda w: w.pop(O_PROJ)), ["layer 0", "o_proj"]),
+    "missing down_proj": (_weights(lambda w: w.pop(DOWN_PROJ)), ["layer 2", "down_proj"]),
+    "missing q_proj": (_weights(lambda w: w.pop("model.layers.2.self_attn.q_proj.weight")), ["layer 2", "q_proj"]),
+    "missing up_proj": (_weights(lambda w: w.pop("model.layers.0.mlp.up_proj.weight")), ["layer 0", "up_proj"]),
+    "index outside the folder": (_index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "this folder"]),
+    "index to an absolute path": (_index({O_PROJ: "/etc/x.safetensors"}), ["'/etc/x.safetensors'"]),
+    "index to a pickle": (_index({O_PROJ: "model.bin"}), ["'model.bin'", "safetensors"]),
+    "index to a missing shard": (_index({O_PROJ: "model-2.safetensors"}), ["lacks", "model-2.safetensors"]),
+    "index no object": (_index([1, 2]), ["index"]),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["holds no model*.safetensors"]),
+    "weights cut short": (lambda f: (f / "model.safetensors").write_bytes(b"\x10"), ["no safetensors file"]),
+    "weights no safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"PK\x03\x04" * 9), ["no safetensors"]),
+    "header no object": (
+        lambda f: (f / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]"),
+        ["no safetensors"],
+    ),
+    "config no JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json", "cannot be read"]),
+    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ["not a pruned checkpoint"]),
+    "config missing": (lambda f: (f / "config.json").unlink(), ["config.json", "missing"]),
+    "masks file broken": (lambda f: (f / "ddp_masks.safetensors").write_bytes(b"no"), ["ddp_masks.safetensors"]),
+}
+
+
+def test_reads_a_sound_checkpoint(folder: Path) -> None:
+    checkpoint = read_checkpoint(folder)
+    assert [layer.to_json() for layer in checkpoint.layers] == LAYERS
+    assert checkpoint.num_parameters == sum(int(np.prod(shape)) for shape in _shapes().values())
+    assert checkpoint.head_dim == 4 and checkpoint.provenance == {}
+
+
+@pytest.mark.parametrize("case", CORRUPTIONS)
+def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
+    corrupt, words = CORRUPTIONS[case]
+    corrupt(folder)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(folder)
+    result = CliRunner().invoke(main, ["inspect", str(folder)])
+    assert result.exit_code == 7 and result.stdout == ""
+    assert result.stderr == f"ddp-vllm: {' '.join(str(caught.value).split())}\n"
+    for word in words:
+        assert word in result.stderr
+
+
+def test_inspect_shows_every_layer(folder: Path) -> None:
+    result = CliRunner().invoke(main, ["inspect", str(folder)])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    rows = [line.split("│")[1:5] for line in lines if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["0", "2", "3", "7"], ["1", "–", "–", "–"],
+                                                               ["2", "1", "2", "12"]]  # fmt: skip
+    assert any("KV heads" in line and "3 of" in line and "50.0%" in line for line in lines)
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "deep" / "out") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").write_text("1")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert (tmp_path / "deep" / "out" / "sub" / "a").read_text() == "1"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
+    with pytest.raises(error), atomic_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_leaves_the_old_folder_as_it_was(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError), atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+        raise ValueError
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_overwrite_replaces_the_whole_folder(folder: Path) -> None:
+    with pytest.raises(OutputError, match="--overwrite"), atomic_folder(folder):
+        pass
+    with atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_overwrite_leaves_folders_alone_that_hold_no_model(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for output in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(OutputError, match="leaves it alone"):
+            check_output(output, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty", overwrite=True)
+    check_output(tmp_path / "new", overwrite=False)
+
+
+def test_output_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "file" / "out"):
+        pass
+
+
+def test_a_link_to_another_folder_is_not_followed_by_the_index(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder.parent / "model-9.safetensors")
+    _index({O_PROJ: str(folder.parent / "model-9.safetensors")})(folder)
+    with pytest.raises(CheckpointError, match="not a safetensors file of this folder"):
+        read_checkpoint(folder)

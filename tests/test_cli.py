@@ -1,0 +1,93 @@
+"""The command line: verbs load when used, errors are one line and a documented exit code."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ddp_vllm import __version__, cli, errors
+from ddp_vllm.cli import main
+from ddp_vllm.errors import DdpError
+
+
+def _error_classes() -> list[type[DdpError]]:
+    return [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, DdpError)]
+
+
+def test_help_lists_every_verb_and_every_exit_code() -> None:
+    text = CliRunner().invoke(main, ["--help"]).stdout
+    for verb in cli.VERBS:
+        assert re.search(rf"^  {verb} ", text, re.MULTILINE), verb
+    codes = sorted(
+        int(code) for code in re.findall(r"(\d) \w", text.partition("Exit codes:")[2].partition("Options")[0])
+    )
+    assert codes == [0, *sorted({kind.exit_code for kind in _error_classes()})]
+
+
+def test_exit_codes_are_distinct_and_as_documented() -> None:
+    kinds = _error_classes()
+    assert len({kind.exit_code for kind in kinds}) == len(kinds) == 8
+    for kind in kinds:
+        assert re.search(rf"{kind.__name__}\s+{kind.exit_code}\b", errors.__doc__ or ""), kind
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_is_found_under_its_name(verb: str) -> None:
+    command = main.get_command(click.Context(main), verb)
+    assert isinstance(command, click.Command) and command.name == verb
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(main, ["--version"]).stdout == f"ddp-vllm, version {__version__}\n"
+
+
+def test_unknown_verb_and_unknown_option() -> None:
+    for arguments in (["prnue"], ["prune", "model", "--sparsty", "0.2"]):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2 and "No such" in result.stderr
+
+
+@pytest.mark.parametrize("kind", _error_classes())
+def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypatch: pytest.MonkeyPatch) -> None:
+    _verb_that_raises(kind("first line\n  second line"), monkeypatch)
+    result = CliRunner().invoke(main, ["inspect"])
+    assert (result.exit_code, result.stdout) == (kind.exit_code, "")
+    assert result.stderr == "ddp-vllm: first line second line\n"
+
+
+def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    _verb_that_raises(ModuleNotFoundError("No module named 'torch'", name="torch"), monkeypatch)
+    result = CliRunner().invoke(main, ["inspect"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("ddp-vllm: the package torch is not installed; pip install")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for defect in (ZeroDivisionError(), ModuleNotFoundError("ours", name="ddp_vllm.gone")):
+        _verb_that_raises(defect, monkeypatch)
+        assert CliRunner().invoke(main, ["inspect"]).exception is defect
+
+
+def _verb_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command("inspect")
+    def verb() -> None:
+        raise error
+
+    monkeypatch.setattr("ddp_prune.cli.inspect", verb)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    code = "from ddp_vllm.cli import main; main()"
+    arguments = ["prune", "model", "--sparsity", "1.5", "-o", str(tmp_path / "out")]
+    for flags, shown in (([], False), (["--debug"], True)):
+        command = [sys.executable, "-c", code, *flags, *arguments]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert ("Traceback" in result.stderr) is shown and "sparsity is 1.5" in result.stderr
+        assert result.returncode == (1 if shown else 2)
+    assert list(tmp_path.iterdir()) == []

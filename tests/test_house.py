@@ -1,0 +1,91 @@
+"""The arrows of the house: which room may import which, what the command line may load, and how long a file may be."""
+
+import ast
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_vllm import __version__
+
+ROOT = Path(__file__).parent.parent
+ROOMS = {  # package -> its folder
+    "ddp_vllm": ROOT / "ddp_vllm",
+    "ddp_prune": ROOT / "prune" / "ddp_prune",
+    "ddp_plugins": ROOT / "plugins" / "ddp_plugins",
+    "ddp_benchmarks": ROOT / "benchmarks" / "ddp_benchmarks",
+}
+HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "rich", "numpy")
+MAX_LINES = 400
+HELP = "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)"
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (level, module) of every import of a file, those inside functions included; level 0 is absolute."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or ""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_itself_and_the_ground_floor_only(room: str) -> None:
+    files = sorted(ROOMS[room].rglob("*.py"))
+    assert files
+    for file in files:
+        ours = {module.partition(".")[0] for level, module in _imports(file) if level == 0} & set(ROOMS)
+        assert ours <= {"ddp_vllm", room}, f"{file.relative_to(ROOT)} imports {ours}"
+
+
+def test_travelling_files_import_nothing_of_ours_but_each_other() -> None:
+    folder = ROOMS["ddp_vllm"] / "remote_code"
+    siblings = {file.stem for file in folder.glob("*.py")}
+    imports = {file.stem: list(_imports(file)) for file in folder.glob("*.py")}
+    assert (1, "widths") in imports["configuration_ddp"]  # the walk does see relative imports
+    for name, found in imports.items():
+        for level, module in found:
+            where = f"remote_code/{name}.py imports {'.' * level}{module}"
+            assert level <= 1 and not module.startswith(tuple(ROOMS)), where
+            assert level == 0 or module in siblings, where
+    assert {module.partition(".")[0] for _, module in imports["widths"]} <= set(sys.stdlib_module_names)
+
+
+def test_command_line_loads_nothing_heavy() -> None:
+    code = f"import sys; {HELP}; print('LOADED', *sorted(sys.modules.keys() & set({HEAVY!r})))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "ddp-vllm prune" in result.stdout
+    assert result.stdout.splitlines()[-1].split() == ["LOADED"]
+
+
+def test_help_is_fast() -> None:
+    seconds = []
+    for _ in range(5):  # the best of five: other work on the machine is not ours
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", HELP], capture_output=True, cwd=ROOT, check=True)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.3
+
+
+def test_version_is_in_one_place() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"]["path"] == "ddp_vllm/__init__.py"
+    assignment = re.compile(r"^__version__\s*=|^version\s*=\s*[\"']\d", re.MULTILINE)
+    files = [file for room in ROOMS.values() for file in room.rglob("*.py")]
+    holders = [file for file in files if assignment.search(file.read_text(encoding="utf-8"))]
+    assert holders == [ROOT / "ddp_vllm" / "__init__.py"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+
+
+def test_no_file_is_long() -> None:
+    files = [file for folder in (*ROOMS.values(), ROOT / "tests") for file in folder.rglob("*.py")]
+    assert len(files) > 40
+    for file in files:
+        length = len(file.read_text(encoding="utf-8").splitlines())
+        assert length <= MAX_LINES, f"{file.relative_to(ROOT)} has {length} lines"
