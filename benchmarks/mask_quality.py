@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--data", required=True)
     parser.add_argument("--test", required=True, type=Path)
+    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
     parser.add_argument("--sparsity", type=float, default=0.2)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batch-size", type=int, default=2)
@@ -60,7 +61,12 @@ def main() -> None:
     source = open_source(arguments.model)
     tokenizer = load_tokenizer(arguments.model)
     gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, choose_head_unit("auto", source.sizes))
-    ids = tokenizer(arguments.test.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    text = arguments.test.read_text(encoding="utf-8")
+    if arguments.detokenise:
+        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+        text = wikitext_detokenizer({"page": text})
+    ids = tokenizer(text, verbose=False)["input_ids"]
     test = torch.tensor(ids[: TEST_BLOCKS * TEST_LENGTH]).view(TEST_BLOCKS, TEST_LENGTH)
     rows: dict[str, list[dict[str, float]]] = {}
     dense = perplexity(gated, None, test)
@@ -71,11 +77,18 @@ def main() -> None:
             model=arguments.model, sparsity=arguments.sparsity, data=arguments.data, steps=arguments.steps,
             batch_size=arguments.batch_size, seq_len=arguments.seq_len, seed=seed, **settings,
         )  # fmt: skip
+        blocks = load_blocks(
+            recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
+            heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
+        )  # fmt: skip
         for method in arguments.methods.split(","):
             began, cpu = time.perf_counter(), time.process_time()
-            gates, extra = run(method, gated, source.family, recipe, tokenizer)
+            gates, extra = run(method, gated, source.family, recipe, blocks.train)
             row = {"perplexity": perplexity(gated, gates, test), "seconds": time.perf_counter() - began}
-            row |= {"cpu_seconds": time.process_time() - cpu} | extra
+            row |= {
+                "cpu_seconds": time.process_time() - cpu,
+                "heldout": perplexity(gated, gates, blocks.heldout),
+            } | extra
             rows.setdefault(method, []).append(row)
             print(f"seed {seed} {method:20s} {json.dumps(row)}", flush=True)
             if arguments.save:
@@ -84,30 +97,28 @@ def main() -> None:
     print(json.dumps(report(arguments, dense, rows)))
 
 
-def run(method: str, gated: GatedModel, family: Any, recipe: Recipe, tokenizer: Any) -> tuple[Masks, dict[str, float]]:
+def run(
+    method: str, gated: GatedModel, family: Any, recipe: Recipe, train_blocks: torch.Tensor
+) -> tuple[Masks, dict[str, float]]:
     """Return the gates a method ends with, and what is worth saying of them."""
-    blocks = load_blocks(
-        recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
-        heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
-    )  # fmt: skip
     kept = {kind: kept_units(math.prod(shape), recipe.sparsity) for kind, shape in gated.shapes.items()}
     if method in VARIANTS:
         recipe = dataclasses.replace(recipe, **VARIANTS[method])
         with tempfile.TemporaryDirectory() as folder:
             state = RunState(Path(folder) / method, recipe)
-            learned = train(gated, blocks.train, recipe, Accelerator(cpu=True), state, _progress(recipe))
+            learned = train(gated, train_blocks, recipe, Accelerator(cpu=True), state, _progress(recipe))
         raw = {f"raw_{kind}": change["raw_sparsity"] for kind, change in learned.rounding.items()}
-        return learned.gates, raw | {"heldout": perplexity(gated, learned.gates, blocks.heldout)}
+        return learned.gates, raw
     if method == "magnitude":
         scores = magnitude(gated, family)
     else:
-        samples = blocks.train[:64].split(1)
+        samples = train_blocks[:64].split(1)
         first, second = taylor_and_fisher(gated, samples)
         scores = first if method == "taylor" else second
     supports = {kind: exact_support(score, kept[kind], per_layer=False) for kind, score in scores.items()}
     if method == "fisher+scales":
         recipe = dataclasses.replace(recipe, polish=0.999)
-        trainer = Trainer(gated, Batches(blocks.train, recipe, Accelerator(cpu=True)), recipe, Accelerator(cpu=True))
+        trainer = Trainer(gated, Batches(train_blocks, recipe, Accelerator(cpu=True)), recipe, Accelerator(cpu=True))
         trainer.support = supports
         for step in range(recipe.steps):
             _progress(recipe)(trainer.step(step))

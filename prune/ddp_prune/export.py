@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from ddp_prune.families import Family
 from ddp_prune.gates import Masks, unit_shapes
-from ddp_prune.source import COMPANIONS, Source, open_source
+from ddp_prune.source import COMPANIONS, Source, open_source, weight_files
 from ddp_vllm import __version__
-from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, MODEL_TYPE_PREFIX, atomic_folder, read_checkpoint, read_json
+from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, MODEL_TYPE_PREFIX, atomic_folder, read_checkpoint
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -134,14 +134,6 @@ def _copy_companions(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a dense checkpoint; with an index, the ones it names."""
-    if (folder / INDEX_FILE).exists():
-        names = sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
-        return [folder / Path(name).name for name in names]
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
-
-
 def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
     """Cut every tensor and write shards of at most MAX_SHARD_BYTES, one in memory at a time."""
     shards: list[list[str]] = []
@@ -164,9 +156,9 @@ def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
         written = (folder / f"shard-{index}.tmp").rename(folder / file)
         total += written.stat().st_size
         weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+    # even one shard gets an index: without it vLLM loads every safetensors file, the masks among them
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -175,7 +167,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and what is left of every tensor that stays."""
-    for path in _weight_files(source.folder):
+    for path in weight_files(source.folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 cut = slicer.cut(name, file.get_tensor(name))

@@ -81,11 +81,23 @@ class Dimensions:
 
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
-    """Read the sizes that pruning needs."""
+    """Read the sizes that pruning needs. Raises: ModelError if one is missing or they do not fit together."""
+    required = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
+    for name in (*required, *(name for name in ("num_key_value_heads", "head_dim") if config.get(name) is not None)):
+        value = config.get(name)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"config.json: {name} is {value!r}, not a positive integer; download the model again")
+    num_heads = config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}; "
+            "download the model again"
+        )
     return Dimensions(
         num_layers=config["num_hidden_layers"],
-        num_query_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        num_query_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim(config),
         intermediate_size=config["intermediate_size"],
         hidden_size=config["hidden_size"],

@@ -45,6 +45,12 @@ def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
     return _ClampStraightThrough.apply(stretched, 0.0, 1.0)
 
 
+def score_slope(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
+    """Return ∂s/∂z of Eq. 12, by the straight-through estimator also where s is clamped; same shape as z."""
+    v = torch.sigmoid((z_LU - mu) * (SHARPNESS / mu))
+    return (SHARPNESS / mu) * (STRETCH_HIGH - STRETCH_LOW) * v * (1.0 - v)
+
+
 def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
     """Return μ(t) = μ0 − (μ0 − μT)·√(t/T) for progress t/T in [0, 1] (Eq. 14)."""
     return mu_start - (mu_start - mu_end) * math.sqrt(progress)

@@ -5,6 +5,7 @@ says so. A recipe is saved inside the run and inside the checkpoint, so a result
 """
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ class Recipe:
     distillation: float = 2.0
     """Weight η of KL(teacher ‖ student), Eq. 17; 0 trains on cross-entropy alone."""
     learning_rate: float = 2e-2
-    """AdamW's rate for z at 1,000 steps; shorter runs need more, see `scaled_learning_rate`."""
-    polish_learning_rate: float = 1e-2
+    """AdamW's rate for z while searching."""
+    polish_learning_rate: float = 2e-2
     """AdamW's rate at the start of the polish, falling linearly to 0."""
     lambda_learning_rate: float = 2e-2
     """Ascent rate of λ1 and λ3 (Eq. 13 and 15), for `budget="alm"`; λ3 serves both controllers."""
@@ -86,14 +87,17 @@ class Recipe:
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not kind:
                 raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")  # type: ignore[union-attr]
+            if kind is float and not math.isfinite(value):
+                raise SettingError(f"{field.name} is {value}; it must be a finite number")
         if not 0.0 < self.sparsity < 1.0:
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
         for name in ("steps", "batch_size", "heldout_blocks", "save_every"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seq_len", self.seq_len, 8)
-        _at_least("micro_batch_size", self.micro_batch_size, 0)
-        for name in ("distillation", "learning_rate", "polish_learning_rate", "lambda_learning_rate"):
-            _at_least(name, getattr(self, name), 0.0)
+        for name in ("micro_batch_size", "seed", "distillation", "learning_rate", "polish_learning_rate"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("lambda_learning_rate", "lambda2_learning_rate"):
+            _at_least(name, getattr(self, name), 0)
         for name in ("polish", "warmup"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise SettingError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
@@ -112,14 +116,6 @@ class Recipe:
     def search_steps(self) -> int:
         """Steps in which the support is searched, at the start; at least one."""
         return self.steps - self.polish_steps
-
-    @property
-    def scaled_learning_rate(self) -> float:
-        """The rate for z: `learning_rate` at 1,000 steps, rising as √(1000/steps) up to 4 times for shorter runs.
-
-        AdamW moves z by about its rate a step, and a gate that should die has to travel from 1 to 0 within the search.
-        """
-        return self.learning_rate * min(4.0, max(1.0, (1000 / self.steps) ** 0.5))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data, as they are saved."""

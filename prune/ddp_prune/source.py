@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_prune.families import Dimensions, Family, dimensions_of, family_of
-from ddp_vllm.checkpoint import read_json
+from ddp_vllm.checkpoint import INDEX_FILE, read_json
 from ddp_vllm.errors import CheckpointError, ModelError
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
@@ -38,7 +38,7 @@ class Source:
 def open_source(model: str) -> Source:
     """Find the dense model and check that it can be pruned, before anything heavy is loaded.
 
-    Raises: ModelError if the folder is unknown, holds no safetensors or is of a family without a row.
+    Raises: ModelError if the folder is unknown, holds no readable safetensors or is of a family without a row.
     """
     folder = Path(model) if Path(model).is_dir() else _download(model)
     try:
@@ -48,9 +48,38 @@ def open_source(model: str) -> Source:
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
     family = family_of(config)
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
+    _check_weights(folder)
     return Source(folder=folder, config=config, family=family, sizes=dimensions_of(config))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a dense checkpoint; with an index, the ones it names. Raises: ModelError."""
+    if not (folder / INDEX_FILE).exists():
+        return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    try:
+        index = read_json(folder / INDEX_FILE)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{folder / INDEX_FILE} is no index: it has no weight_map; download the model again")
+    return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+
+
+def _check_weights(folder: Path) -> None:
+    """Read the headers of all weight files, which also tells whether a file is cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    files = weight_files(folder)
+    if not files:
+        raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{file} cannot be read ({reason}); download the model again") from error
 
 
 def _download(model: str) -> Path:

