@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ddp_prune.families import Family
 from ddp_prune.gates import Masks, unit_shapes
-from ddp_prune.source import COMPANIONS, Source, open_source, weight_files
+from ddp_prune.source import COMPANIONS, Source, check_spares_source, open_source, weight_files
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, MODEL_TYPE_PREFIX, atomic_folder, read_checkpoint
 from ddp_vllm.errors import CheckpointError
@@ -186,6 +186,9 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
         raise CheckpointError(
             f"{path} is no masks file ({reason}); pass the {MASKS_FILE} of a pruned folder"
         ) from error
+    for kind, values in gates.items():
+        if not (values.isfinite() & (values >= 0)).all():
+            raise CheckpointError(f"{path} holds {kind} gates that are negative or no numbers; learn them again")
     return gates, provenance
 
 
@@ -195,6 +198,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> No
     Raises: CheckpointError if the masks are of a model of other sizes; else as `open_source` and `export`.
     """
     source = open_source(model)
+    check_spares_source(output, source)
     gates, provenance = read_masks(masks)
     head_unit = provenance.get("head_unit", "kv-group")
     for kind, shape in unit_shapes(source.sizes, head_unit).items():

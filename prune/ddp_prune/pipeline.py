@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,11 +16,12 @@ from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, unit_shapes
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import METRICS_FILE, RunState
-from ddp_prune.source import load_model, open_source
+from ddp_prune.source import check_spares_source, load_model, open_source
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import load_blocks, load_tokenizer
 from ddp_prune.train import perplexity, train
 from ddp_vllm.checkpoint import check_output, read_checkpoint
+from ddp_vllm.errors import SettingError
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
@@ -28,7 +30,12 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     Everything a user can get wrong is checked before the model is loaded. Raises: a child of DdpError.
     """
     check_output(output, overwrite=overwrite)
+    trackers = [str(name) for name in get_available_trackers()]
+    if tracker and tracker not in trackers:
+        known = ", ".join(trackers) or "none; for example pip install tensorboard"
+        raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
     source = open_source(recipe.model)
+    check_spares_source(output, source)
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     for layers, units in unit_shapes(source.sizes, head_unit).values():
         kept_units(layers * units, recipe.sparsity)

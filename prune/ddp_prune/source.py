@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_prune.families import Dimensions, Family, dimensions_of, family_of
 from ddp_vllm.checkpoint import INDEX_FILE, read_json
-from ddp_vllm.errors import CheckpointError, ModelError
+from ddp_vllm.errors import CheckpointError, ModelError, OutputError
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
     "config.json",
@@ -47,9 +47,18 @@ def open_source(model: str) -> Source:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
-    family = family_of(config)
+    try:
+        family, sizes = family_of(config), dimensions_of(config)
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from None
     _check_weights(folder)
-    return Source(folder=folder, config=config, family=family, sizes=dimensions_of(config))
+    return Source(folder=folder, config=config, family=family, sizes=sizes)
+
+
+def check_spares_source(output: Path, source: Source) -> None:
+    """Refuse an output that would replace the dense model itself. Raises: OutputError."""
+    if source.folder.resolve().is_relative_to(output.resolve()):
+        raise OutputError(f"{output} holds the dense model, which --overwrite would delete; choose another folder")
 
 
 def weight_files(folder: Path) -> list[Path]:

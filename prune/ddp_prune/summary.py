@@ -41,7 +41,7 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     """Return how many parameters of the dense model are gone, from the widths alone (biases included if kept ones are).
 
     A removed head takes head_dim rows of q and columns of o, a KV head head_dim rows of k and v, a channel a row of
-    gate and up and a column of down; a removed block takes its norm too.
+    gate and up and a column of down; a removed block takes its norm and its output bias too.
     """
     hidden, counts = checkpoint.config["hidden_size"], totals(checkpoint)
     head_dim = checkpoint.head_dim
@@ -49,12 +49,13 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     per_query_head = head_dim * (2 * hidden + ("q_proj" in biases))
     per_kv_head = head_dim * (2 * hidden + ("k_proj" in biases) + ("v_proj" in biases))
     per_channel = 3 * hidden + ("gate_proj" in biases) + ("up_proj" in biases)
-    norms = sum((not layer.num_kv_heads) + (not layer.intermediate_size) for layer in checkpoint.layers)
+    per_attention, per_mlp = hidden * (1 + ("o_proj" in biases)), hidden * (1 + ("down_proj" in biases))
     return (
         (counts.dense_query_heads - counts.query_heads) * per_query_head
         + (counts.dense_kv_heads - counts.kv_heads) * per_kv_head
         + (counts.dense_channels - counts.channels) * per_channel
-        + norms * hidden
+        + sum(not layer.num_kv_heads for layer in checkpoint.layers) * per_attention
+        + sum(not layer.intermediate_size for layer in checkpoint.layers) * per_mlp
     )
 
 

@@ -1,0 +1,304 @@
+"""The verbs prune, apply and inspect from end to end, and every bad input as one line that leaves nothing behind."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ddp_prune import cli as verbs
+from ddp_prune.export import read_masks
+from ddp_prune.recipe import Recipe
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
+
+SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def _prune(model: Path | str, text: Path | str, output: Path, *more: str, sparsity: str = "0.4") -> Result:
+    arguments = ["prune", str(model), "--sparsity", sparsity, "--data", str(text), "-o", str(output)]
+    return CliRunner().invoke(main, [*arguments, *SMALL, *more])
+
+
+def _refused(result: Result, code: int, *words: str) -> None:
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.stderr.startswith("ddp-vllm: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDP_VLLM_CACHE", str(folder / "cache"))
+        (folder / "models").mkdir()
+        return folder / "models" / "pruned", _prune(tiny_model, tiny_text, folder / "models" / "pruned")
+
+
+def test_prune_writes_a_model_that_generates(pruned: tuple[Path, Result]) -> None:
+    output, result = pruned
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert [path.name for path in output.parent.iterdir()] == ["pruned"]  # no run folder, nothing temporary
+    layers = read_checkpoint(output).layers
+    assert sum(layer.num_kv_heads for layer in layers) == 7  # round(0.6·3·4)
+    assert sum(layer.intermediate_size for layer in layers) == 173  # round(0.6·3·96)
+    model = AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)
+    tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
+    assert tokens.shape == (1, 7)
+
+
+def test_prune_says_what_it_read_did_and_what_to_do_next(pruned: tuple[Path, Result]) -> None:
+    text = pruned[1].stdout
+    assert re.search(r"text: [\d,]+ tokens of .*held out", text.replace("\n", " "))
+    assert "search 1/6" in text and "polish 6/6" in text and "173 of" in text
+    assert re.search(r"held-out perplexity\s+dense \d+\.\d+ → pruned \d+\.\d+", text)
+    assert "vllm serve" in text and "ddp-vllm bench sharegpt" in text
+    assert pruned[1].stderr == ""
+
+
+def test_the_checkpoint_knows_how_it_was_made(pruned: tuple[Path, Result], tiny_model: Path) -> None:
+    output, _ = pruned
+    provenance = read_checkpoint(output).provenance
+    assert Recipe(**provenance["recipe"]).model == str(tiny_model)
+    assert provenance["recipe"]["steps"] == 6 and provenance["head_unit"] == "kv-group"
+    assert provenance["perplexity"]["dense"] > 1 and set(provenance["rounding"]) == {"attn", "mlp"}
+    gates, _ = read_masks(output / "ddp_masks.safetensors")
+    assert int((gates["attn"] > 0).sum()) == 7 and int((gates["mlp"] > 0).sum()) == 173
+    assert {"attn.z", "mlp.z"} <= load_file(output / "ddp_masks.safetensors").keys()
+    lines = (output / "ddp_metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_measured_perplexity_is_that_of_the_exported_model(pruned: tuple[Path, Result], tiny_text: Path) -> None:
+    from ddp_prune.tokens import load_blocks, load_tokenizer
+
+    output, _ = pruned
+    blocks = load_blocks(
+        str(tiny_text), load_tokenizer(str(output)), seq_len=16, train_blocks=12, heldout_blocks=16,
+        min_train_blocks=2, seed=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)
+    with torch.no_grad():
+        loss = model(blocks.heldout, labels=blocks.heldout).loss
+    measured = read_checkpoint(output).provenance["perplexity"]["pruned"]
+    assert loss.exp().item() == pytest.approx(measured, rel=1e-4)
+
+
+def test_apply_cuts_the_same_model_from_the_masks(
+    pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path
+) -> None:
+    masks = str(pruned[0] / "ddp_masks.safetensors")
+    result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", masks, "-o", str(tmp_path / "again")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (pruned[0] / "model.safetensors").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["again"]
+
+
+def test_inspect_shows_widths_totals_and_quality(pruned: tuple[Path, Result]) -> None:
+    result = CliRunner().invoke(main, ["inspect", str(pruned[0])])
+    assert result.exit_code == 0, result.output
+    for layer in read_checkpoint(pruned[0]).layers:
+        assert f" {layer.intermediate_size} " in result.stdout
+    assert "held-out perplexity" in result.stdout and "rounding of mlp" in result.stdout
+
+
+def test_an_interrupted_prune_goes_on(
+    pruned: tuple[Path, Result], tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r.toml").write_text("save_every = 2\n")
+    from ddp_prune.pipeline import _Progress
+
+    def stop(self: Any, metrics: dict[str, float]) -> None:
+        if metrics["step"] == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Progress, "report", stop)
+        result = _prune(tiny_model, tiny_text, tmp_path / "out", "--recipe", str(tmp_path / "r.toml"))
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.run", "r.toml"]
+    result = _prune(tiny_model, tiny_text, tmp_path / "out", "--recipe", str(tmp_path / "r.toml"))
+    assert result.exit_code == 0 and "search 1/6" not in result.stdout and "polish 5/6" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "r.toml"]
+    same = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", pruned[0])]
+    assert same[0] == same[1]
+
+
+SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line must name
+    "sparsity 0": (["--sparsity", "0"], ["sparsity is 0.0", "between 0 and 1"]),
+    "sparsity 1": (["--sparsity", "1"], ["sparsity is 1.0", "between 0 and 1"]),
+    "sparsity negative": (["--sparsity", "-0.2"], ["sparsity is -0.2"]),
+    "sparsity in percent": (["--sparsity", "20"], ["sparsity is 20.0"]),
+    "sparsity not a number": (["--sparsity", "nan"], ["sparsity is nan"]),
+    "sparsity removes nothing": (["--sparsity", "0.001"], ["keeps 12 of 12"]),
+    "sparsity removes all": (["--sparsity", "0.99"], ["keeps 0 of 12"]),
+    "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
+    "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
+    "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
+    "recipe missing": (["--recipe", "none.toml"], ["none.toml", "cannot be read"]),
+    "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_out_of_range(case: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    options, words = SETTINGS[case]
+    _refused(_prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = "import sys\nfrom ddp_vllm.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    arguments = ["prune", "model", "--sparsity", "2", "-o", str(tmp_path / "out")]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "False\n")
+
+
+def _copy(model: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def _no_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "unsupported family": (_config(model_type="gpt2"), ["'gpt2'", "supported: llama"]),
+    "quantised": (_config(quantization_config={"quant_method": "awq"}), ["quantised"]),
+    "tokenizer missing": (_no_tokenizer, ["no tokenizer", "tokenizer.json"]),
+    "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), [".safetensors"]),
+    "config broken": (lambda folder: (folder / "config.json").write_text("{"), ["config.json"]),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_pruned(case: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    edit, words = MODELS[case]
+    model = _copy(tiny_model, tmp_path / "model")
+    edit(model)
+    _refused(_prune(model, tiny_text, tmp_path / "out"), 3, str(model), *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_unknown_model_folder(tiny_text: Path, tmp_path: Path) -> None:
+    for verb in (
+        lambda: _prune(tmp_path / "none", tiny_text, tmp_path / "out"),
+        lambda: CliRunner().invoke(main, ["apply", str(tmp_path / "none"), "--masks", "m", "-o", str(tmp_path / "o")]),
+    ):
+        _refused(verb(), 3, str(tmp_path / "none"), "check the path")
+    assert list(tmp_path.iterdir()) == []
+
+
+TEXTS: dict[str, tuple[str, bytes | None, list[str]]] = {
+    "empty": ("a.jsonl", b"", ["is empty"]),
+    "binary": ("a.jsonl", b"\x00\xff\xfe{\x9d" * 50, ["cannot be read"]),
+    "no parquet": ("a.parquet", b"PAR1 but no more", ["cannot be read"]),
+    "too short": ("a.txt", b"a few words", ["tokens", "need", "--seq-len"]),
+    "missing": ("a.jsonl", None, ["not a file"]),
+    "no text column": ("a.jsonl", b'{"body": "x"}\n', ["body"]),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts_that_cannot_be_used(
+    case: str, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, content, words = TEXTS[case]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    _refused(_prune(tiny_model, tmp_path / name, tmp_path / "out"), 4, name, *words)
+    assert [path.name for path in tmp_path.iterdir()] == [name] * (content is not None)
+    assert capfd.readouterr().err == ""  # libraries add nothing to the one line
+
+
+def test_an_output_that_exists(pruned: tuple[Path, Result], tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    output = _copy(pruned[0], tmp_path / "out")
+    _refused(_prune(tiny_model, tiny_text, output), 5, str(output), "--overwrite")
+    masks = str(pruned[0] / "ddp_masks.safetensors")
+    result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", masks, "-o", str(output)])
+    _refused(result, 5, str(output), "--overwrite")
+    (output / "old").write_text("")
+    assert _prune(tiny_model, tiny_text, output, "--overwrite").exit_code == 0
+    assert not (output / "old").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_output_that_is_no_model_or_cannot_be_written(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    _refused(_prune(tiny_model, tiny_text, tmp_path, "--overwrite"), 5, str(tmp_path), "leaves it alone")
+    _refused(_prune(tiny_model, tiny_text, tmp_path / "thesis.txt" / "out"), 5, "thesis.txt", "cannot be written")
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_dense_model_is_no_output(
+    pruned: tuple[Path, Result], tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    model = _copy(tiny_model, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    masks = str(pruned[0] / "ddp_masks.safetensors")
+    for output in (model, tmp_path / "." / "model"):
+        _refused(_prune(model, tiny_text, output, "--overwrite"), 5, "dense model", "choose another folder")
+        arguments = ["apply", str(model), "--masks", masks, "-o", str(output), "--overwrite"]
+        _refused(CliRunner().invoke(main, arguments), 5, "dense model")
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_a_loss_that_is_not_a_number(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    model = _copy(tiny_model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    _refused(_prune(model, tiny_text, tmp_path / "out"), 6, "the loss is nan at step 1")
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["model"], ["model", "out.run"])
+
+
+def test_checkpoints_and_masks_that_contradict_themselves(
+    pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Every way a checkpoint can be corrupted is in tests/test_checkpoint.py."""
+    folder = _copy(pruned[0], tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    config["ddp_layers"][0]["intermediate_size"] = -3
+    (folder / "config.json").write_text(json.dumps(config))
+    _refused(CliRunner().invoke(main, ["inspect", str(folder)]), 7, "ddp_layers[0].intermediate_size is -3")
+    _refused(CliRunner().invoke(main, ["inspect", str(tiny_model)]), 7, "not a pruned checkpoint")
+    masks = str(folder / "model.safetensors")
+    result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", masks, "-o", str(tmp_path / "out")])
+    _refused(result, 7, "no masks file")
+    _refused(_prune(folder, "a.jsonl", tmp_path / "out"), 3, "pruned already")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_options_are_the_documented_ones() -> None:
+    """Flags are a promise: scripts of users hold them."""
+    flags = {option for parameter in verbs.prune.params for option in parameter.opts if option.startswith("-")}
+    assert flags == {
+        "--sparsity", "-o", "--output", "--data", "--steps", "--batch-size", "--seq-len", "--seed", "--head-unit",
+        "--group", "--budget", "--recipe", "--tracker", "--overwrite",
+    }  # fmt: skip

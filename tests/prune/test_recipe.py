@@ -1,0 +1,122 @@
+"""Defaults of the paper, limits of every setting, and what overrides what."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_prune.recipe import Recipe, load_recipe
+from ddp_vllm.errors import SettingError
+
+GIVEN = {"model": "m", "sparsity": 0.2}
+PAPER = {  # arXiv:2603.08065, section 3 and appendix
+    "steps": 1000, "batch_size": 16, "seq_len": 2048, "distillation": 2.0, "mu_start": 0.5, "mu_end": 0.05,
+    "learning_rate": 2e-2, "lambda_learning_rate": 2e-2, "lambda2_learning_rate": 4e-1, "group": "global",
+}  # fmt: skip
+OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its message names
+    ("sparsity", 0.0, "between 0 and 1"),
+    ("sparsity", 1.0, "between 0 and 1"),
+    ("sparsity", -0.2, "between 0 and 1"),
+    ("sparsity", 20, "between 0 and 1"),
+    ("sparsity", float("nan"), "finite"),
+    ("sparsity", "0.2", "must be a float"),
+    ("sparsity", True, "must be a float"),
+    ("steps", 0, "at least 1"),
+    ("steps", 10.0, "must be a int"),
+    ("steps", True, "must be a int"),
+    ("batch_size", 0, "at least 1"),
+    ("micro_batch_size", -1, "at least 0"),
+    ("heldout_blocks", 0, "at least 1"),
+    ("save_every", 0, "at least 1"),
+    ("seq_len", 7, "at least 8"),
+    ("distillation", -0.1, "at least 0"),
+    ("distillation", float("nan"), "finite"),
+    ("learning_rate", -1.0, "at least 0"),
+    ("learning_rate", float("inf"), "finite"),
+    ("polish_learning_rate", -1.0, "at least 0"),
+    ("lambda_learning_rate", -1.0, "at least 0"),
+    ("lambda2_learning_rate", -1.0, "at least 0"),
+    ("polish", 1.0, "below 1"),
+    ("polish", -0.1, "at least 0"),
+    ("warmup", 1.0, "below 1"),
+    ("mu_end", 0.0, "0 < mu_end"),
+    ("mu_end", 0.6, "mu_end ≤ mu_start"),
+    ("mu_start", float("inf"), "finite"),
+    ("gate_floor", float("nan"), "finite"),
+    ("seed", -1, "at least 0"),
+    ("head_unit", "head", "auto, kv-group, query-head"),
+    ("group", "block", "global, layer"),
+    ("budget", "pid", "feedback, alm"),
+    ("dtype", "int8", "auto, float32, bfloat16, float16"),
+    ("model", None, "must be a str"),
+]
+
+
+def test_defaults_are_the_papers() -> None:
+    recipe = Recipe(**GIVEN)
+    assert {name: getattr(recipe, name) for name in PAPER} == PAPER
+    assert recipe.data.startswith("HuggingFaceFW/fineweb-edu")
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused_with_its_limit(name: str, value: Any, limit: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        Recipe(**GIVEN | {name: value})
+    message = str(caught.value)
+    assert f"{name} is {value!r}" in message or f"{name} is {value}" in message
+    assert limit in message
+
+
+def test_values_at_the_limits_are_taken() -> None:
+    limits = {"steps": 1, "batch_size": 1, "seq_len": 8, "polish": 0, "warmup": 0.0, "mu_end": 0.5, "distillation": 0}
+    recipe = Recipe(**GIVEN | limits)
+    assert type(recipe.polish) is float and type(recipe.distillation) is float  # 0 in TOML is an integer
+    assert (recipe.search_steps, recipe.polish_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 40, 1000])
+def test_search_and_polish_make_up_the_steps(steps: int) -> None:
+    for polish in (0.0, 0.35, 0.99):
+        recipe = Recipe(**GIVEN | {"steps": steps, "polish": polish})
+        assert recipe.search_steps >= 1 and recipe.search_steps + recipe.polish_steps == steps
+
+
+def test_toml_is_overridden_by_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text('model = "a"\nsparsity = 0.5\nsteps = 30\npolish = 0\nhead_unit = "query-head"\n')
+    recipe = load_recipe(file, {"model": "b", "steps": 7, "sparsity": None, "seed": None})
+    expected = {"model": "b", "sparsity": 0.5, "steps": 7, "polish": 0.0, "head_unit": "query-head", "seed": 0}
+    assert {name: getattr(recipe, name) for name in expected} == expected
+
+
+def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
+    recipe = Recipe(**GIVEN | {"steps": 7, "data": "a.jsonl"})
+    lines = [f"{name} = {value!r}\n" for name, value in recipe.to_dict().items()]
+    (tmp_path / "r.toml").write_text("".join(lines))
+    assert load_recipe(tmp_path / "r.toml", {}) == recipe
+    assert set(recipe.to_dict()) == {field.name for field in dataclasses.fields(Recipe)}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('model = "m"\nsparsity = 0.2\nstpes = 3\n', ["'stpes'", "unknown", "steps"]),
+        ("sparsity = \n", ["cannot be read", "TOML"]),
+        ("sparsity = 0.2\n", ["model is missing"]),
+        ('model = "m"\n', ["sparsity is missing"]),
+        ('model = "m"\nsparsity = 2\n', ["sparsity is 2", "between 0 and 1"]),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(SettingError) as caught:
+        load_recipe(tmp_path / "recipe.toml", {"model": None})
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "none.toml", tmp_path, tmp_path / "binary.toml"):
+        with pytest.raises(SettingError, match="cannot be read"):
+            load_recipe(path, GIVEN)

@@ -1,0 +1,216 @@
+"""The loop on a tiny model: repeatable to the bit, resumable, exact in its counts, and it touches no weight."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from ddp_prune import train as train_module
+from ddp_prune.gates import GatedModel
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState
+from ddp_prune.source import load_model, open_source
+from ddp_prune.train import Learned, perplexity, rate_factor, train
+from ddp_vllm.errors import TrainingError
+
+STEPS = 12  # 8 of search, 4 of polish
+BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
+SETTINGS = {"sparsity": 0.4, "steps": STEPS, "batch_size": 4, "seq_len": 16, "save_every": 3, "learning_rate": 0.1}
+
+
+def _ignore(_metrics: dict[str, float]) -> None:
+    pass
+
+
+class Lab:
+    """One tiny gated model and the runs made with it."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        source = open_source(str(model))
+        self.folder, self.name = folder, str(model)
+        self.gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "query-head")
+        self.forwards = 0  # of the model body, teacher and student alike
+        self.gated.model.model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def recipe(self, **changes: Any) -> Recipe:
+        return Recipe(model=self.name, **SETTINGS | changes)
+
+    def run(
+        self,
+        name: str = "out",
+        report: Callable[[dict[str, float]], None] = _ignore,
+        blocks: torch.Tensor = BLOCKS,
+        **changes: Any,
+    ) -> Learned:
+        recipe = self.recipe(**changes)
+        self.forwards = 0
+        return train(self.gated, blocks, recipe, Accelerator(), RunState(self.folder / name, recipe), report)
+
+
+@pytest.fixture
+def lab(tiny_model: Path, tmp_path: Path) -> Lab:
+    return Lab(tiny_model, tmp_path)
+
+
+def _assert_same(first: Learned, second: Learned) -> None:
+    for kind in ("attn", "mlp"):
+        assert torch.equal(first.gates[kind], second.gates[kind]), kind
+        assert torch.equal(first.z[kind], second.z[kind]), kind
+    assert first.rounding == second.rounding
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {}, {"budget": "alm"}, {"group": "layer"}, {"budget": "alm", "group": "layer"}, {"polish": 0.0},
+    {"distillation": 0.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_counts_are_exact_and_a_run_repeats_to_the_bit(changes: dict[str, Any], lab: Lab) -> None:
+    first, second = lab.run("first", **changes), lab.run("second", **changes)
+    _assert_same(first, second)
+    for kind, kept in (("attn", 14), ("mlp", 173)):  # round(0.6·3·8) and round(0.6·3·96)
+        gates = first.gates[kind]
+        alive = gates > 0
+        assert int(alive.sum()) == kept and gates.dtype == torch.float32
+        assert gates[alive].min() >= 0.05 and not gates[~alive].any()
+        assert (gates[alive] != 1).any()  # something was learned
+        if changes.get("group") == "layer":
+            counts = alive.sum(1).tolist()
+            assert max(counts) - min(counts) <= 1
+        rounding, raw_alive = first.rounding[kind], first.z[kind] > 0
+        assert rounding["raw_sparsity"] == pytest.approx(1 - raw_alive.float().mean().item())
+        assert rounding["dropped"] == int((raw_alive & ~alive).sum())
+        assert rounding["revived"] == int((alive & ~raw_alive).sum())
+
+
+@pytest.mark.parametrize("changes", [{}, {"budget": "alm"}], ids=str)
+@pytest.mark.parametrize("stop", [3, 5, 8, 9, 11])
+def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[str, Any], lab: Lab) -> None:
+    """Stops right after a save, between saves, at the end of the search, and in the polish."""
+    steps: list[float] = []
+
+    def report(metrics: dict[str, float]) -> None:
+        steps.append(metrics["step"])
+        if len(steps) == stop:
+            raise KeyboardInterrupt
+
+    expected = lab.run("whole", **changes)
+    with pytest.raises(KeyboardInterrupt):
+        lab.run("broken", report, **changes)
+    _assert_same(lab.run("broken", report, **changes), expected)
+    assert steps == [*range(1, stop + 1), *range(stop // 3 * 3 + 1, STEPS + 1)]
+    lines = (lab.folder / "broken.run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_another_recipe_does_not_go_on_with_an_old_run(lab: Lab) -> None:
+    lab.run("out", seed=1)
+    steps: list[float] = []
+    lab.run("out", lambda metrics: steps.append(metrics["step"]), seed=2)
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_state_cut_short_starts_anew(lab: Lab) -> None:
+    expected = lab.run("out")
+    state = lab.folder / "out.run" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    _assert_same(lab.run("out"), expected)
+
+
+@pytest.mark.parametrize("at", [4, 10])
+def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_masks(at: int, lab: Lab) -> None:
+    def poison(metrics: dict[str, float]) -> None:
+        if metrics["step"] == at:
+            lab.gated.model.model.norm.weight.data[0] = float("nan")
+
+    with pytest.raises(TrainingError) as caught:
+        lab.run("out", poison)
+    message = str(caught.value)
+    assert f"nan at step {at + 1}" in message and str(lab.folder / "out.run") in message and "\n" not in message
+    saved = RunState(lab.folder / "out", lab.recipe()).load()
+    assert saved is not None
+    step, tensors, _ = saved
+    assert step == at // 3 * 3
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert tensors["z.mlp"].shape == (3, 96)
+
+
+def test_weights_get_no_gradient_and_stay_as_they_are(lab: Lab) -> None:
+    before = {name: value.clone() for name, value in lab.gated.model.state_dict().items()}
+    lab.run()
+    assert all(parameter.grad is None for parameter in lab.gated.model.parameters())
+    after = lab.gated.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 blocks, 48 sequences: three passes, the teacher's in the first alone."""
+    cached = lab.run("cached", blocks=BLOCKS[:16], micro_batch_size=4)
+    assert lab.forwards == STEPS + 4
+    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
+    plain = lab.run("plain", blocks=BLOCKS[:16], micro_batch_size=4)
+    assert lab.forwards == 2 * STEPS
+    _assert_same(cached, plain)
+
+
+def test_passes_that_end_within_a_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 blocks, 4 a step: cached and new blocks meet in one micro-batch."""
+    cached = lab.run("cached", blocks=BLOCKS[:10])
+    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
+    plain = lab.run("plain", blocks=BLOCKS[:10])
+    for kind in ("attn", "mlp"):
+        torch.testing.assert_close(cached.gates[kind], plain.gates[kind], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_do_not_change_the_result(size: int, lab: Lab) -> None:
+    """3 does not divide the 4 sequences of a step."""
+    whole, parts = lab.run("whole", micro_batch_size=4), lab.run("parts", micro_batch_size=size)
+    for kind in ("attn", "mlp"):
+        assert torch.equal(whole.gates[kind] > 0, parts.gates[kind] > 0)
+        torch.testing.assert_close(whole.gates[kind], parts.gates[kind], atol=1e-3, rtol=0)
+
+
+def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
+    seen: list[dict[str, float]] = []
+    lab.run("out", seen.append, budget="alm")
+    assert len(seen) == STEPS
+    for metrics in seen:
+        assert metrics["loss"] == pytest.approx(metrics["ce"] + 2 * metrics["kl"], rel=1e-5)
+        assert metrics["tokens"] == 64 and metrics["seconds"] > 0
+    assert seen[0]["kl"] == pytest.approx(0, abs=1e-5)  # every gate is 1: the student is the teacher
+    assert seen[-1]["attn_sparsity"] == pytest.approx(10 / 24) and seen[-1]["mlp_sparsity"] == pytest.approx(115 / 288)
+    lambdas = [metrics["mlp_lambda1"] for metrics in seen[:8]]
+    assert lambdas == sorted(lambdas) and lambdas[-1] > 0  # too much is kept, so it ascends
+
+
+def test_rates_warm_up_and_fall_to_the_end_of_each_phase() -> None:
+    recipe = Recipe(model="m", sparsity=0.5, steps=200, polish=0.5, warmup=0.1)
+    search = [rate_factor(step, recipe) for step in range(100)]
+    assert search[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert all(a >= b for a, b in pairwise(search[10:])) and 0 < search[-1] < 0.01
+    polish = [rate_factor(step, recipe) * recipe.learning_rate for step in range(100, 200)]
+    assert polish[0] == pytest.approx(recipe.polish_learning_rate)
+    assert polish[-1] == pytest.approx(recipe.polish_learning_rate / 100)
+
+
+def test_perplexity_is_that_of_plain_transformers(lab: Lab) -> None:
+    model: Any = lab.gated.model
+    with torch.no_grad():
+        losses = [model(tokens[None], labels=tokens[None]).loss for tokens in BLOCKS[:5]]
+    assert perplexity(lab.gated, None, BLOCKS[:5]) == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-4)
+    assert perplexity(lab.gated, None, BLOCKS[:5], batch=2) == pytest.approx(perplexity(lab.gated, None, BLOCKS[:5]))
+    closed = {kind: torch.zeros(shape) for kind, shape in lab.gated.shapes.items()}
+    with torch.no_grad():
+        hidden = model.model.norm(model.model.embed_tokens(BLOCKS[:5, :-1]))  # nothing is left but the embedding
+        losses = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), BLOCKS[:5, 1:].flatten())
+    assert perplexity(lab.gated, closed, BLOCKS[:5]) == pytest.approx(losses.exp().item(), rel=1e-4)
