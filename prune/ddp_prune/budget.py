@@ -72,11 +72,13 @@ def hold_budget(
     metric_GU = curvature_LU.reshape(z_GU.shape).pow(METRIC_POWER)
     speed_GU = mu / (metric_GU + 1e-3 * metric_GU.mean(-1, keepdim=True) + 1e-30)
     speed_GU = speed_GU / speed_GU.amax(-1, keepdim=True)
+    least_slope = 1e-3 * float(score_slope(z_GU.new_tensor(mu), mu))
 
     def flow(length_G1: torch.Tensor) -> torch.Tensor:
         moved = z_GU
         for _ in range(FLOW_STEPS):
-            moved = (moved - length_G1 / FLOW_STEPS * speed_GU * score_slope(moved, mu)).clamp_min(floor)
+            slope_GU = score_slope(moved, mu) + least_slope  # wide open gates must be able to move too
+            moved = (moved - length_G1 / FLOW_STEPS * speed_GU * slope_GU).clamp_min(floor)
         return moved
 
     def excess(length_G1: torch.Tensor) -> torch.Tensor:

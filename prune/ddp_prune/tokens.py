@@ -127,7 +127,8 @@ def _read_file(path: Path) -> Any:
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs, the error below says
     if kind == "parquet" and path.suffix in COMPRESSIONS:  # its reader needs a file it can seek in
         file = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=cache)).extract(file)
-    return datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache, **options)
+    read = getattr(datasets.Dataset, f"from_{kind}")  # load_dataset would tell the hub about every local file
+    return read(file, cache_dir=cache, **options)
 
 
 def _document(row: dict[str, Any], tokenizer: Any, data: str) -> str:

@@ -100,6 +100,18 @@ def test_a_text_file_is_one_document(compression: str, tokenizer: Any, tmp_path:
     assert stream == expected[: len(expected) // SEQ_LEN * SEQ_LEN]
 
 
+def test_local_text_is_read_without_network(jsonl: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def refuse(*address: Any, **_: Any) -> Any:
+        asked.append(address)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    assert _load(jsonl, tokenizer).found > 0
+    assert not asked
+
+
 def test_documents_are_whole_shuffled_and_joined_by_eos(jsonl: Path, tokenizer: Any) -> None:
     orders = []
     for seed in (0, 1, 0):
