@@ -72,6 +72,9 @@ def main() -> None:
     dense = perplexity(gated, None, test)
     print(f"dense {dense:.2f}", flush=True)
     settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)}
+    known = {*VARIANTS, "random", "magnitude", "taylor", "fisher", "fisher+scales"}
+    if unknown := set(arguments.methods.split(",")) - known:
+        parser.error(f"unknown method {min(unknown)}; known: {', '.join(sorted(known))}")
     for seed in range(arguments.seeds):
         recipe = Recipe(
             model=arguments.model, sparsity=arguments.sparsity, data=arguments.data, steps=arguments.steps,
@@ -111,6 +114,9 @@ def run(
         return learned.gates, raw
     if method == "magnitude":
         scores = magnitude(gated, family)
+    elif method == "random":
+        generator = torch.Generator().manual_seed(recipe.seed)
+        scores = {kind: torch.rand(shape, generator=generator) for kind, shape in gated.shapes.items()}
     else:
         samples = train_blocks[:64].split(1)
         first, second = taylor_and_fisher(gated, samples)

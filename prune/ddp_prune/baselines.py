@@ -18,7 +18,8 @@ from ddp_prune.objective import distilled_loss
 def magnitude(gated: GatedModel, family: Family) -> Masks:
     """Return the squared Frobenius norm of everything that goes with a unit; no text needed."""
     scores: dict[str, list[torch.Tensor]] = {"attn": [], "mlp": []}
-    for layer in gated.model.get_submodule(family.layers).children():
+    layers: Iterable[Any] = gated.model.get_submodule(family.layers).children()
+    for layer in layers:
         for kind, rows, output in (
             ("attn", family.query_rows + family.key_value_rows, family.attention_output),
             ("mlp", family.channel_rows, family.mlp_output),

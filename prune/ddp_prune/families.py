@@ -41,6 +41,10 @@ class Family:
 
 FAMILIES = {  # model_type of the dense config -> row
     "llama": Family(pruned_architecture="DDPLlamaForCausalLM", pruned_config="DDPLlamaConfig"),
+    "mistral": Family(pruned_architecture="DDPMistralForCausalLM", pruned_config="DDPMistralConfig"),
+    "qwen2": Family(pruned_architecture="DDPQwen2ForCausalLM", pruned_config="DDPQwen2Config"),
+    "qwen3": Family(pruned_architecture="DDPQwen3ForCausalLM", pruned_config="DDPQwen3Config"),
+    "smollm3": Family(pruned_architecture="DDPSmolLM3ForCausalLM", pruned_config="DDPSmolLM3Config"),
 }
 REFUSED = {  # model_type -> why its heads or channels cannot be removed exactly
     "olmo2": "its q/k norm spans all heads, so removing one changes the others",

@@ -227,7 +227,7 @@ class Trainer:
             values[f"{kind}_score"] = float(retention_score(z.detach(), mu).mean())
             if self.recipe.budget == "alm":
                 for name in ("lambda1", "lambda2", "lambda3"):
-                    values[f"{kind}_{name}"] = float(getattr(self.multipliers, name)[kind])
+                    values[f"{kind}_{name}"] = float(getattr(self.multipliers, name)[kind].detach())
         return values
 
     def learned(self) -> Learned:
