@@ -129,6 +129,10 @@ def test_greedy_tokens_are_the_same_with_and_without_the_kv_cache(
         model.generate(TOKENS, attention_mask=mask, use_cache=use_cache, **settings) for use_cache in (True, False)
     )
     assert cached.shape == (2, 36) and torch.equal(cached, plain)
+    with torch.no_grad():  # by hand, where the model asks its cache for the positions
+        first = model(TOKENS[:, :20], use_cache=True)
+        second = model(TOKENS[:, 20:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], dim=1), _logits(model), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["attn", "attn-attn-attn"])
