@@ -82,7 +82,10 @@ class GatedModel:
         columns = {"attn": sizes.num_query_heads * sizes.head_dim // units, "mlp": 1}  # input columns a unit spans
         for index, layer in enumerate(model.get_submodule(family.layers).children()):
             for kind, name in (("attn", family.attention_output), ("mlp", family.mlp_output)):
-                layer.get_submodule(name).register_forward_pre_hook(self._hook(kind, index, columns[kind]))
+                projection = layer.get_submodule(name)
+                projection.register_forward_pre_hook(self._hook(kind, index, columns[kind]))
+                if projection.bias is not None:
+                    projection.register_forward_hook(self._drop_bias(kind, index))
 
     def _hook(self, kind: str, index: int, columns: int) -> Callable[[nn.Module, Any], Any]:
         def scale_input(_module: nn.Module, args: Any) -> Any:
@@ -96,6 +99,19 @@ class GatedModel:
             return (args[0] * mask, *args[1:])
 
         return scale_input
+
+    def _drop_bias(self, kind: str, index: int) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor | None]:
+        """A block with no unit left is gone, and its output bias with it, as in the exported model."""
+
+        def subtract_bias(module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if self._masks is None:
+                return None
+            gone = ~(self._masks[kind][..., index, :] > 0).any(-1, keepdim=True)
+            if gone.dim() == 2:
+                gone = gone[:, None, :]
+            return output - module.bias * gone
+
+        return subtract_bias
 
     @contextmanager
     def masks(self, masks: Mapping[str, torch.Tensor] | None) -> Iterator[None]:

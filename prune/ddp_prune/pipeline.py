@@ -1,5 +1,6 @@
 """One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import load_blocks, load_tokenizer
 from ddp_prune.train import perplexity, train
 from ddp_vllm.checkpoint import check_output, read_checkpoint
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import ModelError, SettingError
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
@@ -64,6 +65,10 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     model = load_model(source, recipe.dtype).to(accelerator.device)
     gated = GatedModel(model, source.family, source.sizes, head_unit)
     dense = perplexity(gated, None, blocks.heldout)
+    if not math.isfinite(dense):
+        raise ModelError(
+            f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
+        )
     run = RunState(output, recipe, writes=main)
     with _Progress(console, recipe, main) as report:
         learned = train(gated, blocks.train, recipe, accelerator, run, report)

@@ -184,9 +184,8 @@ class Trainer:
             self.saliency[kind].lerp_(squares[kind], 1.0 - SALIENCY_DECAY)
         if not self.support and self.recipe.budget == "alm":
             self.multipliers({kind: retention_score(z, mu) for kind, z in self.z.items()}).backward()
-        factor = rate_factor(step, self.recipe)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["base"] * factor
+            group["lr"] = learning_rate(step, self.recipe, group["base"])
         self.optimizer.step()
 
     def _hold(self, progress: float, mu: float) -> None:
@@ -294,7 +293,8 @@ def train(
         try:
             metrics = trainer.step(step)
         except TrainingError as error:
-            raise TrainingError(f"{error}; the masks of the last save are in {run.folder}, try a lower rate") from None
+            kept = f"the masks of the last save are in {run.folder}" if run.state.exists() else "nothing was saved yet"
+            raise TrainingError(f"{error}; {kept}; try a lower learning_rate") from None
         seconds = time.perf_counter() - began
         metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
         run.log(metrics)
@@ -305,14 +305,13 @@ def train(
     return trainer.learned()
 
 
-def rate_factor(step: int, recipe: Recipe) -> float:
-    """Return the factor on every base rate: warm-up and cosine while searching, linear to 0 while polishing."""
+def learning_rate(step: int, recipe: Recipe, base: float) -> float:
+    """Return the rate of a step: warm-up to `base` and cosine while searching, then the polish's own, falling to 0."""
     if step >= recipe.search_steps:
-        left = (recipe.steps - step) / max(1, recipe.polish_steps)
-        return left * recipe.polish_learning_rate / max(recipe.learning_rate, 1e-12)
+        return recipe.polish_learning_rate * (recipe.steps - step) / max(1, recipe.polish_steps)
     warmup = max(1, round(recipe.warmup * recipe.search_steps))
     progress = max(0.0, (step - warmup) / max(1, recipe.search_steps - warmup))
-    return min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return base * min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:

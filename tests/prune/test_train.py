@@ -15,7 +15,7 @@ from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Learned, perplexity, rate_factor, train
+from ddp_prune.train import Learned, learning_rate, perplexity, train
 from ddp_vllm.errors import TrainingError
 
 STEPS = 12  # 8 of search, 4 of polish
@@ -195,10 +195,10 @@ def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
 
 def test_rates_warm_up_and_fall_to_the_end_of_each_phase() -> None:
     recipe = Recipe(model="m", sparsity=0.5, steps=200, polish=0.5, warmup=0.1)
-    search = [rate_factor(step, recipe) for step in range(100)]
+    search = [learning_rate(step, recipe, 1.0) for step in range(100)]
     assert search[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert all(a >= b for a, b in pairwise(search[10:])) and 0 < search[-1] < 0.01
-    polish = [rate_factor(step, recipe) * recipe.learning_rate for step in range(100, 200)]
+    polish = [learning_rate(step, recipe, 1.0) for step in range(100, 200)]
     assert polish[0] == pytest.approx(recipe.polish_learning_rate)
     assert polish[-1] == pytest.approx(recipe.polish_learning_rate / 100)
 
