@@ -8,7 +8,7 @@ from ddp_vllm.checkpoint import Checkpoint
 
 TEXT = """# {name}
 
-{dense} with structure removed by [ddp-vllm](https://pypi.org/project/ddp-vllm/): attention heads and MLP channels that
+{dense} with structure removed by ddp-vllm: attention heads and MLP channels that
 learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
 rest are folded into the weights. Weights were frozen throughout.
 

@@ -66,9 +66,9 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     table = Table(title=f"{checkpoint.folder.name}: what is left, layer by layer")
     table.add_column("layer", justify="right")
-    table.add_column(f"KV heads of {num_kv_heads}", justify="right")
-    table.add_column(f"query heads of {num_heads}", justify="right")
-    table.add_column(f"MLP channels of {width:,}", justify="right")
+    table.add_column(f"KV heads\nof {num_kv_heads}", justify="right")
+    table.add_column(f"query heads\nof {num_heads}", justify="right")
+    table.add_column(f"MLP channels\nof {width:,}", justify="right")
     table.add_column("", min_width=24)
     for index, layer in enumerate(checkpoint.layers):
         share = layer.intermediate_size / width
