@@ -141,4 +141,6 @@ class _Progress:
         if self.lines and (step % every == 0 or step == self.recipe.steps):
             spent = time.perf_counter() - self.began
             left = spent / (step - self.first + 1) * (self.recipe.steps - step)
-            self.console.print(f"{phase} {step}/{self.recipe.steps} {text}, {left:.0f} s left", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"{phase} {step}/{self.recipe.steps} {text}, {left:.0f} s left", highlight=False, soft_wrap=True
+            )
