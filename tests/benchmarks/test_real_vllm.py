@@ -166,7 +166,13 @@ def test_interrupt_stops_the_server_too(
     output = tmp_path / "interrupted.json"
     command = [*COMMAND, "--dense", str(tiny), "--pruned", str(tiny), "--dataset", str(talks), "-o", str(output)]
     command += ["--mode", "serve", "--num-prompts", "4", *QUICK, *ENGINE]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits none
+    )
     started.append(process)
     wait_for(lambda: running(str(tiny)))
     process.send_signal(signal.SIGINT)
