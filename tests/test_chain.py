@@ -38,8 +38,8 @@ def _gates(source: Source) -> Masks:
     generator = torch.Generator().manual_seed(0)
     gates = {}
     for kind, shape in unit_shapes(source.sizes, "kv-group").items():
-        alive = torch.rand(shape, generator=generator) < 0.99
-        gates[kind] = (0.9 + 0.2 * torch.rand(shape, generator=generator)) * alive
+        alive = torch.rand(shape, generator=generator) < 0.995
+        gates[kind] = (0.95 + 0.1 * torch.rand(shape, generator=generator)) * alive
     for layer in (12, 20):  # attention gone: alone, and with the MLP
         gates["attn"][layer] = 0
     for layer in (20, 27):  # MLP gone: with the attention, and alone
