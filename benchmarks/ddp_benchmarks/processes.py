@@ -26,6 +26,7 @@ def end_group(leader: int, reap: Callable[[], object]) -> None:
         _signal(leader, signal.SIGKILL)
         while _alive(leader, reap):
             time.sleep(0.05)
+        reap()  # the leader may have died between the last reaping and the last look
 
 
 def _signal(leader: int, number: int) -> None:
