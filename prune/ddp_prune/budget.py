@@ -9,7 +9,7 @@ from torch import nn
 from ddp_prune.gates import Masks, binarisation, retention_score, score_slope
 from ddp_vllm.errors import SettingError
 
-METRIC_POWER = 1.0  # of the curvature: 1 is Newton's metric, 0.5 Adam's; LOG.md has the comparison
+METRIC_POWER = 1.0  # of the curvature: 1 is Newton's metric, 0.5 Adam's; not compared on a real model yet
 FLOW_STEPS = 4  # Euler steps of the flow; its field changes along the way
 
 

@@ -37,7 +37,7 @@ class Recipe:
     batch_size: int = 16
     """Sequences an optimizer step, over all devices."""
     micro_batch_size: int = 0
-    """Sequences a forward pass; 0 chooses one that keeps about 8,192 tokens in flight."""
+    """Sequences a forward pass; 0 chooses one that keeps about 8,192 tokens in flight, 1,024 on a CPU."""
     seq_len: int = 2048
     """Tokens a sequence."""
     seed: int = 0
@@ -51,7 +51,7 @@ class Recipe:
     """How the budget is kept while searching: `feedback` at any number of steps, or the paper's `alm`."""
     polish: float = 0.35
     """Last fraction of the steps, in which the support is frozen and only the scales of what is kept are learned.
-    0 is the paper's single phase. Ours; LOG.md has the comparison."""
+    0 is the paper's single phase. Ours; the fraction was not tuned."""
 
     distillation: float = 2.0
     """Weight η of KL(teacher ‖ student), Eq. 17; 0 trains on cross-entropy alone."""

@@ -1,6 +1,5 @@
 """The dense model to prune: a local folder, or a hub name downloaded into the hub's own cache."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +91,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _download(model: str) -> Path:
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1 or os.sep != "/"
-    if looks_local:
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ModelError(f"{model} is no folder here and no hub name (owner/name); check the path")
     from huggingface_hub import snapshot_download
 
