@@ -1,6 +1,7 @@
 """One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
 
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ddp_prune.run_state import METRICS_FILE, RunState
 from ddp_prune.source import check_spares_source, load_model, open_source
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import load_blocks, load_tokenizer
-from ddp_prune.train import perplexity, train
+from ddp_prune.train import block_losses, train
 from ddp_vllm.checkpoint import check_output, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError
 
@@ -64,7 +65,8 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {head_unit}")
     model = load_model(source, recipe.dtype).to(accelerator.device)
     gated = GatedModel(model, source.family, source.sizes, head_unit)
-    dense = perplexity(gated, None, blocks.heldout)
+    dense_losses = block_losses(gated, None, blocks.heldout)
+    dense = math.exp(statistics.fmean(dense_losses))
     if not math.isfinite(dense):
         raise ModelError(
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
@@ -73,14 +75,19 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     with _Progress(console, recipe, main) as report:
         learned = train(gated, blocks.train, recipe, accelerator, run, report)
     masks = {kind: gates.to(accelerator.device) for kind, gates in learned.gates.items()}
-    pruned = perplexity(gated, masks, blocks.heldout)
+    pruned_losses = block_losses(gated, masks, blocks.heldout)
     accelerator.end_training()
     if not main:
         return
     provenance = {
         "recipe": recipe.to_dict(),
         "rounding": learned.rounding,
-        "perplexity": {"dense": dense, "pruned": pruned, "tokens": blocks.heldout.numel()},
+        "perplexity": {
+            "dense": dense,
+            "pruned": math.exp(statistics.fmean(pruned_losses)),
+            "tokens": blocks.heldout.numel(),
+            "block_losses": {"dense": dense_losses, "pruned": pruned_losses},
+        },
     }
     export(
         source,

@@ -5,6 +5,7 @@ Legend: B sequences of a micro-batch, L layers, U units of a layer, H hidden siz
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -321,12 +322,20 @@ def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> float:
-    """Return exp of the mean next-token loss over `blocks` (int64 [num_blocks, seq_len]), each block on its own."""
+def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> list[float]:
+    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
     model: Any = gated.model
     weight_VH = model.get_output_embeddings().weight
-    total = 0.0
+    predicted = blocks.shape[1] - 1
+    losses = []
     with gated.masks(masks):
         for tokens in blocks.to(weight_VH.device).split(batch):
-            total += negative_log_likelihood(final_hidden(model, tokens), weight_VH, tokens[:, 1:].reshape(-1))
-    return math.exp(total / (blocks.shape[0] * (blocks.shape[1] - 1)))
+            states = final_hidden(model, tokens).split(predicted)
+            for hidden, labels in zip(states, tokens[:, 1:], strict=True):
+                losses.append(negative_log_likelihood(hidden, weight_VH, labels) / predicted)
+    return losses
+
+
+def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> float:
+    """Return exp of the mean of `block_losses`."""
+    return math.exp(statistics.fmean(block_losses(gated, masks, blocks, batch)))
