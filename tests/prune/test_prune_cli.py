@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,10 +171,7 @@ def test_settings_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
 
 
 def _copy(model: Path, folder: Path) -> Path:
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return Path(shutil.copytree(model, folder))
 
 
 def _config(**changes: Any) -> Callable[[Path], None]:

@@ -1,0 +1,178 @@
+"""The pictures of a report: black, grey and shapes only, narrow enough that their text can be read on a phone.
+
+Legend: L layers, U units of a layer, E experts of a layer.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from ddp_prune.evidence import bin_edges
+
+WIDTH = 4.3  # inches: 9 pt text is then 11 px on a screen of 390 px
+STYLE: dict[Any, Any] = {"font.size": 9, "font.family": "sans-serif", "svg.fonttype": "none", "axes.linewidth": 0.8}
+GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(bad="white")  # white: removed
+MOST_CROSSES = 2500  # beyond that white cells must do
+LINES = ("-", "--", ":", "-.")
+Picture = Callable[[Figure], None]
+Curves = Sequence[Mapping[str, float]]
+
+
+def render(draw: Picture, name: str, height: float) -> tuple[str, bytes]:
+    """Return the same picture as an SVG element (inline, no identifiers that clash) and as PNG, `height` in inches."""
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        draw(figure)
+        vector, raster = io.StringIO(), io.BytesIO()
+        figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(raster, format="png", dpi=200)
+    text = vector.getvalue()
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text[text.index("<svg") :])  # known to every HTML parser
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    return re.sub(
+        r'(<svg [^>]*?) width="[^"]*"', r"\1", re.sub(r' height="[\d.]+pt"', "", text, count=1)
+    ), raster.getvalue()
+
+
+def height_of_map(rows: int) -> float:
+    """Return a height in inches at which the rows of a heatmap can be told apart."""
+    return float(np.clip(1.1 + 0.13 * rows, 1.6, 4.8))
+
+
+def heatmap(values_LU: NDArray[np.float64], row_label: str, value_label: str, *, group: int = 1) -> Picture:
+    """Draw layers from left to right, units upwards; the darker the higher, crossed out where the value is 0.
+
+    `group` units belong together (query heads of a KV head) and are set apart by lines.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        layers, units = values_LU.shape
+        shown = np.ma.masked_equal(values_LU.T, 0.0)
+        top = max(float(values_LU.max()), 1e-9)
+        image = axes.imshow(
+            shown, cmap=GREYS, norm=Normalize(0.0, top), aspect="auto", origin="lower", interpolation="none"
+        )
+        gone_layer, gone_unit = np.nonzero(values_LU == 0)
+        if len(gone_layer) <= MOST_CROSSES:
+            cell = min(200 / layers, 72 * height_of_map(units) * 0.6 / units)  # points
+            axes.scatter(
+                gone_layer, gone_unit, marker="x", s=min(20.0, (0.6 * cell) ** 2), color="0.25", linewidths=0.7
+            )
+        for edge in range(group, units, group) if group > 1 else ():
+            axes.axhline(edge - 0.5, color="0.5", linewidth=0.5)
+        axes.set(xlabel="layer", ylabel=row_label)
+        _whole_numbers(axes, both=True)
+        figure.colorbar(image, ax=axes, label=value_label, pad=0.02)
+
+    return draw
+
+
+def widths(kept_L: Sequence[int], dense: int) -> Picture:
+    """Draw what each layer's MLP keeps over the outline of its `dense` width."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        layers = range(len(kept_L))
+        axes.bar(layers, kept_L, width=0.8, color="0.45", label="kept")
+        axes.bar(layers, dense, width=0.8, facecolor="none", edgecolor="black", linewidth=0.7, label="dense")
+        axes.set(xlabel="layer", ylabel="MLP channels")
+        axes.margins(x=0.01)
+        _whole_numbers(axes)
+        _legend(figure, axes)
+
+    return draw
+
+
+def histograms(kept: Mapping[str, NDArray[np.float64]], searched: Mapping[str, NDArray[np.float64]]) -> Picture:
+    """Draw the gates of kept units, one panel a module type; `searched` are the same before rounding and polish."""
+
+    def draw(figure: Figure) -> None:
+        for axes, (label, gates) in zip(figure.subplots(len(kept), squeeze=False)[:, 0], kept.items(), strict=True):
+            axes.hist(gates, bins=bin_edges(gates), color="0.6", label="final")
+            if label in searched:
+                axes.hist(
+                    searched[label], bins=bin_edges(gates), histtype="step", color="black", label="after the search"
+                )
+            axes.axvline(1.0, color="black", linestyle=":", linewidth=1)
+            axes.set(xlabel=f"scale of kept {label}", ylabel="units")
+            axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        _legend(figure, axes)
+
+    return draw
+
+
+def panels_of_curves(curves: Curves) -> list[tuple[str, dict[str, str]]]:
+    """Return what can be drawn from the metrics of a run: (label of the axis, metric -> its name), a panel each."""
+    kinds = [name.removesuffix("_sparsity") for name in curves[0] if name.endswith("_sparsity")]
+    panels = [
+        ("nats a token", {"loss": "loss", "ce": "cross-entropy"}),
+        ("KL, nats a token", {"kl": "KL to dense"}),
+        ("sparsity", {f"{kind}_sparsity": kind for kind in kinds}),
+        ("μ", {"mu": "μ"}),
+    ]
+    for number, name in (("1", "lambda1"), ("2", "lambda2"), ("3", "lambda3")):
+        panels.append((f"λ{number}", {f"{kind}_{name}": kind for kind in kinds}))
+    return [
+        (label, found) for label, metrics in panels if (found := {m: n for m, n in metrics.items() if m in curves[0]})
+    ]
+
+
+def height_of_curves(curves: Curves) -> float:
+    return 0.4 + 1.15 * len(panels_of_curves(curves))
+
+
+def training_curves(curves: Curves, *, target: float | None, rounded_after: int | None) -> Picture:
+    """Draw losses, sparsity, μ and (where there are some) λ over the steps; noisy ones as they are and smoothed."""
+
+    def draw(figure: Figure) -> None:
+        panels = panels_of_curves(curves)
+        steps = np.array([row["step"] for row in curves])
+        for axes, (label, metrics) in zip(
+            figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True
+        ):
+            for (metric, name), line in zip(metrics.items(), LINES, strict=False):
+                values = np.array([row.get(metric, np.nan) for row in curves])
+                if "token" in label:
+                    axes.plot(steps, values, color="0.75", linewidth=0.7)
+                    values = smooth(values)
+                axes.plot(steps, values, color="black", linestyle=line, linewidth=1.2, label=name)
+            if label == "sparsity" and target is not None:
+                axes.axhline(target, color="black", linestyle=":", linewidth=1, label="target")
+            if rounded_after is not None:
+                axes.axvline(rounded_after + 0.5, color="0.4", linestyle="-", linewidth=0.8)
+            axes.set_ylabel(label)
+            axes.yaxis.set_major_locator(MaxNLocator(4))
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                axes.legend(framealpha=0.85, edgecolor="none", fontsize=8, handlelength=2.2)
+        axes.set_xlabel("step")
+        figure.align_ylabels()
+
+    return draw
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the running mean over a twentieth of the steps; shorter at both ends."""
+    window = np.ones(max(1, len(values) // 20) | 1)
+    mean: NDArray[np.float64] = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+    return mean
+
+
+def _whole_numbers(axes: Axes, *, both: bool = False) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    if both:
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
