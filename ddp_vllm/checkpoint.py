@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, OutputError
-from ddp_vllm.remote_code.widths import LayerWidths, WidthsError, check_shapes, folder_shapes, parse_layers
+from ddp_vllm.remote_code.widths import (
+    LayerWidths,
+    WidthsError,
+    check_experts,
+    check_shapes,
+    folder_shapes,
+    parse_layers,
+)
 
 MASKS_FILE = "ddp_masks.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -79,8 +86,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         layers = parse_layers(config)
         shapes = dict(folder_shapes(folder))
-        for _ in check_shapes(shapes.items(), layers, head_dim(config)):
-            pass
+        check_experts(check_shapes(shapes.items(), layers, head_dim(config)), layers)
     except (WidthsError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: {_one_line(error)}") from error
     _check_complete(folder, layers, shapes)
@@ -113,8 +119,7 @@ def _check_index(folder: Path) -> None:
 
 
 def _check_complete(folder: Path, layers: tuple[LayerWidths, ...], shapes: Mapping[str, list[int]]) -> None:
-    """Every kept expert must have tensors, every kept block its output projection and what that block has elsewhere."""
-    experts = set(re.findall(r"layers\.(\d+)\.\S*?(experts\.\d+)\.", " ".join(shapes)))
+    """Every kept block must have its output projection and what that block has elsewhere."""
     modules = set(re.findall(r"layers\.(\d+)\.((?:self_attn|mlp)\.\w+)\.", " ".join(shapes)))
     with_attention = {str(index) for index, layer in enumerate(layers) if layer.num_kv_heads}
     with_mlp = {
@@ -122,16 +127,11 @@ def _check_complete(folder: Path, layers: tuple[LayerWidths, ...], shapes: Mappi
         for index, layer in enumerate(layers)
         if layer.expert_intermediate_sizes is None and layer.intermediate_size
     }
-    needed = {
-        (str(index), f"experts.{expert}")
-        for index, layer in enumerate(layers)
-        for expert, width in enumerate(layer.expert_intermediate_sizes or ())
-        if width
-    }
+    needed = set()
     for indices, block, output in ((with_attention, "self_attn.", "o_proj"), (with_mlp, "mlp.", "down_proj")):
         names = {name for index, name in modules if index in indices and name.startswith(block)} | {block + output}
         needed |= {(index, name) for index in indices for name in names}
-    if missing := needed - experts - modules:
+    if missing := needed - modules:
         index, module = min(missing)
         raise CheckpointError(f"{folder}: layer {index} lacks the tensors of {module}; export it again")
 

@@ -7,14 +7,19 @@ This file travels inside checkpoints: transformers only, no torch.
 from typing import Any
 
 from transformers import (
+    DeepseekV2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -81,6 +86,53 @@ class DDPPhi3Config(NonUniformConfig, Phi3Config):
     ddp_layers: list[dict[str, Any]] | None = None
 
 
+class DDPQwen3MoeConfig(NonUniformConfig, Qwen3MoeConfig):
+    model_type = "ddp_qwen3_moe"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPQwen2MoeConfig(NonUniformConfig, Qwen2MoeConfig):
+    model_type = "ddp_qwen2_moe"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPMixtralConfig(NonUniformConfig, MixtralConfig):
+    model_type = "ddp_mixtral"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPOlmoeConfig(NonUniformConfig, OlmoeConfig):
+    model_type = "ddp_olmoe"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DDPDeepseekV2Config(NonUniformConfig, DeepseekV2Config):
+    model_type = "ddp_deepseek_v2"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
+class DeepseekConfig(LlamaConfig):
+    """DeepSeekMoE (v1, arXiv:2401.06066), which transformers does not know: Llama with routed and shared experts.
+
+    Defaults are those of DeepSeekMoE-16B.
+    """
+
+    model_type = "deepseek"
+    n_routed_experts: int = 64
+    n_shared_experts: int | None = 2
+    num_experts_per_tok: int = 6
+    moe_intermediate_size: int = 1408
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
+
+
+class DDPDeepseekConfig(NonUniformConfig, DeepseekConfig):
+    model_type = "ddp_deepseek"
+    ddp_layers: list[dict[str, Any]] | None = None
+
+
 CONFIGS = (
     DDPLlamaConfig,
     DDPMistralConfig,
@@ -91,4 +143,10 @@ CONFIGS = (
     DDPGraniteConfig,
     DDPSmolLM3Config,
     DDPPhi3Config,
+    DDPQwen3MoeConfig,
+    DDPQwen2MoeConfig,
+    DDPMixtralConfig,
+    DDPOlmoeConfig,
+    DDPDeepseekV2Config,
+    DDPDeepseekConfig,
 )

@@ -34,7 +34,7 @@ from .configuration_ddp import (
     DDPQwen3Config,
     DDPSmolLM3Config,
 )
-from .widths import LayerWidths, check_shapes, folder_shapes, parse_layers
+from .widths import LayerWidths, check_experts, check_shapes, folder_shapes, parse_layers
 
 
 class RemovedAttention(nn.Module):
@@ -165,19 +165,24 @@ class NonUniform:
     config: PreTrainedConfig
     model: Any
 
+    @staticmethod
+    def narrow(layer: Any, widths: LayerWidths, layer_idx: int) -> None:
+        """Give one stock decoder layer the widths it has left, in place."""
+        narrow_layer(layer, widths, layer_idx)
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
             for index, widths in enumerate(parse_layers(vars(config))):
-                narrow_layer(self.model.layers[index], widths, index)
+                self.narrow(self.model.layers[index], widths, index)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """As in transformers; a local folder's shapes are checked first. Raises: WidthsError."""
         if config is not None and config.ddp_layers is not None and Path(pretrained_model_name_or_path).is_dir():
             layers = parse_layers(vars(config))
-            for _ in check_shapes(folder_shapes(Path(pretrained_model_name_or_path)), layers, config.head_dim):
-                pass
+            shapes = folder_shapes(Path(pretrained_model_name_or_path))
+            check_experts(check_shapes(shapes, layers, config.head_dim), layers)
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)  # type: ignore[misc]
 
 

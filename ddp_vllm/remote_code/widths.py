@@ -7,7 +7,8 @@
 One entry a layer. `query_heads_per_kv_head` has one number for each kept KV head: the query heads it still
 serves, next to each other in `q_proj`; an empty list means the layer has no attention any more.
 `intermediate_size` 0 means it has no MLP. Layers with routed experts carry `expert_intermediate_sizes`,
-one width an expert, 0 for an expert that is gone.
+one width an expert, 0 for an expert that is gone: the router still scores it, tokens sent there get nothing from it.
+In such a model nothing else is pruned: attention, router, shared experts and MLPs without experts stay dense.
 
 This file travels inside checkpoints: standard library only.
 """
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second is Mixtral's
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(weight|bias)$")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.(?:gate_proj|up_proj|down_proj|w1|w2|w3)$")
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
 _INPUT_SIDE = ("o_proj", "down_proj", "w2")  # pruned along their inputs, the last axis of the weight
 
 
@@ -37,7 +39,7 @@ class LayerWidths:
     query_heads_per_kv_head: tuple[int, ...]
     """Query heads left for each kept KV head, in order; empty: no attention."""
     intermediate_size: int
-    """MLP channels left; 0: no MLP (or none that was pruned, where there are routed experts)."""
+    """MLP channels left; 0: no MLP, or routed experts in its place."""
     expert_intermediate_sizes: tuple[int, ...] | None = None
     """Channels left in each routed expert; None: the layer has no routed experts."""
 
@@ -60,6 +62,22 @@ class LayerWidths:
         return entry
 
 
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of routed experts of a layer, from a config as plain data; 0 for a dense model."""
+    return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
+
+
+def is_routed(config: Mapping[str, Any], index: int) -> bool:
+    """Say whether layer `index` has routed experts; each family states it by some of these keys."""
+    return (
+        count_experts(config) > 0
+        and index not in (config.get("mlp_only_layers") or ())
+        and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
+        and index >= (config.get("first_k_dense_replace") or 0)
+        and index % (config.get("moe_layer_freq") or 1) == 0
+    )
+
+
 def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
     """Read and check `ddp_layers` against the dense fields of the same `config.json`.
 
@@ -73,7 +91,28 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
         raise WidthsError(
             f"config.json: ddp_layers has {len(entries)} entries for {num_layers} layers; export the checkpoint again"
         )
+    if count_experts(config):
+        check_routing(config)
     return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
+
+
+def check_routing(config: Mapping[str, Any]) -> None:
+    """Refuse a mixture of experts that cannot be routed, or whose weights are not plain numbers.
+
+    Fewer experts left in a layer than `num_experts_per_tok` is legal: the router scores all of the dense model's, and
+    what it sends to a removed one adds nothing. Raises: WidthsError.
+    """
+    chosen, num_experts = config.get("num_experts_per_tok"), count_experts(config)
+    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 1 <= chosen <= num_experts:
+        raise WidthsError(
+            f"config.json: num_experts_per_tok is {chosen!r}, but a layer has {num_experts} experts to choose from; "
+            f"it must be an integer in 1…{num_experts}"
+        )
+    if config.get("quantization_config"):
+        raise WidthsError(
+            "the mixture of experts is quantised; experts of different widths are supported in bfloat16, float16 and "
+            "float32: use the unquantised checkpoint"
+        )
 
 
 def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidths:
@@ -98,10 +137,28 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
         experts = _integers(
             entry["expert_intermediate_sizes"], name, 0, config.get("moe_intermediate_size") or dense_width
         )
-        num_experts = next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
-        if len(experts) != num_experts:
-            raise WidthsError(f"{name} has {len(experts)} widths for {num_experts} experts; export again")
-    return LayerWidths(query_heads_per_kv_head=heads, intermediate_size=width, expert_intermediate_sizes=experts)
+        if len(experts) != count_experts(config):
+            raise WidthsError(f"{name} has {len(experts)} widths for {count_experts(config)} experts; export again")
+    widths = LayerWidths(query_heads_per_kv_head=heads, intermediate_size=width, expert_intermediate_sizes=experts)
+    if count_experts(config):
+        _check_only_experts(where, widths, is_routed(config, index), num_heads, num_kv_heads, dense_width)
+    return widths
+
+
+def _check_only_experts(
+    where: str, widths: LayerWidths, routed: bool, num_heads: int, num_kv_heads: int, dense_width: int
+) -> None:
+    """In a mixture of experts, all but the routed experts must be as in the dense model."""
+    if routed != (widths.expert_intermediate_sizes is not None):
+        has = "has routed experts, but no" if routed else "has no routed experts, but"
+        raise WidthsError(f"{where}: the layer {has} expert_intermediate_sizes; export the checkpoint again")
+    if widths.query_heads_per_kv_head != (num_heads // num_kv_heads,) * num_kv_heads:
+        raise WidthsError(f"{where}: in a mixture of experts only the experts are pruned, attention must stay dense")
+    if widths.intermediate_size != (0 if routed else dense_width):
+        raise WidthsError(
+            f"{where}.intermediate_size is {widths.intermediate_size}; in a mixture of experts it must be "
+            f"{0 if routed else dense_width} in this layer, because only experts are pruned"
+        )
 
 
 def _integer(value: Any, where: str, low: int, high: int) -> int:
@@ -122,15 +179,22 @@ def expected_width(name: str, layers: Sequence[LayerWidths], head_dim: int) -> t
     """Return the axis of tensor `name` that pruning changes and its length, or None if pruning leaves it alone.
 
     `name` ends as in the dense family: `layers.3.self_attn.q_proj.weight`, `layers.3.mlp.experts.7.up_proj.weight`.
-    A block that is gone has length 0.
+    A block that is gone has length 0. Raises: WidthsError for a layer or expert that the widths do not know.
     """
     match = _LAYER.search(name)
     if match is None:
         return None
+    if int(match[1]) >= len(layers):
+        raise WidthsError(f"tensor {name} is of layer {match[1]}, but ddp_layers has {len(layers)} entries")
     layer, module, kind = layers[int(match[1])], match[2], match[3]
     projection = module.rsplit(".", 1)[-1]
-    if expert := _EXPERT.search(f".{module}"):
-        length = (layer.expert_intermediate_sizes or ())[int(expert[1])]
+    if expert := _EXPERT.search(module):
+        sizes = layer.expert_intermediate_sizes or ()
+        if int(expert[1]) >= len(sizes):
+            raise WidthsError(f"tensor {name} is of expert {expert[1]}, but ddp_layers has {len(sizes)} in that layer")
+        length = sizes[int(expert[1])]
+    elif any(other.expert_intermediate_sizes is not None for other in layers):
+        return None  # in a mixture of experts only the experts are pruned
     elif projection in ("q_proj", "o_proj"):
         length = layer.num_query_heads * head_dim
     elif projection in ("k_proj", "v_proj"):
@@ -167,6 +231,28 @@ def check_shapes(
                     "config.json and the weights are of different checkpoints"
                 )
         yield name
+
+
+def check_experts(names: Iterable[str], layers: Sequence[LayerWidths]) -> None:
+    """Check that every expert with a width has its three projections.
+
+    Raises: WidthsError, naming the first tensor that is missing.
+    """
+    found: dict[tuple[int, int], set[str]] = {}
+    for name in names:
+        match = _LAYER.search(name)
+        if match and match[3] == "weight" and (expert := _EXPERT.search(match[2])):
+            found.setdefault((int(match[1]), int(expert[1])), set()).add(expert[2])
+    styles = (style for style in EXPERT_PROJECTIONS if all(parts <= set(style) for parts in found.values()))
+    projections = next(styles, EXPERT_PROJECTIONS[0])
+    for index, layer in enumerate(layers):
+        for expert_id, width in enumerate(layer.expert_intermediate_sizes or ()):
+            missing = [name for name in projections if name not in found.get((index, expert_id), ())]
+            if width and missing:
+                raise WidthsError(
+                    f"layer {index} lacks the tensor experts.{expert_id}.{missing[0]}.weight, though ddp_layers gives "
+                    f"that expert {width} channels; copy or export the folder again, whole"
+                )
 
 
 def folder_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:

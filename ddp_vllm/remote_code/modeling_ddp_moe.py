@@ -1,0 +1,197 @@
+"""Pruned mixtures of experts in plain transformers, and DeepSeekMoE (v1), which transformers does not know.
+
+The stock model is built as it is, then the routed experts of every layer are replaced by experts of their own widths;
+router, shared experts and attention are stock code. This file travels inside checkpoints.
+Legend of shape suffixes: T tokens, H hidden size, K experts a token is sent to, E experts of a layer.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV2ForCausalLM,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    OlmoeForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+from transformers.conversion_mapping import (
+    WeightRenaming,
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.integrations import use_experts_implementation
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel, LlamaPreTrainedModel
+
+from .configuration_ddp import (
+    DDPDeepseekConfig,
+    DDPDeepseekV2Config,
+    DDPMixtralConfig,
+    DDPOlmoeConfig,
+    DDPQwen2MoeConfig,
+    DDPQwen3MoeConfig,
+    DeepseekConfig,
+)
+from .modeling_ddp import NonUniform
+from .widths import EXPERT_PROJECTIONS, LayerWidths, is_routed
+
+
+class RaggedExperts(nn.Module):
+    """Routed experts of different widths: one module an expert, under its number; a removed expert has none.
+
+    `names` are the dense family's names on disk of gate, up and down projection.
+    """
+
+    def __init__(self, stock: Any, sizes: tuple[int, ...], names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.act_fn, self.names = stock.act_fn, names
+        self.kept = [expert for expert, size in enumerate(sizes) if size]
+        hidden_size = stock.hidden_dim
+        where = {"device": stock.down_proj.device, "dtype": stock.down_proj.dtype, "bias": False}
+        gate, up, down = names
+        for number in self.kept:
+            projections = {name: nn.Linear(hidden_size, sizes[number], **where) for name in (gate, up)}
+            projections[down] = nn.Linear(sizes[number], hidden_size, **where)
+            self.add_module(str(number), nn.ModuleDict(projections))
+
+    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Sum, for each token, what its experts make of it times their routing weights; removed ones add nothing."""
+        sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+        gate, up, down = self.names
+        for number in self.kept:
+            tokens, slots = torch.where(ids_TK == number)
+            if len(tokens) == 0:
+                continue
+            expert: Any = self.get_submodule(str(number))
+            x = x_TH[tokens]
+            y = expert[down](self.act_fn(expert[gate](x)) * expert[up](x))
+            sum_TH.index_add_(0, tokens, (y * weights_TK[tokens, slots, None]).float())
+        return sum_TH.to(x_TH.dtype)
+
+
+class NonUniformExperts(NonUniform):
+    """What every pruned mixture of experts shares."""
+
+    expert_names = EXPERT_PROJECTIONS[0]
+
+    @classmethod
+    def narrow(cls, layer: Any, widths: LayerWidths, layer_idx: int) -> None:
+        """Give the routed experts of one stock decoder layer the widths they have left, in place."""
+        if widths.expert_intermediate_sizes is not None:
+            layer.mlp.experts = RaggedExperts(layer.mlp.experts, widths.expert_intermediate_sizes, cls.expert_names)
+
+
+class DDPQwen3MoeForCausalLM(NonUniformExperts, Qwen3MoeForCausalLM):
+    config_class = DDPQwen3MoeConfig
+
+
+class DDPQwen2MoeForCausalLM(NonUniformExperts, Qwen2MoeForCausalLM):
+    config_class = DDPQwen2MoeConfig
+
+
+class DDPMixtralForCausalLM(NonUniformExperts, MixtralForCausalLM):
+    config_class = DDPMixtralConfig
+    expert_names = EXPERT_PROJECTIONS[1]
+
+
+class DDPOlmoeForCausalLM(NonUniformExperts, OlmoeForCausalLM):
+    config_class = DDPOlmoeConfig
+
+
+class DDPDeepseekV2ForCausalLM(NonUniformExperts, DeepseekV2ForCausalLM):
+    config_class = DDPDeepseekV2Config
+
+
+@use_experts_implementation
+class DeepseekExperts(nn.Module):
+    """Dense routed experts, stacked as transformers' experts functions want them."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_dim = config.n_routed_experts, config.hidden_size
+        self.intermediate_dim = config.moe_intermediate_size
+        shape = (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
+        self.gate_up_proj = nn.Parameter(torch.empty(shape).normal_(std=config.initializer_range))
+        shape = (self.num_experts, self.hidden_dim, self.intermediate_dim)
+        self.down_proj = nn.Parameter(torch.empty(shape).normal_(std=config.initializer_range))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """The plain loop, for `experts_implementation="eager"`."""
+        sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+        for expert in ids_TK.unique().tolist():
+            tokens, slots = torch.where(ids_TK == expert)
+            gate, up = F.linear(x_TH[tokens], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            y = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            sum_TH.index_add_(0, tokens, (y * weights_TK[tokens, slots, None]).float())
+        return sum_TH.to(x_TH.dtype)
+
+
+class DeepseekMoE(nn.Module):
+    """Softmax over all routed experts, the best K taken, beside shared experts that see every token."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        self.num_chosen, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = nn.Linear(config.hidden_size, config.n_routed_experts, bias=False)
+        self.experts = DeepseekExperts(config)
+        self.shared_experts = None
+        if config.n_shared_experts:
+            shared = copy.copy(config)
+            shared.intermediate_size = config.n_shared_experts * config.moe_intermediate_size
+            self.shared_experts = LlamaMLP(shared)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x_TH = hidden_states.view(-1, hidden_states.shape[-1])
+        scores_TE = self.gate(x_TH).softmax(-1, dtype=torch.float32)
+        weights_TK, ids_TK = scores_TE.topk(self.num_chosen, dim=-1)
+        if self.normalise:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        y_TH = self.experts(x_TH, ids_TK, weights_TK.to(x_TH.dtype))
+        if self.shared_experts is not None:
+            y_TH = y_TH + self.shared_experts(x_TH)
+        return y_TH.view(hidden_states.shape)
+
+
+class DeepseekModel(LlamaModel):
+    """Llama whose layers have experts where the config says so."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            if is_routed(vars(config), index):
+                layer.mlp = DeepseekMoE(config)
+
+
+class DeepseekForCausalLM(LlamaForCausalLM):
+    """DeepSeekMoE (v1), dense."""
+
+    config_class = DeepseekConfig
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        LlamaPreTrainedModel.__init__(self, config)  # LlamaForCausalLM's own would build a Llama first
+        self.model = DeepseekModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class DDPDeepseekForCausalLM(NonUniformExperts, DeepseekForCausalLM):
+    config_class = DDPDeepseekConfig
+
+
+# on disk DeepSeek keeps its experts apart, as Qwen2-MoE does; Mixtral calls its block by another name than transformers
+register_checkpoint_conversion_mapping("deepseek", get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True)
+register_checkpoint_conversion_mapping("ddp_mixtral", [WeightRenaming(".block_sparse_moe.", ".mlp.")], overwrite=True)
+
+
+def register_deepseek() -> None:
+    """Let transformers' Auto classes load dense DeepSeekMoE (v1) folders with the classes above; safe to call again."""
+    AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)
+    AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
