@@ -1,0 +1,183 @@
+"""Routed experts of different widths: how their weights lie in memory, and the one operator that runs them.
+
+One row a channel: gate, up and the *transposed* down projection of an expert are blocks of rows, so a row is always
+H numbers long, whatever the width, and every row starts aligned. Widths grow to multiples of 16 with zero rows, which
+add nothing. Experts lie widest first, so that the long work of a launch starts first; an expert of width 0 owns no
+rows, and tokens routed to it get nothing from it.
+
+Letters of the shape suffixes: T tokens, H hidden size, K experts a token (top-k), E experts on this rank,
+S rows of all experts together, w the width of one expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ddp_plugins import moe_cpu
+
+ROW_ALIGNMENT = 16  # rows; the smallest tile of a tensor core, and 32 bytes of a bf16 column
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """Where the rows of each expert are. Build it with `ExpertLayout.of`."""
+
+    widths: tuple[int, ...]
+    """True width of each expert, by expert id."""
+    padded: tuple[int, ...]
+    """The same, rounded up to `ROW_ALIGNMENT`."""
+    offsets: tuple[int, ...]
+    """First row of each expert, by expert id; of no meaning where the width is 0."""
+    order: tuple[int, ...]
+    """Ids of the experts that have rows, widest first: the order of the rows."""
+    _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, widths: Sequence[int]) -> "ExpertLayout":
+        """Return the layout of experts with these widths, in channels."""
+        assert all(width >= 0 for width in widths), widths
+        padded = tuple(-(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT for width in widths)
+        order = sorted((e for e, width in enumerate(widths) if width), key=lambda e: (-padded[e], e))
+        offsets = [0] * len(padded)
+        end = 0
+        for expert in order:
+            offsets[expert] = end
+            end += padded[expert]
+        return cls(widths=tuple(widths), padded=padded, offsets=tuple(offsets), order=tuple(order))
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.widths)
+
+    @property
+    def num_rows(self) -> int:
+        """S: the rows of all experts together."""
+        return sum(self.padded)
+
+    @property
+    def max_width(self) -> int:
+        """The widest expert's rows, which bound the buffers and grids of a launch."""
+        return max(self.padded, default=0)
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Return what the operator reads, `[3, E]` int32 on `device`; made once for each.
+
+        Row 0: the place of each expert id in `order`, -1 where it has no rows.
+        Rows 1 and 2: first row and padded width of the expert at each place, zeros at the end.
+        """
+        if device not in self._tables:
+            table = torch.zeros(3, self.num_experts, dtype=torch.int32)
+            table[0] = -1
+            for place, expert in enumerate(self.order):
+                table[0, expert] = place
+                table[1, place] = self.offsets[expert]
+                table[2, place] = self.padded[expert]
+            self._tables[device] = table.to(device)
+        return self._tables[device]
+
+
+def empty_weights(
+    layout: ExpertLayout, hidden_size: int, dtype: torch.dtype, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `w13 [2, S, H]` (gate rows, then up rows) and `w2 [S, H]` (down, transposed), zero."""
+    w13 = torch.zeros(2, layout.num_rows, hidden_size, dtype=dtype, device=device)
+    return w13, torch.zeros(layout.num_rows, hidden_size, dtype=dtype, device=device)
+
+
+def pack_expert(
+    layout: ExpertLayout,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    expert: int,
+    gate_wH: torch.Tensor | None = None,
+    up_wH: torch.Tensor | None = None,
+    down_Hw: torch.Tensor | None = None,
+) -> None:
+    """Copy one expert, or those of its three matrices that are given, into the packed weights in place."""
+    start, width = layout.offsets[expert], layout.widths[expert]
+    rows = slice(start, start + width)
+    if gate_wH is not None:
+        assert gate_wH.shape == (width, w13.shape[2]), (expert, gate_wH.shape, width)
+        w13[0, rows] = gate_wH
+    if up_wH is not None:
+        assert up_wH.shape == (width, w13.shape[2]), (expert, up_wH.shape, width)
+        w13[1, rows] = up_wH
+    if down_Hw is not None:
+        assert down_Hw.shape == (w2.shape[1], width), (expert, down_Hw.shape, width)
+        w2[rows] = down_Hw.t()
+
+
+def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights `ragged_moe` reads, once all experts are packed; call it once, after loading.
+
+    On a GPU they are the same tensors; on a CPU they may be new ones in another order and shape.
+    """
+    if w13.device.type == "cpu":
+        return moe_cpu.finish_weights(layout.padded, w13, w2)
+    return w13, w2
+
+
+def ragged_moe(
+    x_TH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    layout: ExpertLayout,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `y_TH`: for each token, Σ over its experts of weight · down(silu(gate x) · up x).
+
+    x_TH: bf16, fp16 or fp32, rows contiguous. w13, w2: packed, of the same dtype; faster on a CPU after
+    `finish_weights`. topk_weights_TK: float32. topk_ids_TK: int32 or int64; an id of -1 adds nothing.
+    expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's own.
+    Matrix products sum in float32. So does the sum over K, of terms rounded to x's dtype, as vLLM's own kernels do.
+    """
+    table = layout.table(x_TH.device)
+    return torch.ops.ddp_vllm.ragged_moe(
+        x_TH, w13, w2, table, layout.max_width, topk_weights_TK, topk_ids_TK, expert_map
+    )
+
+
+@torch.library.custom_op("ddp_vllm::ragged_moe", mutates_args=())
+def _launch(
+    x_TH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    layout_3E: torch.Tensor,
+    max_width: int,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Check what the kernels rely on and choose the implementation; arguments as in `ragged_moe`.
+
+    layout_3E: `ExpertLayout.table`. max_width: bounds buffers and grids without looking into the table.
+    """
+    assert x_TH.ndim == 2 and x_TH.stride(1) == 1, (x_TH.shape, x_TH.stride())
+    assert w13.dtype == w2.dtype == x_TH.dtype, (w13.dtype, w2.dtype, x_TH.dtype)
+    assert w13.is_contiguous() and w2.is_contiguous() and layout_3E.is_contiguous()
+    assert layout_3E.dtype == torch.int32 and layout_3E.shape[0] == 3, (layout_3E.dtype, layout_3E.shape)
+    assert topk_weights_TK.dtype == torch.float32 and topk_weights_TK.shape == topk_ids_TK.shape
+    assert topk_ids_TK.shape[0] == x_TH.shape[0], (topk_ids_TK.shape, x_TH.shape)
+    assert {t.device for t in (w13, w2, layout_3E, topk_weights_TK, topk_ids_TK)} == {x_TH.device}
+    if x_TH.device.type == "cpu":
+        return moe_cpu.ragged_moe(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map)
+    from ddp_plugins import moe_kernel  # Triton is not there on every CPU
+
+    return moe_kernel.ragged_moe(x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map)
+
+
+@_launch.register_fake
+def _(
+    x_TH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    layout_3E: torch.Tensor,
+    max_width: int,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
