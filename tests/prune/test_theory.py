@@ -1,0 +1,116 @@
+"""What the paper proves or assumes, on problems whose answer is known (arXiv:2603.08065, section 3 and appendix)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ddp_prune.budget import AugmentedLagrangian
+from ddp_prune.gates import gate, retention_score, score_slope, sharpness_at
+
+UNITS = 20
+COST = torch.linspace(0.0015, 0.03, UNITS)[torch.randperm(UNITS, generator=torch.Generator().manual_seed(1))]
+
+
+@given(st.floats(0.01, 1.0), st.floats(-0.5, 2.5), st.floats(1e-3, 1.0))
+def test_score_is_monotone_symmetric_and_strict_between_its_ends(mu: float, z: float, step: float) -> None:
+    low, high, mirrored = retention_score(torch.tensor([z, z + step, 2 * mu - z], dtype=torch.float64), mu).tolist()
+    assert low <= high and low + mirrored == pytest.approx(1.0)
+    if z > 1e-6 and z + step < 2 * mu - 1e-6:  # apart from rounding at the ends
+        assert 0 < low < high < 1
+
+
+@given(st.floats(0.01, 1.0), st.integers(0, 2**31))
+def test_slope_is_the_gradient_of_the_score_by_its_straight_through_clamp(mu: float, seed: int) -> None:
+    """Inside (0, 2μ) also the true derivative; outside, where the true one is 0, it still pulls."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.rand(2, 16, generator=generator, dtype=torch.float64) * 4 * mu - mu
+    leaf = z.clone().requires_grad_()
+    retention_score(leaf, mu).sum().backward()
+    torch.testing.assert_close(leaf.grad, score_slope(z, mu))
+    assert (score_slope(z, mu) > 0).all()
+    inside = z[(z > 0.05 * mu) & (z < 1.95 * mu)]
+    difference = 1e-5 * mu
+    numeric = (retention_score(inside + difference, mu) - retention_score(inside - difference, mu)) / (2 * difference)
+    torch.testing.assert_close(score_slope(inside, mu), numeric, rtol=1e-5, atol=0)
+
+
+@given(st.floats(1e-3, 1.0), st.floats(0.01, 0.5), st.integers(0, 2**31))
+def test_with_a_margin_the_relaxed_budget_is_the_count(margin: float, share: float, seed: int) -> None:
+    """Lemma of the exact-budget theorem: |z| ≥ δ and μ ≤ δ/2 make Σs equal the number of open gates."""
+    generator = torch.Generator().manual_seed(seed)
+    sign = torch.where(torch.rand(3, 7, generator=generator) < 0.5, -1.0, 1.0).double()
+    z = sign * (margin + torch.rand(3, 7, generator=generator).double())
+    count = int((gate(z) > 0).sum())
+    assert retention_score(z, share * margin).sum().item() == pytest.approx(count, abs=1e-9)
+    blurred = retention_score(torch.full((3, 7), margin, dtype=torch.float64), 2 * margin)
+    assert (blurred < 1).all()  # without it, the same gates do not fill the budget
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_multipliers_ascend_and_gates_descend(per_layer: bool) -> None:
+    """λ1 follows the sign of s̄ − ρ, λ2 and λ3 only grow; with λ > 0 the pull on z is towards the budget."""
+    for kept_too_much in (True, False):
+        alm = AugmentedLagrangian(["mlp"], {"mlp": 0.3 if kept_too_much else 0.7}, per_layer)
+        z = nn.Parameter(torch.full((3, 8), 0.5))  # s = 0.5 at μ = 0.5
+        ascent = torch.optim.SGD(alm.parameters(), lr=0.1, maximize=True)
+        for _ in range(3):
+            ascent.zero_grad()
+            z.grad = None
+            alm({"mlp": retention_score(z, 0.5)}).backward()
+            ascent.step()
+        assert math.copysign(1, alm.lambda1["mlp"].item()) == (1 if kept_too_much else -1)
+        assert alm.lambda2["mlp"].item() > 0 and alm.lambda3["mlp"].item() > 0
+        assert z.grad is not None
+        assert ((z.grad > 0) == kept_too_much).all()  # descent along it lowers s where too much is kept
+
+
+def test_binarisation_pulls_scores_apart() -> None:
+    z = torch.tensor([[0.3, 0.7]], requires_grad=True)  # below and above s = ½ at μ = 0.5
+    alm = AugmentedLagrangian(["mlp"], {"mlp": 0.5}, per_layer=False)
+    nn.init.ones_(alm.lambda3["mlp"])
+    alm({"mlp": retention_score(z, 0.5)}).backward()
+    assert z.grad is not None and z.grad[0, 0] > 0 > z.grad[0, 1]
+
+
+def _solve(kept: int, *, binarise: bool) -> tuple[torch.Tensor, float]:
+    """Minimise Σ c_k (m_k − 1)² under the paper's penalty, rates and 1,000 steps; return final z and Σs."""
+    z = nn.Parameter(torch.ones(1, UNITS))
+    alm = AugmentedLagrangian(["mlp"], {"mlp": kept / UNITS}, per_layer=False)
+    rates = [(z, 2e-2, False), (alm.lambda1["mlp"], 2e-2, True), (alm.lambda2["mlp"], 4e-1, True)]
+    rates += [(alm.lambda3["mlp"], 2e-2, True)] if binarise else []
+    optimizer = torch.optim.AdamW(
+        [{"params": [values], "lr": rate, "maximize": up} for values, rate, up in rates], weight_decay=0.0
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    mu = 0.5
+    for step in range(1000):
+        mu = sharpness_at((step + 1) / 1000, 0.5, 0.05)
+        optimizer.zero_grad()
+        loss = (COST * (gate(z) - 1).square()).sum() + alm({"mlp": retention_score(z, mu)})
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        z.data.clamp_(min=0.0)
+    return z.detach()[0], retention_score(z.detach(), mu).sum().item()
+
+
+@pytest.mark.parametrize("kept", [5, 10, 15])
+def test_the_papers_multipliers_recover_the_exact_budget_and_the_best_support(kept: int) -> None:
+    """The best answer keeps the dearest P at scale 1; the theorem's hypotheses, margin and binarisation, are met."""
+    z, score = _solve(kept, binarise=True)
+    alive = gate(z) > 0
+    assert int(alive.sum()) == kept and score == pytest.approx(kept, abs=1e-3)
+    assert COST[alive].min() > COST[~alive].max()
+    assert z[alive].min() >= 2 * 0.05  # the margin at which s is exactly 1
+    regret = (COST * (gate(z) - 1).square()).sum() / COST[~alive].sum()
+    assert regret.item() == pytest.approx(1.0, abs=2e-3)
+
+
+def test_without_binarisation_the_relaxed_budget_holds_and_the_count_does_not() -> None:
+    z, score = _solve(10, binarise=False)
+    assert score == pytest.approx(10, abs=0.5)
+    assert int((z > 0).sum()) >= 13
