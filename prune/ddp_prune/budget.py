@@ -114,3 +114,30 @@ def exact_support(saliency_LU: torch.Tensor, kept: int, *, per_layer: bool) -> t
     support = torch.zeros(saliency_LU.numel(), dtype=torch.bool, device=saliency_LU.device)
     support[order[:kept]] = True
     return support.reshape(saliency_LU.shape)
+
+
+def aligned_budget(kept: int, rows: int, units: int, align: int) -> int:
+    """Return the most units, at most `kept`, that `rows` of `units` can keep if each keeps a multiple of `align`.
+
+    Raises: SettingError if that is none.
+    """
+    most = min(kept // align, rows * (units // align)) * align
+    if most == 0:
+        raise SettingError(f"align is {align}, but {kept:,} units of {rows} × {units:,} are kept; choose a smaller one")
+    return most
+
+
+def aligned_support(worth_LU: torch.Tensor, kept: int, align: int, *, per_layer: bool) -> torch.Tensor:
+    """Return the bool mask [L, U] of highest total worth in which every row keeps a multiple of `align` units.
+
+    It keeps `aligned_budget` units in all. A row keeps its best ones; cut into blocks of `align` from the best down,
+    its blocks are worth less and less, so taking the best blocks of all rows is optimal. A row whose units are worth
+    little may keep none.
+    """
+    rows, units = worth_LU.shape
+    num_blocks = aligned_budget(kept, rows, units, align) // align
+    sorted_LU, order_LU = worth_LU.sort(dim=1, descending=True, stable=True)
+    blocks_LB = sorted_LU[:, : units // align * align].double().unflatten(1, (-1, align)).sum(-1)
+    counts_L1 = align * exact_support(blocks_LB, num_blocks, per_layer=per_layer).sum(1, keepdim=True)
+    kept_LU = torch.arange(units, device=worth_LU.device) < counts_L1
+    return torch.zeros_like(kept_LU).scatter(1, order_LU, kept_LU)

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.budget import AugmentedLagrangian, exact_support, hold_budget, keep_schedule, kept_units
+from ddp_prune.budget import (
+    AugmentedLagrangian,
+    aligned_budget,
+    aligned_support,
+    exact_support,
+    hold_budget,
+    keep_schedule,
+    kept_units,
+)
 from ddp_prune.gates import gate, retention_score, sharpness_at
 from ddp_vllm.errors import SettingError
 
@@ -31,6 +39,59 @@ def test_support_has_exactly_the_count_even_with_ties(kept: int, seed: int) -> N
 def test_support_per_layer_is_even() -> None:
     support = exact_support(torch.rand(5, 8), 22, per_layer=True)
     assert support.sum(1).tolist() == [5, 5, 4, 4, 4]
+
+
+@given(st.data())
+def test_aligned_support_has_multiples_only_and_the_highest_worth(data: st.DataObject) -> None:
+    """Against every choice of widths; `align` often does not divide the units of a row."""
+    rows, units = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 7))
+    align, kept = data.draw(st.integers(1, units)), data.draw(st.integers(1, rows * units))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    worth = torch.randint(0, 6, (rows, units), generator=generator).float()  # ties too
+    possible = [
+        choice
+        for choice in itertools.product(range(0, units + 1, align), repeat=rows)
+        if sum(choice) == min(kept // align, rows * (units // align)) * align
+    ]
+    if kept < align:
+        with pytest.raises(SettingError, match=f"align is {align}"):
+            aligned_support(worth, kept, align, per_layer=False)
+        return
+    support = aligned_support(worth, kept, align, per_layer=False)
+    assert tuple(support.sum(1).tolist()) in possible and support.dtype == torch.bool
+    ranked = worth.sort(1, descending=True).values
+    best = max(sum(float(row[:n].sum()) for row, n in zip(ranked, choice, strict=True)) for choice in possible)
+    assert float(worth[support].sum()) == best
+    for row, keep in zip(worth, support, strict=True):  # in a row the best ones stay
+        assert not keep.any() or keep.all() or row[keep].min() >= row[~keep].max()
+
+
+@pytest.mark.parametrize(
+    ("kept", "align", "expected"),
+    [
+        (22, 1, 22),
+        (22, 2, 22),  # an exact multiple stays
+        (22, 4, 20),  # the largest multiple below
+        (39, 3, 30),  # a row of 8 holds two blocks of 3
+        (40, 8, 40),
+    ],
+)
+def test_aligned_budget_is_the_largest_multiple_that_fits(kept: int, align: int, expected: int) -> None:
+    assert aligned_budget(kept, 5, 8, align) == expected
+    for per_layer in (False, True):
+        counts = aligned_support(torch.rand(5, 8), kept, align, per_layer=per_layer).sum(1)
+        assert int(counts.sum()) == expected and not (counts % align).any()
+        assert not per_layer or int(counts.max() - counts.min()) <= align
+
+
+def test_a_layer_worth_little_goes() -> None:
+    worth = torch.cat([torch.ones(2, 8), torch.full((1, 8), 0.1)])
+    assert aligned_support(worth, 17, 4, per_layer=False).sum(1).tolist() == [8, 8, 0]
+
+
+def test_align_1_is_the_exact_support() -> None:
+    worth = torch.rand(4, 9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(aligned_support(worth, 13, 1, per_layer=False), exact_support(worth, 13, per_layer=False))
 
 
 @settings(deadline=None)
