@@ -125,7 +125,6 @@ class DeepseekConfig(LlamaConfig):
     first_k_dense_replace: int = 1
     moe_layer_freq: int = 1
     norm_topk_prob: bool = False
-    scoring_func: str = "softmax"
 
 
 class DDPDeepseekConfig(NonUniformConfig, DeepseekConfig):

@@ -2,8 +2,9 @@
 
 A gate scales what one unit adds to the residual stream, so it sits on the input of the projection that adds it:
 `attention_output` for heads, `mlp_output` for channels. Removing the unit removes the rows of the projections that
-make it and the columns of the projection that adds it. To add a family: one row here, its configuration and model in
-`ddp_vllm/remote_code/`, its row in `plugins/ddp_plugins/dense.py`.
+make it and the columns of the projection that adds it. In a mixture of experts the units are the channels of each
+routed expert, and nothing else is pruned. To add a family: one row here, its configuration and model in
+`ddp_vllm/remote_code/`, its row in `plugins/ddp_plugins/dense.py` or `moe.py`.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,9 @@ from typing import Any
 
 from ddp_vllm.checkpoint import head_dim
 from ddp_vllm.errors import ModelError
+from ddp_vllm.remote_code.widths import WidthsError, check_routing, count_experts, is_routed
+
+EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer, whatever the names on disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,26 @@ class Family:
     """Projection with one column a channel."""
     mlp_norm: str = "post_attention_layernorm"
     """Goes when the MLP goes."""
+    expert_rows: tuple[str, ...] = ()
+    """On disk, projections of expert `{}` with one row a channel; empty: the family has no routed experts."""
+    expert_output: str = ""
+    """On disk, the projection of expert `{}` with one column a channel."""
+
+    @property
+    def modeling_file(self) -> str:
+        """File of `remote_code/` that holds `pruned_architecture`."""
+        return "modeling_ddp_moe" if self.expert_rows else "modeling_ddp"
+
+
+def _experts(
+    name: str, *, module: str = EXPERTS, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Family:
+    return Family(
+        pruned_architecture=f"DDP{name}ForCausalLM",
+        pruned_config=f"DDP{name}Config",
+        expert_rows=(f"{module}.{{}}.{gate}", f"{module}.{{}}.{up}"),
+        expert_output=f"{module}.{{}}.{down}",
+    )
 
 
 FAMILIES = {  # model_type of the dense config -> row
@@ -45,6 +69,12 @@ FAMILIES = {  # model_type of the dense config -> row
     "qwen2": Family(pruned_architecture="DDPQwen2ForCausalLM", pruned_config="DDPQwen2Config"),
     "qwen3": Family(pruned_architecture="DDPQwen3ForCausalLM", pruned_config="DDPQwen3Config"),
     "smollm3": Family(pruned_architecture="DDPSmolLM3ForCausalLM", pruned_config="DDPSmolLM3Config"),
+    "qwen3_moe": _experts("Qwen3Moe"),
+    "qwen2_moe": _experts("Qwen2Moe"),
+    "mixtral": _experts("Mixtral", module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+    "olmoe": _experts("Olmoe"),
+    "deepseek": _experts("Deepseek"),
+    "deepseek_v2": _experts("DeepseekV2"),
 }
 REFUSED = {  # model_type -> why its heads or channels cannot be removed exactly
     "olmo2": "its q/k norm spans all heads, so removing one changes the others",
@@ -60,9 +90,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         raise ModelError(f"the model is pruned already ({model_type}); prune the dense model it came from")
     if model_type not in FAMILIES:
         raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if config.get("quantization_config"):
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else quantised
         raise ModelError(
-            f"the {model_type} checkpoint is quantised; prune the unquantised one, then quantise the result"
+            f"the {model_type} checkpoint is quantised ({method}); supported are bfloat16, float16 and float32: "
+            "prune the unquantised checkpoint"
         )
     return FAMILIES[model_type]
 
@@ -77,6 +109,11 @@ class Dimensions:
     head_dim: int
     intermediate_size: int
     hidden_size: int
+    num_experts: int = 0
+    """Routed experts of a layer; 0: a dense model."""
+    expert_intermediate_size: int = 0
+    routed_layers: tuple[int, ...] = ()
+    """Layers with routed experts."""
 
     @property
     def group_size(self) -> int:
@@ -87,7 +124,8 @@ class Dimensions:
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Read the sizes that pruning needs. Raises: ModelError if one is missing or they do not fit together."""
     required = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
-    for name in (*required, *(name for name in ("num_key_value_heads", "head_dim") if config.get(name) is not None)):
+    optional = ("num_key_value_heads", "head_dim", "moe_intermediate_size")
+    for name in (*required, *(name for name in optional if config.get(name) is not None)):
         value = config.get(name)
         if type(value) is not int or value < 1:
             raise ModelError(f"config.json: {name} is {value!r}, not a positive integer; download the model again")
@@ -98,7 +136,17 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
             f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}; "
             "download the model again"
         )
+    num_experts = count_experts(config)
+    if num_experts:
+        try:
+            check_routing(config)
+        except WidthsError as error:
+            raise ModelError(str(error)) from None
     return Dimensions(
+        num_experts=num_experts,
+        expert_intermediate_size=(config.get("moe_intermediate_size") or config["intermediate_size"])
+        * bool(num_experts),
+        routed_layers=tuple(index for index in range(config["num_hidden_layers"]) if is_routed(config, index)),
         num_layers=config["num_hidden_layers"],
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,

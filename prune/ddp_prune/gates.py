@@ -1,22 +1,25 @@
 """Gates on a frozen stock model: z → m (what the forward sees) and s (what the budget sees).
 
-Legend of shape suffixes: L layers, U units of a layer (heads, KV groups or channels), D head_dim.
+Legend of shape suffixes: L layers, U units of a layer (heads, KV groups or channels), D head_dim; for mixtures of
+experts, L layers with routed experts, E experts of a layer, C channels of an expert.
 Equations are those of arXiv:2603.08065.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddp_prune.families import Dimensions, Family
+from ddp_prune.experts import IMPLEMENTATION
+from ddp_prune.families import EXPERTS, Dimensions, Family
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
-Masks = dict[str, torch.Tensor]  # module type ("attn", "mlp") -> [L, U]
+Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], or "experts" [L, E, C] alone
 
 
 class _ClampStraightThrough(torch.autograd.Function):
@@ -61,8 +64,10 @@ def binarisation(s_LU: torch.Tensor) -> torch.Tensor:
     return (s_LU * (1.0 - s_LU)).mean()
 
 
-def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, int]]:
-    """Return [L, U] of every module type."""
+def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
+    """Return [L, U] of every module type; [L, E, C] of the experts, which are all that a mixture of experts prunes."""
+    if sizes.num_experts:
+        return {"experts": (len(sizes.routed_layers), sizes.num_experts, sizes.expert_intermediate_size)}
     heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
     return {"attn": (sizes.num_layers, heads), "mlp": (sizes.num_layers, sizes.intermediate_size)}
 
@@ -70,17 +75,38 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, int]]
 class GatedModel:
     """A stock transformers model whose heads and channels can be scaled from outside.
 
-    Pre-hooks on the projections that write to the residual stream multiply their input by the current masks; the
-    model itself is not changed. Without masks the hooks do nothing, so the same weights are the dense teacher.
+    Pre-hooks on the projections that write to the residual stream multiply their input by the current masks; routed
+    experts are run by our implementation of transformers' experts interface (`experts.py`). The weights are not
+    changed, and without masks nothing is scaled, so the same model is the dense teacher.
     """
 
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
         self.model, self.sizes, self.head_unit = model, sizes, head_unit
         self.shapes = unit_shapes(sizes, head_unit)
-        self._masks: Mapping[str, torch.Tensor] | None = None
+        self._masks: Mapping[str, Sequence[torch.Tensor]] | None = None  # of every layer
+        self._counts_LE: torch.Tensor | None = None
+        if sizes.num_experts:
+            self._attach_to_experts(family)
+        else:
+            self._attach_to_projections(family)
+
+    def _attach_to_experts(self, family: Family) -> None:
+        layers = list(self.model.get_submodule(family.layers).children())
+        for row, index in enumerate(self.sizes.routed_layers):
+            layers[index].get_submodule(EXPERTS).ddp_gates = partial(self._expert_gates, row)  # type: ignore[assignment]
+        model: Any = self.model
+        model.set_experts_implementation(IMPLEMENTATION)
+
+    def _expert_gates(self, row: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self._masks is None:
+            return None, None
+        return self._masks["experts"][row], None if self._counts_LE is None else self._counts_LE[row]
+
+    def _attach_to_projections(self, family: Family) -> None:
+        sizes, head_unit = self.sizes, self.head_unit
         units = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
         columns = {"attn": sizes.num_query_heads * sizes.head_dim // units, "mlp": 1}  # input columns a unit spans
-        for index, layer in enumerate(model.get_submodule(family.layers).children()):
+        for index, layer in enumerate(self.model.get_submodule(family.layers).children()):
             for kind, name in (("attn", family.attention_output), ("mlp", family.mlp_output)):
                 projection = layer.get_submodule(name)
                 projection.register_forward_pre_hook(self._hook(kind, index, columns[kind]))
@@ -91,7 +117,7 @@ class GatedModel:
         def scale_input(_module: nn.Module, args: Any) -> Any:
             if self._masks is None:
                 return None
-            mask = self._masks[kind][..., index, :].to(args[0].dtype)
+            mask = self._masks[kind][index].to(args[0].dtype)
             if columns > 1:
                 mask = mask.repeat_interleave(columns, dim=-1)
             if mask.dim() == 2:  # one mask a sequence
@@ -106,7 +132,7 @@ class GatedModel:
         def subtract_bias(module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor | None:
             if self._masks is None:
                 return None
-            gone = ~(self._masks[kind][..., index, :] > 0).any(-1, keepdim=True)
+            gone = ~(self._masks[kind][index] > 0).any(-1, keepdim=True)
             if gone.dim() == 2:
                 gone = gone[:, None, :]
             return output - module.bias * gone
@@ -117,11 +143,23 @@ class GatedModel:
     def masks(self, masks: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
         """Apply `masks` to every forward inside the block; None is the dense model.
 
-        Each is [L, U], or [B, L, U] with a mask for every sequence of the batch; any float dtype.
-        Checkpointed layers run again in backward, so `backward()` belongs inside the block too.
+        Each has its shape of `shapes`, or [B, …] before it with a mask for every sequence of the batch; any float
+        dtype. Checkpointed layers run again in backward, so `backward()` belongs inside the block too.
         """
-        previous, self._masks = self._masks, masks
+        previous = self._masks
+        self._masks = None
+        if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each
+            self._masks = {kind: mask.unbind(mask.dim() - len(self.shapes[kind])) for kind, mask in masks.items()}
         try:
             yield
         finally:
             self._masks = previous
+
+    @contextmanager
+    def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
+        """Add to int64 `counts_LE` how often each expert is chosen by forwards with masks inside the block."""
+        previous, self._counts_LE = self._counts_LE, counts_LE
+        try:
+            yield
+        finally:
+            self._counts_LE = previous

@@ -16,7 +16,7 @@ from ddp_vllm.errors import SettingError
 
 CHOICES = {
     "head_unit": ("auto", "kv-group", "query-head"),
-    "group": ("global", "layer"),
+    "group": ("global", "layer", "expert"),
     "budget": ("feedback", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
@@ -29,7 +29,8 @@ class Recipe:
     model: str
     """Folder or Hugging Face hub name of the dense model."""
     sparsity: float
-    """Fraction of units (heads, MLP channels) to remove, the same for every module type; 1 − ρ of Eq. 6."""
+    """Fraction of units (heads, MLP channels; of a mixture of experts, the channels of its routed experts) to remove,
+    the same for every module type; 1 − ρ of Eq. 6."""
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
     """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file."""
     steps: int = 1000
@@ -46,7 +47,7 @@ class Recipe:
     head_unit: str = "auto"
     """What counts as an attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
     group: str = "global"
-    """Where the budget holds: over the whole model, or in every layer (Eq. 19)."""
+    """Where the budget holds: over the whole model, in every layer, or in every expert (Eq. 19)."""
     budget: str = "feedback"
     """How the budget is kept while searching: `feedback` at any number of steps, or the paper's `alm`."""
     polish: float = 0.35

@@ -110,6 +110,10 @@ def load_model(source: Source, dtype: str) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if source.config["model_type"] == "deepseek":
+        from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+
+        register_deepseek()
     model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)
     model.requires_grad_(False)
     return model.eval()

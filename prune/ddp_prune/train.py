@@ -1,7 +1,8 @@
 """The loop: search the support, round it exactly, polish the scales of what is kept.
 
 Weights are frozen and get no gradients; the only parameters are z (and, for the paper's budget, λ).
-Legend: B sequences of a micro-batch, L layers, U units of a layer, H hidden size.
+Legend: B sequences of a micro-batch, L layers, U units of a layer, H hidden size. Where masks are said to be [L, U],
+those of routed experts are [L, E, C]: E experts with C channels each.
 """
 
 import math
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ddp_prune.budget import AugmentedLagrangian, exact_support, hold_budget, keep_schedule, kept_units
+from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
 from ddp_prune.objective import distilled_loss, negative_log_likelihood
 from ddp_prune.recipe import Recipe
@@ -37,6 +39,8 @@ class Learned:
     """The logits of the gates before rounding and polish."""
     rounding: dict[str, dict[str, float]]
     """What the rounding changed, a module type: raw sparsity, units revived, units dropped."""
+    routed: Masks
+    """`experts`: int64 [L, E], how often each expert was chosen while learning; empty for a dense model."""
 
 
 class Batches:
@@ -85,7 +89,7 @@ class Trainer:
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
         self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator
         self.teacher = Teacher(gated, batches) if recipe.distillation > 0 else None
-        self.per_layer = recipe.group == "layer"
+        self.per_layer = recipe.group != "global"  # a layer or an expert: a row of `_grouped`
         device = accelerator.device
         self.z = nn.ParameterDict({kind: nn.Parameter(torch.ones(shape)) for kind, shape in gated.shapes.items()})
         self.z.to(device)
@@ -93,6 +97,9 @@ class Trainer:
         self.keep_ratio = {kind: self.kept[kind] / z.numel() for kind, z in self.z.items()}
         self.multipliers = AugmentedLagrangian(list(self.z), self.keep_ratio, self.per_layer).to(device)
         self.saliency = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}
+        self.routed = {
+            kind: torch.zeros_like(z[..., 0], dtype=torch.int64) for kind, z in self.z.items() if z.dim() == 3
+        }
         self.support: Masks = {}  # empty while searching
         self.searched_z: Masks = {}
         self.rounding: dict[str, dict[str, float]] = {}
@@ -143,6 +150,7 @@ class Trainer:
         losses = torch.zeros(2, device=self.accelerator.device)
         gradients = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
         squares = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
+        routed = {kind: torch.zeros_like(counts) for kind, counts in self.routed.items()}
         size = self.recipe.batch_size
         for numbers in self.batches.step(step):
             tokens = self.batches.blocks[numbers].to(self.accelerator.device)
@@ -150,7 +158,8 @@ class Trainer:
                 kind: mask.detach().expand(len(numbers), *mask.shape).clone().requires_grad_()
                 for kind, mask in masks.items()
             }
-            losses += self._backward(tokens, numbers, leaves) * (len(numbers) / size)
+            with self.gated.counting(routed.get("experts")):
+                losses += self._backward(tokens, numbers, leaves) * (len(numbers) / size)
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 per_sequence = leaf.grad * len(numbers)  # the loss is a mean over the micro-batch
@@ -158,6 +167,8 @@ class Trainer:
                 squares[kind] += per_sequence.square().sum(0) / size
         reduce = self.accelerator.reduce
         cross_entropy, divergence = reduce(losses, "sum").tolist()
+        for kind, counts in routed.items():
+            self.routed[kind] += reduce(counts, "sum")
         total = {kind: reduce(value, "sum") for kind, value in gradients.items()}
         return cross_entropy, divergence, total, {kind: reduce(value, "sum") for kind, value in squares.items()}
 
@@ -184,7 +195,7 @@ class Trainer:
             mask.backward(gradients[kind])
             self.saliency[kind].lerp_(squares[kind], 1.0 - SALIENCY_DECAY)
         if not self.support and self.recipe.budget == "alm":
-            self.multipliers({kind: retention_score(z, mu) for kind, z in self.z.items()}).backward()
+            self.multipliers({kind: retention_score(self._grouped(z), mu) for kind, z in self.z.items()}).backward()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.recipe, group["base"])
         self.optimizer.step()
@@ -197,9 +208,18 @@ class Trainer:
                 z.data.clamp_(min=floor)
                 continue
             target = keep_schedule(progress, self.keep_ratio[kind])
-            z.data.copy_(
-                hold_budget(z.detach(), self.saliency[kind], mu, target, floor=floor, per_layer=self.per_layer)
-            )
+            grouped, curvature = self._grouped(z.detach()), self._grouped(self._saliency(kind))
+            moved = hold_budget(grouped, curvature, mu, target, floor=floor, per_layer=self.per_layer)
+            z.data.copy_(moved.view_as(z))
+
+    def _grouped(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [L, U] or [L, E, C] as rows on which the budget can hold: layers, or experts."""
+        return values.flatten(0, -2) if self.recipe.group == "expert" else values.flatten(1)
+
+    def _saliency(self, kind: str) -> torch.Tensor:
+        """Return the running mean of squared gradients, with no verdict on experts that were never chosen."""
+        saliency = self.saliency[kind]
+        return neutral_where_idle(saliency, self.routed[kind]) if kind in self.routed else saliency
 
     @torch.no_grad()
     def round(self) -> None:
@@ -207,9 +227,9 @@ class Trainer:
         for kind, z in self.z.items():
             self.searched_z[kind] = z.detach().clone()
             alive = z > 0
-            saliency = self.saliency[kind] * torch.where(alive, z.square(), 1.0)
+            saliency = self._saliency(kind) * torch.where(alive, z.square(), 1.0)
             first = torch.where(alive, saliency + saliency.max(), saliency)
-            support = exact_support(first, self.kept[kind], per_layer=self.per_layer)
+            support = exact_support(self._grouped(first), self.kept[kind], per_layer=self.per_layer).view_as(z)
             z[support & ~alive] = 0.5
             self.support[kind] = support
             self.rounding[kind] = {
@@ -237,13 +257,14 @@ class Trainer:
         with torch.no_grad():
             gates = {kind: mask.detach().float().cpu() for kind, mask in self.forward_masks().items()}
         z = {kind: value.float().cpu() for kind, value in self.searched_z.items()}
-        return Learned(gates=gates, z=z, rounding=self.rounding)
+        routed = {kind: counts.cpu() for kind, counts in self.routed.items()}
+        return Learned(gates=gates, z=z, rounding=self.rounding, routed=routed)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors."""
         named = {f"z.{kind}": z.detach() for kind, z in self.z.items()}
         named |= {f"multipliers.{name}": value for name, value in self.multipliers.state_dict().items()}
-        for group in ("saliency", "support", "searched_z"):
+        for group in ("saliency", "routed", "support", "searched_z"):
             named |= {f"{group}.{kind}": value for kind, value in getattr(self, group).items()}
         for index, values in self.optimizer.state_dict()["state"].items():
             named |= {f"optimizer.{index}.{name}": value for name, value in values.items()}

@@ -1,0 +1,115 @@
+"""Gates on routed experts (Eq. 18): one implementation of transformers' experts interface, for all families.
+
+Every expert's intermediate activation is multiplied by its own gates before the down projection. Weights are frozen
+and get no gradient; gates are never folded while learning, which would make a gradient as large as the weights.
+Legend: T tokens, K experts a token is sent to, S = T·K slots sorted by expert, then sequence; B sequences, E experts,
+C channels of an expert, G = E·B groups of slots that share a mask; L layers with experts.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+IMPLEMENTATION = "ddp"  # the name under which transformers finds `gated_experts`
+
+
+class _ScaleGroups(torch.autograd.Function):
+    """y[s] = x[s] · mask[group of s], with a gradient for the mask that sums over each group.
+
+    Neither the mask of every slot nor its gradient lives from forward to backward, and the sums are the same on every
+    run: slots of a group are neighbours, so no atomic additions are needed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_SC: torch.Tensor, mask_GC: torch.Tensor, groups_S: torch.Tensor, sizes_G: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_SC, mask_GC, groups_S, sizes_G)
+        return x_SC * mask_GC.to(x_SC.dtype)[groups_S]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        x_SC, mask_GC, groups_S, sizes_G = ctx.saved_tensors
+        gradient_SC, x_gradient, mask_gradient = gradients[0], None, None
+        if ctx.needs_input_grad[0]:
+            x_gradient = gradient_SC * mask_GC.to(gradient_SC.dtype)[groups_S]
+        if ctx.needs_input_grad[1]:
+            products = gradient_SC.float() * x_SC.float()
+            mask_gradient = torch.segment_reduce(products, "sum", lengths=sizes_G, axis=0, initial=0.0)
+        return x_gradient, mask_gradient, None, None
+
+
+def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Return what the routed experts add, [T, H]; an implementation of transformers' experts interface.
+
+    `experts` is the family's module of stacked dense experts with one thing more, `ddp_gates`: a function that
+    returns the layer's masks ([E, C], [B, E, C] with one a sequence, or None for the dense model) and a tensor [E] to
+    add the number of slots of each expert to (or None). With B masks the T tokens are B equal sequences in a row.
+    """
+    masks, counts_E = experts.ddp_gates()
+    num_experts, (num_tokens, num_chosen) = experts.num_experts, ids_TK.shape
+    num_masks = masks.shape[0] if masks is not None and masks.dim() == 3 else 1
+    sequences_T = torch.arange(num_tokens, device=x_TH.device) // (num_tokens // num_masks)
+    groups_S, order_S = (ids_TK * num_masks + sequences_T[:, None]).flatten().sort(stable=True)
+    sizes_G = torch.bincount(groups_S, minlength=num_experts * num_masks)
+    sizes_E = sizes_G.view(num_experts, num_masks).sum(1)
+    if counts_E is not None:
+        counts_E += sizes_E
+    ends_E = sizes_E.cumsum(0).to(torch.int32)
+    y = grouped_linear(x_TH[order_S // num_chosen], experts.gate_up_proj, ends_E)
+    y = experts._apply_gate(y)
+    if masks is not None:
+        mask_GC = masks.transpose(0, 1).flatten(0, 1) if masks.dim() == 3 else masks
+        y = _ScaleGroups.apply(y, mask_GC, groups_S, sizes_G)
+    y = grouped_linear(y, experts.down_proj, ends_E) * weights_TK.flatten()[order_S, None]
+    inverse_S = torch.empty_like(order_S)
+    inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+    return y[inverse_S].view(num_tokens, num_chosen, -1).sum(1).to(x_TH.dtype)
+
+
+def grouped_linear(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return [S, O]: each slot's row times the weight of its expert; expert e owns the slots before ends_E[e]."""
+    return (grouped if can_group(weight_EOI) else looped)(x_SI, weight_EOI, ends_E)
+
+
+def can_group(weight_EOI: torch.Tensor) -> bool:
+    """Say whether the device has a grouped matmul for this weight: bfloat16 on CUDA 8.0 and newer, rows of 16 bytes.
+
+    On a CPU torch's own is a loop too: both took the same time (1 thread, 4,096 slots, 128 experts).
+    """
+    return (
+        weight_EOI.is_cuda
+        and weight_EOI.dtype == torch.bfloat16
+        and all(size % 8 == 0 for size in weight_EOI.shape[1:])
+        and torch.cuda.get_device_capability(weight_EOI.device) >= (8, 0)
+    )
+
+
+def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` in one kernel."""
+    return F.grouped_mm(x_SI.to(weight_EOI.dtype), weight_EOI.transpose(-2, -1), offs=ends_E)
+
+
+def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` expert by expert; only those that some slot belongs to."""
+    bounds = enumerate(pairwise([0, *ends_E.tolist()]))
+    return torch.cat([F.linear(x_SI[a:b], weight_EOI[expert]) for expert, (a, b) in bounds if b > a])
+
+
+def neutral_where_idle(saliency_LEC: torch.Tensor, counts_LE: torch.Tensor) -> torch.Tensor:
+    """Return the saliency with the layer's mean in place of that of experts that no token was sent to.
+
+    No gradient ever reached them, which says nothing about what they are worth elsewhere. Left at 0 they would be the
+    first to go; kept at all cost, the experts that do work would pay for them. So they count as average: since a few
+    channels carry most of the mean, an average channel survives until the budget is harsh. `counts_LE` holds the
+    slots of each expert so far.
+    """
+    active_LE1 = (counts_LE > 0).unsqueeze(-1)
+    mean_L = (saliency_LEC * active_LE1).sum((1, 2)) / (active_LE1.sum((1, 2)) * saliency_LEC.shape[-1]).clamp_min(1)
+    return torch.where(active_LE1, saliency_LEC, mean_L[:, None, None])
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, gated_experts)
