@@ -5,14 +5,31 @@ itself when a checkpoint asks for one, after it has set up its devices.
 """
 
 
+def model_class(config: type) -> str:
+    """Return where the vLLM class of a pruned model's configuration lies, as `module:class`."""
+    module = "moe" if hasattr(config, "num_experts_per_tok") else "dense"
+    return f"ddp_plugins.{module}:{config.__name__.removesuffix('Config')}ForCausalLM"
+
+
 def register() -> None:
     """Tell transformers the configurations and vLLM the architectures of pruned models; safe to call again."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        MODEL_ARCH_CONFIG_CONVERTORS,
+        ModelArchConfigConvertorBase,
+    )
 
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS
 
+    class LatentAttention(ModelArchConfigConvertorBase):
+        """vLLM keeps DeepSeek's latent KV cache (MLA) for model types it knows by name; ours is one of them."""
+
+        def is_deepseek_mla(self) -> bool:
+            return self.hf_text_config.kv_lora_rank is not None
+
+    MODEL_ARCH_CONFIG_CONVERTORS["ddp_deepseek_v2"] = LatentAttention
     for config in CONFIGS:
         AutoConfig.register(config.model_type, config, exist_ok=True)
-        architecture = config.__name__.removesuffix("Config") + "ForCausalLM"
-        ModelRegistry.register_model(architecture, f"ddp_plugins.dense:{architecture}")
+        path = model_class(config)
+        ModelRegistry.register_model(path.partition(":")[2], path)

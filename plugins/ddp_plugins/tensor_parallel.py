@@ -2,7 +2,7 @@
 
 vLLM gives every rank the same number of KV heads, query heads and MLP channels. What does not divide is filled up
 with zero rows, which add nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column of
-`down_proj`. With one rank nothing is padded.
+`down_proj`. With one rank nothing is padded. Routed experts have storage and a kernel of ours: their shares may differ.
 """
 
 from collections.abc import Sequence
@@ -113,3 +113,21 @@ def _blocks(
     if projection in ("k_proj", "v_proj"):
         return [key], head_dim
     return ([query, key, key] if projection == "qkv_proj" else []), head_dim
+
+
+def share_channels(widths: Sequence[int], rank: int, num_ranks: int, block: int) -> list[range]:
+    """Return the channels of each routed expert that one rank owns.
+
+    block: channels are dealt in blocks of the kernel's alignment, so that all ranks together pad no more rows than
+        one rank would. Blocks left over go to the ranks in turn, from expert to expert: no rank owns two more than
+        another.
+    """
+    shares, first = [], 0  # first: whose turn it is
+    for width in widths:
+        each, left = divmod(-(-width // block), num_ranks)
+        turn = (rank - first) % num_ranks
+        start = each * turn + min(turn, left)
+        stop = start + each + (turn < left)
+        shares.append(range(min(start * block, width), min(stop * block, width)))
+        first = (first + left) % num_ranks
+    return shares

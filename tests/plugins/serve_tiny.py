@@ -5,16 +5,17 @@ Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve
 """
 
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from tiny_models import NUM_NEW_TOKENS, PROMPTS
+from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.plugins import load_general_plugins
 
-from ddp_plugins import dense
+from ddp_plugins.register import model_class
 from ddp_vllm.remote_code.configuration_ddp import CONFIGS
 
 DEFAULTS: dict[str, Any] = {
@@ -36,6 +37,7 @@ def serve(folder: str, options: dict[str, Any], logprobs: int | None = 0) -> dic
     answers = [answer.outputs[0] for answer in engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy)]
     return {
         "attention_layers": sorted(engine.llm_engine.vllm_config.compilation_config.static_forward_context),
+        "expert_bytes": engine.apply_model(expert_bytes),
         "outputs": [{"tokens": list(answer.token_ids), "logprobs": chosen_logprobs(answer)} for answer in answers],
     }
 
@@ -50,8 +52,8 @@ def skip_inspection() -> None:
     """Hand vLLM all classes but Llama's: it would import itself again in a new process to look at each, for 5-10 s."""
     load_general_plugins()
     for config in CONFIGS[1:]:
-        architecture = config.__name__.replace("Config", "ForCausalLM")
-        ModelRegistry.register_model(architecture, getattr(dense, architecture))
+        loaded = pkgutil.resolve_name(model_class(config))
+        ModelRegistry.register_model(loaded.__name__, loaded)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp_plugins.tensor_parallel import check_ranks, fit, is_padded, pad
+from ddp_plugins.tensor_parallel import check_ranks, fit, is_padded, pad, share_channels
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -80,3 +80,14 @@ def test_a_size_that_cannot_be_padded_names_the_layer_and_the_sizes_that_work() 
         check_ranks(layers, 2, 8, "LoRA adapters")
     with pytest.raises(SettingError, match=r"divide layer 1 .*one of \[1, 2, 4\]"):
         check_ranks(layers[:2], 8, 8, "quantised weights")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_ranks_share_the_channels_of_experts_evenly_and_pad_no_more_than_one_rank(num_ranks: int) -> None:
+    expert_widths = [0, 1, 2, 5, 17, 31, 33, 64, 16, 48, 15, 512, 0]
+    shares = [share_channels(expert_widths, rank, num_ranks, 16) for rank in range(num_ranks)]
+    for expert, width in enumerate(expert_widths):
+        assert sorted(channel for share in shares for channel in share[expert]) == list(range(width))
+    blocks = [sum(-(-len(share) // 16) for share in of_rank) for of_rank in shares]
+    assert sum(blocks) == sum(-(-width // 16) for width in expert_widths)
+    assert max(blocks) - min(blocks) <= 1

@@ -47,11 +47,12 @@ def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **s
         if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
     model.save_pretrained(folder)
-    return {"outputs": [_generate(model, prompt) for prompt in PROMPTS]}
+    return {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
 
 
 @torch.no_grad()
-def _generate(model: Any, prompt: list[int]) -> dict[str, Any]:
+def generate(model: Any, prompt: list[int]) -> dict[str, Any]:
+    """Return the greedy tokens and their log-probabilities."""
     inputs = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
     ids = model.generate(
@@ -61,6 +62,11 @@ def _generate(model: Any, prompt: list[int]) -> dict[str, Any]:
     tokens = ids[0, len(prompt) :]
     assert torch.equal(logprobs.argmax(-1), tokens), "transformers differs with and without its KV cache"
     return {"tokens": tokens.tolist(), "logprobs": logprobs.gather(1, tokens[:, None]).flatten().tolist()}
+
+
+def expert_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of routed experts that one rank holds; vLLM calls it in its workers."""
+    return sum(parameter.nbytes for name, parameter in model.named_parameters() if ".routed_experts." in name)
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -1,0 +1,150 @@
+"""Mixture-of-experts models whose routed experts have their own widths, built from vLLM's own models.
+
+vLLM builds its stock model; only the routed experts are given other storage and another kernel (`moe_layer.py`). What
+is left to do here is to refuse what cannot work, and to check every tensor before it is loaded and after.
+A family is one row at the end of this file.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.models.deepseek_v2 import DeepseekForCausalLM, DeepseekV2ForCausalLM
+from vllm.model_executor.models.mixtral import MixtralForCausalLM
+from vllm.model_executor.models.olmoe import OlmoeForCausalLM
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from ddp_plugins.moe_layer import RaggedExpertsConfig
+from ddp_vllm.checkpoint import head_dim
+from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, parse_layers
+
+# what vLLM keeps in one parameter, and the tensors on disk it is made of
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+
+
+def check_settings(vllm_config: VllmConfig, layers: Sequence[LayerWidths]) -> None:
+    """Refuse what routed experts of different widths cannot be served with.
+
+    Raises: SettingError, naming the setting and what works.
+    """
+    quantised, lora, parallel = vllm_config.quant_config, vllm_config.lora_config, vllm_config.parallel_config
+    if quantised is not None:
+        raise SettingError(
+            f"quantization={quantised.get_name()}: experts of different widths are served in bfloat16, float16 or "
+            "float32 only; serve an unquantised export, without --quantization"
+        )
+    if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
+        raise SettingError(
+            "LoRA adapters on routed experts cannot be served over experts of different widths; pass "
+            "--lora-target-modules without experts, such as qkv_proj o_proj, or merge the adapter before pruning"
+        )
+    if parallel.enable_eplb:
+        raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
+    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    num_experts = max(len(widths.expert_intermediate_sizes or ()) for widths in layers)
+    if parallel.enable_expert_parallel and num_ranks > num_experts:
+        raise SettingError(
+            f"--enable-expert-parallel over {num_ranks} ranks asks for as many experts, and the model has "
+            f"{num_experts}; use fewer ranks"
+        )
+    fields = vars(vllm_config.model_config.hf_config)
+    dense_width = fields.get("moe_intermediate_size") or fields["intermediate_size"]
+    if not parallel.enable_expert_parallel and dense_width % num_ranks:
+        valid = [n for n in range(1, num_ranks) if dense_width % n == 0]
+        raise SettingError(
+            f"tensor_parallel_size={num_ranks} does not divide the dense experts' {dense_width} channels, as vLLM "
+            f"asks; use one of {valid}, or --enable-expert-parallel"
+        )
+
+
+@contextmanager
+def ragged_experts(vllm_config: VllmConfig, layers: Sequence[LayerWidths]) -> Iterator[None]:
+    """Let a stock model be built with our method for its routed experts."""
+    vllm_config.quant_config = RaggedExpertsConfig(layers)
+    try:
+        yield
+    finally:
+        vllm_config.quant_config = None
+
+
+class NonUniformExperts:
+    """What every pruned family adds to vLLM's own model class."""
+
+    named_modules: Any
+    config: Any
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        layers = parse_layers(vars(vllm_config.model_config.hf_config))
+        check_settings(vllm_config, layers)
+        with ragged_experts(vllm_config, layers):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self.widths = layers
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load compact weights. Raises: WidthsError, CheckpointError, naming the tensor that is wrong or missing."""
+        names: set[str] = set()
+        loaded = super().load_weights(self._check_shapes(weights, names))  # type: ignore[misc]
+        for name in self._needed_names():
+            if name not in names:
+                raise CheckpointError(f"tensor {name} is missing; export or download the folder again")
+        return loaded
+
+    def _check_shapes(
+        self, weights: Iterable[tuple[str, torch.Tensor]], names: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Check each tensor before vLLM's loaders see it, and note its name."""
+        size = head_dim(vars(self.config))
+        for name, tensor in weights:
+            names.update(check_shapes([(name, tensor.shape)], self.widths, size))
+            yield name, tensor
+
+    def _needed_names(self) -> Iterator[str]:
+        """Yield the names on disk of all that this rank holds.
+
+        vLLM counts a fused parameter as loaded when one of its parts was, and of linear layers it misses none.
+        """
+        for module_name, module in self.named_modules():
+            parent, _, last = module_name.rpartition(".")
+            if isinstance(module, RoutedExperts):
+                experts = parent  # the parameters are one level below the experts' name
+                for expert in module.expert_map_manager.get_local_expert_ids():
+                    if module.quant_method.widths[expert]:
+                        for part in (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name):
+                            yield f"{experts}.{expert}.{part}.weight"
+                continue
+            for name, _ in module.named_parameters(recurse=False):
+                for part in FUSED.get(last, (last,)):
+                    yield ".".join(filter(None, (parent, part, name)))
+
+
+class DDPQwen3MoeForCausalLM(NonUniformExperts, Qwen3MoeForCausalLM):
+    pass
+
+
+class DDPQwen2MoeForCausalLM(NonUniformExperts, Qwen2MoeForCausalLM):
+    pass
+
+
+class DDPMixtralForCausalLM(NonUniformExperts, MixtralForCausalLM):
+    pass
+
+
+class DDPOlmoeForCausalLM(NonUniformExperts, OlmoeForCausalLM):
+    pass
+
+
+class DDPDeepseekV2ForCausalLM(NonUniformExperts, DeepseekV2ForCausalLM):
+    pass
+
+
+class DDPDeepseekForCausalLM(NonUniformExperts, DeepseekForCausalLM):
+    pass
