@@ -1,19 +1,94 @@
-"""Experts of different widths on a CPU.
+"""Experts of different widths on a CPU: pairs sorted by expert, then one call for each bucket of similar widths.
 
-Letters: T tokens, H hidden size, K experts a token, E experts, S rows of all experts, P (token, slot) pairs.
+vLLM's `cpu_fused_moe` wants experts of one width. Experts whose widths are close share a bucket, padded to its widest;
+every bucket is one call over the pairs that belong to it. Where vLLM is missing or the shape is not its kernel's, a
+loop over the experts multiplies the packed rows as they are.
+
+Letters: T tokens, H hidden size, K experts a token, P = T·K (token, slot) pairs. A place is an expert's position in
+`ExpertLayout.order`: experts lie widest first, so a bucket is a run of places.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+BUCKET_ALIGNMENT = 32  # channels and hidden size, asked by cpu_fused_moe on every instruction set
+CALL_BYTES = 200_000  # weights read in the time one more call costs: 10 µs at 20 GB/s, one core of an EPYC 9004
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Experts that share a call."""
+
+    first: int
+    """Place of the first of them."""
+    last: int
+    """One past the last."""
+    width: int
+    """Channels each is padded to."""
+    row: int
+    """Where it starts, in rows of the finished weights."""
+
+    @property
+    def num_rows(self) -> int:
+        return (self.last - self.first) * self.width
+
+
+@cache
+def choose_buckets(widths: tuple[int, ...], call_rows: int) -> tuple[Bucket, ...]:
+    """Split places, widest first, into runs whose padded rows plus `call_rows` a run are fewest.
+
+    widths: rows of the expert at each place, falling; zeros at the end are left out.
+    """
+    widths = tuple(-(-width // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT for width in widths if width)
+    best = [(0, 0)]  # for the first n places: (cost, start of their last run)
+    for end in range(1, len(widths) + 1):
+        best.append(min((best[start][0] + call_rows + (end - start) * widths[start], start) for start in range(end)))
+    runs = []
+    end = len(widths)
+    while end:
+        runs.append((best[end][1], end))
+        end = best[end][1]
+    buckets: list[Bucket] = []
+    row = 0
+    for first, last in reversed(runs):
+        buckets.append(Bucket(first=first, last=last, width=widths[first], row=row))
+        row += buckets[-1].num_rows
+    return tuple(buckets)
+
 
 def finish_weights(
-    padded_widths: Sequence[int], w13: torch.Tensor, w2: torch.Tensor
+    widths: Sequence[int], offsets: Sequence[int], w13: torch.Tensor, w2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights as `ragged_moe` reads them."""
-    return w13, w2
+    """Return the weights in buckets, in the order vLLM's kernel reads: `[2·R, H]` and `[R, H]`, flattened.
+
+    widths, offsets: rows and first row of the expert at each place. R: rows of all buckets.
+    Returns the tensors given where `cpu_fused_moe` cannot serve them.
+    """
+    hidden_size = w2.shape[1]
+    operators = _operators()
+    if operators is None or hidden_size % BUCKET_ALIGNMENT or not len(w2):
+        return w13, w2
+    isa = _instruction_set(w2.dtype)
+    buckets = choose_buckets(tuple(widths), _call_rows(w2))
+    num_rows = buckets[-1].row + buckets[-1].num_rows
+    new13, new2 = w13.new_empty(2 * num_rows * hidden_size), w2.new_empty(num_rows * hidden_size)
+    for bucket in buckets:
+        experts = bucket.last - bucket.first
+        gate_up = w13.new_zeros(experts, 2, bucket.width, hidden_size)
+        down = w2.new_zeros(experts, hidden_size, bucket.width)
+        for i, place in enumerate(range(bucket.first, bucket.last)):
+            rows = slice(offsets[place], offsets[place] + widths[place])
+            gate_up[i, :, : widths[place]] = w13[:, rows]
+            down[i, :, : widths[place]] = w2[rows].t()
+        to13, to2 = _bucket_weights(bucket, new13, new2, hidden_size)
+        to13.copy_(operators.cpu_prepack_moe_weight(gate_up.flatten(1, 2), isa))
+        to2.copy_(operators.cpu_prepack_moe_weight(down, isa))
+    return new13, new2
 
 
 def ragged_moe(
@@ -25,35 +100,109 @@ def ragged_moe(
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return `y_TH`, expert by expert; arguments as in `moe_experts.ragged_moe`."""
-    order, starts, counts = sort_pairs(layout_3E[0], topk_ids_TK, expert_map)
-    num_slots = topk_ids_TK.shape[1]
-    y_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
-    weights_P = topk_weights_TK.flatten()
-    for place, count in enumerate(counts):
-        if not count:
-            continue
-        pairs = order[starts[place] : starts[place] + count]
-        tokens = pairs // num_slots
-        rows = slice(int(layout_3E[1, place]), int(layout_3E[1, place] + layout_3E[2, place]))
-        x = x_TH[tokens]
-        hidden = F.silu(x @ w13[0, rows].t()) * (x @ w13[1, rows].t())
-        y_TH.index_add_(0, tokens, (hidden @ w2[rows]).float() * weights_P[pairs, None])
-    return y_TH.to(x_TH.dtype)
+    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`."""
+    num_tokens, num_slots = topk_ids_TK.shape
+    places_P, order_P, starts = sort_pairs(layout_3E[0], topk_ids_TK, expert_map)
+    x_PH = x_TH[order_P // num_slots]
+    weights_P = topk_weights_TK.flatten()[order_P]
+    terms_PH = torch.empty_like(x_PH)
+    terms_PH[: starts[0]] = 0  # pairs without an expert here
+    if w13.ndim == 1:
+        _run_buckets(terms_PH, x_PH, w13, w2, layout_3E[2], weights_P, places_P, starts)
+    else:
+        _run_loop(terms_PH, x_PH, w13, w2, layout_3E, weights_P, starts)
+    y_PH = torch.empty_like(terms_PH).index_copy_(0, order_P, terms_PH)
+    return y_PH.view(num_tokens, num_slots, x_TH.shape[1]).sum(1, dtype=torch.float32).to(x_TH.dtype)
 
 
 def sort_pairs(
     places_E: torch.Tensor, topk_ids_TK: torch.Tensor, expert_map: torch.Tensor | None
-) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Group the (token, slot) pairs by expert.
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Group the pairs by expert.
 
-    Returns the pairs' numbers t·K + k, sorted by the place of their expert, and for each place where its pairs start
-    and how many they are. Pairs without an expert here come first and belong to no place.
+    places_E: the place of each expert id, -1 for none.
+    Returns the place of each pair in sorted order; the pairs' numbers t·K + k in that order; and where the pairs of
+    each place start, with their end as the last entry. Pairs without an expert here come first.
     """
     ids_P = topk_ids_TK.flatten().long()
     if expert_map is not None:
         ids_P = torch.where(ids_P >= 0, expert_map.long()[ids_P], -1)
-    places_P = torch.where(ids_P >= 0, places_E.long()[ids_P], -1)
-    counts = torch.bincount(places_P + 1, minlength=places_E.numel() + 1)
-    starts = counts.cumsum(0)
-    return places_P.argsort(stable=True), starts.tolist()[:-1], counts.tolist()[1:]
+    places_P, order_P = torch.where(ids_P >= 0, places_E.long()[ids_P], -1).sort(stable=True)
+    starts = torch.searchsorted(places_P, torch.arange(places_E.numel() + 1))
+    return places_P, order_P, starts.tolist()
+
+
+def _run_buckets(
+    terms_PH: torch.Tensor,
+    x_PH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    widths_E: torch.Tensor,
+    weights_P: torch.Tensor,
+    places_P: torch.Tensor,
+    starts: list[int],
+) -> None:
+    operators, isa = _operators(), _instruction_set(x_PH.dtype)
+    for bucket in choose_buckets(tuple(widths_E.tolist()), _call_rows(x_PH)):
+        pairs = slice(starts[bucket.first], starts[bucket.last])
+        if pairs.start == pairs.stop:
+            continue
+        operators.cpu_fused_moe(
+            terms_PH[pairs],
+            x_PH[pairs],
+            *_bucket_weights(bucket, w13, w2, x_PH.shape[1]),
+            None,
+            None,
+            weights_P[pairs, None],
+            (places_P[pairs, None] - bucket.first).int(),
+            "silu",
+            isa,
+        )
+
+
+def _run_loop(
+    terms_PH: torch.Tensor,
+    x_PH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    layout_3E: torch.Tensor,
+    weights_P: torch.Tensor,
+    starts: list[int],
+) -> None:
+    _, offsets, widths = layout_3E.tolist()
+    for place, (offset, width) in enumerate(zip(offsets, widths, strict=True)):
+        pairs, rows = slice(starts[place], starts[place + 1]), slice(offset, offset + width)
+        if pairs.start < pairs.stop:
+            gate, up = x_PH[pairs] @ w13[0, rows].t(), x_PH[pairs] @ w13[1, rows].t()
+            terms_PH[pairs] = (F.silu(gate) * up @ w2[rows]).float() * weights_P[pairs, None]
+
+
+def _bucket_weights(
+    bucket: Bucket, w13: torch.Tensor, w2: torch.Tensor, hidden_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bucket's part of the finished weights, `[n, 2·width, H]` and `[n, H, width]`."""
+    experts, start, size = bucket.last - bucket.first, bucket.row * hidden_size, bucket.num_rows * hidden_size
+    return (
+        w13[2 * start : 2 * (start + size)].view(experts, 2 * bucket.width, hidden_size),
+        w2[start : start + size].view(experts, hidden_size, bucket.width),
+    )
+
+
+def _call_rows(like_PH: torch.Tensor) -> int:
+    """Return the channels whose three rows are read in the time of one call."""
+    return CALL_BYTES // (3 * like_PH.shape[1] * like_PH.element_size())
+
+
+@cache
+def _operators() -> Any:
+    """Return vLLM's operators, or None where it has no fused experts for the CPU."""
+    try:
+        from vllm import _custom_ops
+    except ImportError:
+        return None
+    return _custom_ops if hasattr(torch.ops._C, "cpu_fused_moe") else None
+
+
+def _instruction_set(dtype: torch.dtype) -> str:
+    """Return what vLLM calls the kernel: its tiles of Intel AMX know bfloat16 only."""
+    return "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"

@@ -114,7 +114,9 @@ def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) ->
     On a GPU they are the same tensors; on a CPU they may be new ones in another order and shape.
     """
     if w13.device.type == "cpu":
-        return moe_cpu.finish_weights(layout.padded, w13, w2)
+        return moe_cpu.finish_weights(
+            layout.table(w13.device)[2].tolist(), layout.table(w13.device)[1].tolist(), w13, w2
+        )
     return w13, w2
 
 
