@@ -1,8 +1,8 @@
 """One-shot scores that pruning methods rank units by, computed through our gates so that budgets are equal.
 
-Each returns a score a unit, [L, U] a module type; the highest are kept. Sources: `magnitude` Σ|W|² over the unit's
-rows and columns; `taylor` |Σ gradient| (LLM-Pruner's first order, at m = 1); `fisher` mean squared gradient over
-sequences (the diagonal of the empirical Fisher matrix).
+Each returns a score a unit, [L, U] a module type ([L, E, C] for experts); the highest are kept. Sources: `magnitude`
+Σ|W|² over the unit's rows and columns; `taylor` |Σ gradient| (LLM-Pruner's first order, at m = 1); `fisher` mean
+squared gradient over sequences (the diagonal of the empirical Fisher matrix).
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,10 @@ from ddp_prune.objective import distilled_loss
 
 def magnitude(gated: GatedModel, family: Family) -> Masks:
     """Return the squared Frobenius norm of everything that goes with a unit; no text needed."""
+    layers: list[Any] = list(gated.model.get_submodule(family.layers).children())
+    if "experts" in gated.shapes:
+        return {"experts": torch.stack([_per_channel(layers[i].mlp.experts) for i in gated.sizes.routed_layers])}
     scores: dict[str, list[torch.Tensor]] = {"attn": [], "mlp": []}
-    layers: Iterable[Any] = gated.model.get_submodule(family.layers).children()
     for layer in layers:
         for kind, rows, output in (
             ("attn", family.query_rows + family.key_value_rows, family.attention_output),
@@ -30,6 +32,12 @@ def magnitude(gated: GatedModel, family: Family) -> Masks:
                 energy = energy + _per_unit(layer.get_submodule(name).weight, units)
             scores[kind].append(energy)
     return {kind: torch.stack(rows) for kind, rows in scores.items()}
+
+
+def _per_channel(experts: Any) -> torch.Tensor:
+    """Sum the squares of gate and up rows and down columns of each expert's channels, [E, C]."""
+    rows = experts.gate_up_proj.float().square().sum(2).unflatten(1, (2, -1)).sum(1)
+    return rows + experts.down_proj.float().square().sum(1)
 
 
 def _per_unit(rows: torch.Tensor, units: int) -> torch.Tensor:

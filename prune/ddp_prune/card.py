@@ -3,12 +3,12 @@
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_prune.source import Source
-from ddp_prune.summary import Totals, removed_parameters, totals
+from ddp_prune.summary import Totals, dense_expert_size, removed_parameters, routing_notes, totals
 from ddp_vllm.checkpoint import Checkpoint
 
 TEXT = """# {name}
 
-{dense} with structure removed by ddp-vllm: attention heads and MLP channels that
+{dense} with structure removed by ddp-vllm: {units} that
 learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
 rest are folded into the weights. Weights were frozen throughout.
 
@@ -30,8 +30,6 @@ Tensor-parallel sizes that split every layer without padding: {tp}.
 
 ## Widths
 
-| layer | query heads for each KV head | MLP channels |
-|---|---|---|
 {layers}
 """
 
@@ -41,14 +39,8 @@ def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
     counts = totals(checkpoint)
     dense_parameters = checkpoint.num_parameters + removed_parameters(checkpoint)
     rows = [
-        _row("KV heads", counts.dense_kv_heads, counts.kv_heads),
-        _row("query heads", counts.dense_query_heads, counts.query_heads),
-        _row("MLP channels", counts.dense_channels, counts.channels),
+        *(_row(*row) for row in counts.rows),
         _row("parameters", dense_parameters, checkpoint.num_parameters),
-    ]
-    layers = [
-        f"| {index} | {' '.join(map(str, layer.query_heads_per_kv_head)) or '–'} | {layer.intermediate_size or '–'} |"
-        for index, layer in enumerate(checkpoint.layers)
     ]
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation", license=None
@@ -60,15 +52,32 @@ def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
         name=name,
         dense=dense.rstrip("/").rsplit("/", 1)[-1],
         rows="\n".join(rows),
-        quality=_quality(checkpoint),
+        units="channels of the routed experts" if counts.dense_experts else "attention heads and MLP channels",
+        quality="\n\n".join([_quality(checkpoint), *(f"Note: {note}." for note in routing_notes(checkpoint))]),
         tp=", ".join(map(str, valid_tensor_parallel_sizes(counts, checkpoint))),
-        layers="\n".join(layers),
+        layers="\n".join(_expert_rows(checkpoint) if counts.dense_experts else _layer_rows(checkpoint)),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
 
 
 def _row(label: str, dense: int, kept: int) -> str:
     return f"| {label} | {dense:,} | {kept:,} | {1 - kept / dense:.1%} |"
+
+
+def _layer_rows(checkpoint: Checkpoint) -> list[str]:
+    return ["| layer | query heads for each KV head | MLP channels |", "|---|---|---|"] + [
+        f"| {index} | {' '.join(map(str, layer.query_heads_per_kv_head)) or '–'} | {layer.intermediate_size or '–'} |"
+        for index, layer in enumerate(checkpoint.layers)
+    ]
+
+
+def _expert_rows(checkpoint: Checkpoint) -> list[str]:
+    heading = f"| layer | channels left of {dense_expert_size(checkpoint.config):,}, expert by expert |"
+    return [heading, "|---|---|"] + [
+        f"| {index} | {' '.join(map(str, layer.expert_intermediate_sizes))} |"
+        for index, layer in enumerate(checkpoint.layers)
+        if layer.expert_intermediate_sizes is not None
+    ]
 
 
 def _quality(checkpoint: Checkpoint) -> str:
@@ -82,11 +91,15 @@ def _quality(checkpoint: Checkpoint) -> str:
 
 
 def valid_tensor_parallel_sizes(counts: Totals, checkpoint: Checkpoint) -> list[int]:
-    """Return the sizes up to 8 at which every layer's heads and channels split evenly over the devices."""
+    """Return the sizes up to 8 at which every layer's heads and channels split evenly over the devices.
+
+    Experts may have any width: what does not divide is dealt out channel by channel.
+    """
     return [
         size
         for size in range(1, 9)
         if checkpoint.config["num_attention_heads"] % size == 0
+        and (not counts.dense_experts or dense_expert_size(checkpoint.config) % size == 0)  # as vLLM asks
         and all(
             layer.num_query_heads % size == 0
             and (layer.num_kv_heads % size == 0 or (layer.num_kv_heads and size % layer.num_kv_heads == 0))

@@ -37,7 +37,7 @@ class _ScaleGroups(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             x_gradient = gradient_SC * mask_GC.to(gradient_SC.dtype)[groups_S]
         if ctx.needs_input_grad[1]:
-            products = gradient_SC.float() * x_SC.float()
+            products = gradient_SC.to(mask_GC.dtype) * x_SC  # summed in the masks' float32
             mask_gradient = torch.segment_reduce(products, "sum", lengths=sizes_G, axis=0, initial=0.0)
         return x_gradient, mask_gradient, None, None
 

@@ -28,6 +28,16 @@ MAX_SHARD_BYTES = 4_000_000_000
 def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidths]:
     """Return what each layer keeps: units whose gate is above 0."""
     sizes, widths = source.sizes, []
+    if "experts" in gates:
+        kept = dict(zip(sizes.routed_layers, (gates["experts"] > 0).sum(-1).tolist(), strict=True))
+        return [
+            LayerWidths(
+                query_heads_per_kv_head=(sizes.group_size,) * sizes.num_kv_heads,
+                intermediate_size=0 if index in kept else sizes.intermediate_size,
+                expert_intermediate_sizes=tuple(kept[index]) if index in kept else None,
+            )
+            for index in range(sizes.num_layers)
+        ]
     for heads_U, channels_U in zip(gates["attn"] > 0, gates["mlp"] > 0, strict=True):
         if head_unit == "kv-group":
             counts = [sizes.group_size] * int(heads_U.sum())
@@ -41,18 +51,36 @@ class Slicer:
     """Cuts the tensors of one model: which rows and columns of a named tensor stay, and what they are scaled by."""
 
     def __init__(self, gates: Masks, source: Source, head_unit: str) -> None:
+        self.prefix = f"{source.family.layers}."
+        self.rows: dict[str, torch.Tensor] = {}
+        self.columns: dict[str, torch.Tensor] = {}
+        self.norms: dict[str, torch.Tensor] = {}
+        if "experts" in gates:
+            self._slice_experts(gates["experts"], source)
+        else:
+            self._slice_layers(gates, source, head_unit)
+
+    def _slice_experts(self, gates_REC: torch.Tensor, source: Source) -> None:
+        """gates_REC has a row for each of the R layers with routed experts."""
+        sizes, family = source.sizes, source.family
+        gates_LEC = gates_REC.new_zeros(sizes.num_layers, *gates_REC.shape[1:])
+        gates_LEC[list(sizes.routed_layers)] = gates_REC
+        for expert, gates_LC in enumerate(gates_LEC.unbind(1)):
+            self.rows |= {name.format(expert): gates_LC for name in family.expert_rows}
+            self.columns[family.expert_output.format(expert)] = gates_LC
+
+    def _slice_layers(self, gates: Masks, source: Source, head_unit: str) -> None:
         sizes, family = source.sizes, source.family
         repeat = sizes.group_size if head_unit == "kv-group" else 1
         heads_LQ = gates["attn"].repeat_interleave(repeat, dim=1)  # a gate for every query head
         kv_heads_LK = (heads_LQ > 0).view(sizes.num_layers, sizes.num_kv_heads, -1).any(-1)
         queries_LR = heads_LQ.repeat_interleave(sizes.head_dim, dim=1)
         keys_LR = kv_heads_LK.repeat_interleave(sizes.head_dim, dim=1).float()
-        self.rows = dict.fromkeys(family.query_rows, queries_LR)
+        self.rows |= dict.fromkeys(family.query_rows, queries_LR)
         self.rows |= dict.fromkeys(family.key_value_rows, keys_LR)
         self.rows |= dict.fromkeys(family.channel_rows, gates["mlp"])
-        self.columns = {family.attention_output: queries_LR, family.mlp_output: gates["mlp"]}
-        self.norms = {family.attention_norm: gates["attn"], family.mlp_norm: gates["mlp"]}
-        self.prefix = f"{family.layers}."
+        self.columns |= {family.attention_output: queries_LR, family.mlp_output: gates["mlp"]}
+        self.norms |= {family.attention_norm: gates["attn"], family.mlp_norm: gates["mlp"]}
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what is left of `tensor`, or None if its block is gone; gates are folded in fp32, rounded once."""
@@ -89,7 +117,7 @@ def export(
 ) -> None:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card.
 
-    `gates` are float32 [L, U] a module type with 0 for what goes; `head_unit` says what an attention unit is;
+    `gates` are float32 of `unit_shapes` with 0 for what goes; `head_unit` says what an attention unit is;
     `extra_files` maps file names to their text. The output appears whole or not at all.
     Raises: OutputError if it exists and `overwrite` is off.
     """
@@ -119,11 +147,12 @@ def pruned_config(config: Mapping[str, Any], family: Family, widths: list[LayerW
         "model_type": MODEL_TYPE_PREFIX + str(config["model_type"]),
         "auto_map": {
             "AutoConfig": f"configuration_ddp.{family.pruned_config}",
-            "AutoModelForCausalLM": f"modeling_ddp.{family.pruned_architecture}",
+            "AutoModelForCausalLM": f"{family.modeling_file}.{family.pruned_architecture}",
         },
     }
     rest = {key: value for key, value in config.items() if key not in head and key != "_name_or_path"}
-    rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if "kv_lora_rank" not in config:  # latent attention has several head sizes and works them out itself
+        rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
 
 
@@ -176,11 +205,12 @@ def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Te
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
-    """Return the gates of a masks file ([L, U] a module type) and its provenance. Raises: CheckpointError."""
+    """Return the gates of a masks file (a tensor a module type) and its provenance. Raises: CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             provenance = json.loads((file.metadata() or {})["ddp"])
-            gates = {kind: file.get_tensor(f"{kind}.gates").float() for kind in ("attn", "mlp")}
+            kinds = ("experts",) if "experts.gates" in file.keys() else ("attn", "mlp")  # noqa: SIM118 (no mapping)
+            gates = {kind: file.get_tensor(f"{kind}.gates").float() for kind in kinds}
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
@@ -202,6 +232,11 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> No
     gates, provenance = read_masks(masks)
     head_unit = provenance.get("head_unit", "kv-group")
     for kind, shape in unit_shapes(source.sizes, head_unit).items():
+        if kind not in gates:
+            raise CheckpointError(
+                f"{masks} holds gates of {' and '.join(gates)}, {model} needs those of {kind}; "
+                "they were learned on another model"
+            )
         if tuple(gates[kind].shape) != shape:
             raise CheckpointError(
                 f"{masks} holds {kind} gates of shape {list(gates[kind].shape)}, {model} needs {list(shape)}; "

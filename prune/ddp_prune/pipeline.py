@@ -22,7 +22,7 @@ from ddp_prune.run_state import METRICS_FILE, RunState
 from ddp_prune.source import check_spares_source, load_model, open_source
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import load_blocks, load_tokenizer
-from ddp_prune.train import block_losses, train
+from ddp_prune.train import Learned, block_losses, train
 from ddp_vllm.checkpoint import check_output, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError
 
@@ -40,8 +40,13 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     source = open_source(recipe.model)
     check_spares_source(output, source)
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
-    for layers, units in unit_shapes(source.sizes, head_unit).values():
-        kept_units(layers * units, recipe.sparsity)
+    shapes = unit_shapes(source.sizes, head_unit)
+    for shape in shapes.values():
+        kept_units(math.prod(shape), recipe.sparsity)
+    if recipe.group == "expert" and "experts" not in shapes:
+        raise SettingError(
+            f"group is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
+        )
     tokenizer = load_tokenizer(str(source.folder))
     blocks = load_blocks(
         recipe.data,
@@ -63,7 +68,8 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
             f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
             f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
         )
-        console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {head_unit}")
+        unit = "expert channel" if "experts" in shapes else head_unit
+        console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}")
     model = load_model(source, recipe.dtype).to(accelerator.device)
     gated = GatedModel(model, source.family, source.sizes, head_unit)
     dense_losses = block_losses(gated, None, blocks.heldout)
@@ -83,6 +89,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     provenance = {
         "recipe": recipe.to_dict(),
         "rounding": learned.rounding,
+        **routing(learned, source.sizes.routed_layers),
         "perplexity": {
             "dense": dense,
             "pruned": math.exp(statistics.fmean(pruned_losses)),
@@ -108,6 +115,12 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
         f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
     )
+
+
+def routing(learned: Learned, routed_layers: tuple[int, ...]) -> dict[str, Any]:
+    """Return how often each expert was chosen while learning, layer number -> counts; {} for a dense model."""
+    counts = {kind: values.tolist() for kind, values in learned.routed.items()}
+    return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
 
 
 class _Progress:
@@ -139,7 +152,9 @@ class _Progress:
         step = int(metrics["step"])
         phase = "search" if step <= self.recipe.search_steps else "polish"
         sparsity = ", ".join(
-            f"{kind} {metrics[f'{kind}_sparsity']:.1%}" for kind in ("attn", "mlp") if f"{kind}_sparsity" in metrics
+            f"{name.removesuffix('_sparsity')} {value:.1%}"
+            for name, value in metrics.items()
+            if name.endswith("_sparsity")
         )
         text = (
             f"loss {metrics['loss']:.3f} kl {metrics['kl']:.3f} sparsity {sparsity} of {self.recipe.sparsity:.0%} "

@@ -129,12 +129,7 @@ def size_table(checkpoint: Checkpoint) -> Table:
     """Return what is left of each kind of unit."""
     counts = totals(checkpoint)
     dense = checkpoint.num_parameters + removed_parameters(checkpoint)
-    rows = [
-        ("KV heads", counts.dense_kv_heads, counts.kv_heads),
-        ("query heads", counts.dense_query_heads, counts.query_heads),
-        ("MLP channels", counts.dense_channels, counts.channels),
-        ("parameters", dense, checkpoint.num_parameters),
-    ]
+    rows = [*counts.rows, ("parameters", dense, checkpoint.num_parameters)]
     return ["", "dense", "kept", "removed"], [[n, f"{a:,}", f"{b:,}", f"{1 - b / a:.1%}"] for n, a, b in rows]
 
 

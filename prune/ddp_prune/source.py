@@ -51,6 +51,7 @@ def open_source(model: str) -> Source:
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
     _check_weights(folder)
+    _check_experts(folder, family, sizes)
     return Source(folder=folder, config=config, family=family, sizes=sizes)
 
 
@@ -88,6 +89,34 @@ def _check_weights(folder: Path) -> None:
         except (OSError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"{file} cannot be read ({reason}); download the model again") from error
+
+
+def _check_experts(folder: Path, family: Family, sizes: Dimensions) -> None:
+    """Every routed expert must have its tensors, of the size that the config states. Raises: ModelError."""
+    from safetensors import safe_open
+
+    hidden, channels = sizes.hidden_size, sizes.expert_intermediate_size
+    expected = {
+        f"{family.layers}.{layer}.{name.format(expert)}.weight": shape
+        for layer in sizes.routed_layers
+        for expert in range(sizes.num_experts)
+        for names, shape in ((family.expert_rows, [channels, hidden]), ((family.expert_output,), [hidden, channels]))
+        for name in names
+    }
+    for path in weight_files(folder) if expected else []:
+        with safe_open(path, framework="numpy") as file:
+            for name in expected.keys() & set(file.keys()):
+                shape, needed = file.get_slice(name).get_shape(), expected.pop(name)
+                if shape != needed:
+                    raise ModelError(
+                        f"{path}: tensor {name} has shape {shape}, but config.json asks for {needed}; "
+                        "download the model again"
+                    )
+    if expected:
+        raise ModelError(
+            f"{folder} lacks the tensor {next(iter(expected))} ({len(expected)} tensors of experts in all); "
+            "download the model again, as published, with tensors for each expert"
+        )
 
 
 def _download(model: str) -> Path:

@@ -1,5 +1,6 @@
 """What was removed, as numbers and as a table in the terminal."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,20 +22,74 @@ class Totals:
     dense_query_heads: int
     channels: int
     dense_channels: int
+    expert_channels: int
+    dense_expert_channels: int
+    experts: int
+    dense_experts: int
+
+    @property
+    def rows(self) -> list[tuple[str, int, int]]:
+        """Return (label, dense, left) of each kind of unit that can be pruned in such a model."""
+        if self.dense_experts:
+            return [
+                ("experts", self.dense_experts, self.experts),
+                ("expert channels", self.dense_expert_channels, self.expert_channels),
+            ]
+        return [
+            ("KV heads", self.dense_kv_heads, self.kv_heads),
+            ("query heads", self.dense_query_heads, self.query_heads),
+            ("MLP channels", self.dense_channels, self.channels),
+        ]
 
 
 def totals(checkpoint: Checkpoint) -> Totals:
     """Count what is left over all layers."""
     config, layers = checkpoint.config, checkpoint.layers
     num_heads = config["num_attention_heads"]
+    routed = [layer.expert_intermediate_sizes for layer in layers if layer.expert_intermediate_sizes is not None]
+    experts = [size for sizes in routed for size in sizes]
     return Totals(
+        expert_channels=sum(experts),
+        dense_expert_channels=len(experts) * dense_expert_size(config),
+        experts=sum(size > 0 for size in experts),
+        dense_experts=len(experts),
         kv_heads=sum(layer.num_kv_heads for layer in layers),
         dense_kv_heads=len(layers) * (config.get("num_key_value_heads") or num_heads),
         query_heads=sum(layer.num_query_heads for layer in layers),
         dense_query_heads=len(layers) * num_heads,
         channels=sum(layer.intermediate_size for layer in layers),
-        dense_channels=len(layers) * config["intermediate_size"],
+        dense_channels=(len(layers) - len(routed)) * config["intermediate_size"],
     )
+
+
+def dense_expert_size(config: Mapping[str, Any]) -> int:
+    """Return the channels of a routed expert of the dense model."""
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+
+
+def routing_notes(checkpoint: Checkpoint) -> list[str]:
+    """Return a sentence for each thing about the routing that a reader should know; none for a dense model."""
+    notes, chosen = [], checkpoint.config.get("num_experts_per_tok", 0)
+    counts = checkpoint.provenance.get("routing", {}).get("chosen", {})
+    idle = {index: row.count(0) for index, row in counts.items() if 0 in row}
+    if idle:
+        layers = ", ".join(f"{index} ({number} of {len(counts[index])})" for index, number in idle.items())
+        notes.append(
+            f"experts that no token of the text was sent to, in layers {layers}; nothing was learned about "
+            "them and they counted as average, so other text may miss what they lost"
+        )
+    few = {
+        index: sum(size > 0 for size in layer.expert_intermediate_sizes)
+        for index, layer in enumerate(checkpoint.layers)
+        if layer.expert_intermediate_sizes is not None and sum(map(bool, layer.expert_intermediate_sizes)) < chosen
+    }
+    if few:
+        layers = ", ".join(f"{index} ({left} left)" for index, left in few.items())
+        notes.append(
+            f"fewer experts left than the {chosen} each token is sent to, in layers {layers}; the router still scores "
+            "removed ones, and what it sends there adds nothing"
+        )
+    return notes
 
 
 def removed_parameters(checkpoint: Checkpoint) -> int:
@@ -51,16 +106,32 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     per_channel = 3 * hidden + ("gate_proj" in biases) + ("up_proj" in biases)
     per_attention, per_mlp = hidden * (1 + ("o_proj" in biases)), hidden * (1 + ("down_proj" in biases))
     return (
-        (counts.dense_query_heads - counts.query_heads) * per_query_head
+        (counts.dense_expert_channels - counts.expert_channels) * 3 * hidden
+        + (counts.dense_query_heads - counts.query_heads) * per_query_head
         + (counts.dense_kv_heads - counts.kv_heads) * per_kv_head
         + (counts.dense_channels - counts.channels) * per_channel
         + sum(not layer.num_kv_heads for layer in checkpoint.layers) * per_attention
-        + sum(not layer.intermediate_size for layer in checkpoint.layers) * per_mlp
+        + sum(not layer.intermediate_size and layer.expert_intermediate_sizes is None for layer in checkpoint.layers)
+        * per_mlp
     )
 
 
 def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
     """Print the widths layer by layer, the totals and, if known, the quality."""
+    counts = totals(checkpoint)
+    console.print(_expert_table(checkpoint) if counts.dense_experts else _layer_table(checkpoint))
+    for label, dense, kept in counts.rows:
+        console.print(_line(label, dense, kept))
+    dense = checkpoint.num_parameters + removed_parameters(checkpoint)
+    console.print(_line("parameters", dense, checkpoint.num_parameters))
+    embeddings = sum(prod(shape) for name, shape in checkpoint.shapes.items() if "embed" in name or "lm_head" in name)
+    console.print(_line("… without embeddings", dense - embeddings, checkpoint.num_parameters - embeddings))
+    print_quality(checkpoint.provenance, console)
+    for note in routing_notes(checkpoint):
+        console.print(f"{'note':>22}  {note}")
+
+
+def _layer_table(checkpoint: Checkpoint) -> Table:
     config = checkpoint.config
     num_heads, width = config["num_attention_heads"], config["intermediate_size"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -77,18 +148,33 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
             str(layer.num_kv_heads or "–"),
             str(layer.num_query_heads or "–"),
             f"{layer.intermediate_size:,}" if layer.intermediate_size else "–",
-            "█" * round(24 * share) + "░" * (24 - round(24 * share)),
+            _bar(share),
         )
-    console.print(table)
-    counts = totals(checkpoint)
-    console.print(_line("KV heads", counts.dense_kv_heads, counts.kv_heads))
-    console.print(_line("query heads", counts.dense_query_heads, counts.query_heads))
-    console.print(_line("MLP channels", counts.dense_channels, counts.channels))
-    dense = checkpoint.num_parameters + removed_parameters(checkpoint)
-    console.print(_line("parameters", dense, checkpoint.num_parameters))
-    embeddings = sum(prod(shape) for name, shape in checkpoint.shapes.items() if "embed" in name or "lm_head" in name)
-    console.print(_line("… without embeddings", dense - embeddings, checkpoint.num_parameters - embeddings))
-    print_quality(checkpoint.provenance, console)
+    return table
+
+
+def _expert_table(checkpoint: Checkpoint) -> Table:
+    width = dense_expert_size(checkpoint.config)
+    chosen = checkpoint.provenance.get("routing", {}).get("chosen", {})
+    table = Table(title=f"{checkpoint.folder.name}: what is left of the experts, of {width:,} channels each")
+    for heading in ("layer", "experts\nleft", "narrowest\nleft", "median", "widest", "never\nchosen", "channels\nleft"):
+        table.add_column(heading, justify="right")
+    table.add_column("", min_width=24)
+    for index, layer in enumerate(checkpoint.layers):
+        sizes = layer.expert_intermediate_sizes
+        if sizes is None:
+            continue
+        left = [size for size in sizes if size]
+        spread = (min(left), statistics.median_low(left), max(left)) if left else (0, 0, 0)
+        idle = str(chosen[str(index)].count(0)) if str(index) in chosen else "–"
+        share = sum(sizes) / (len(sizes) * width)
+        row = (f"{len(left)}/{len(sizes)}", *(f"{size:,}" for size in spread), idle, f"{share:.0%}", _bar(share))
+        table.add_row(str(index), *row)
+    return table
+
+
+def _bar(share: float) -> str:
+    return "█" * round(24 * share) + "░" * (24 - round(24 * share))
 
 
 def _line(label: str, dense: int, kept: int) -> str:

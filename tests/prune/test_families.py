@@ -1,4 +1,4 @@
-"""Every row of the family table: a random model of the real config class, masked = exported through remote code."""
+"""Every dense family: a random model of the real config class, masked = exported through remote code."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ CASES = {
 
 
 def test_every_row_has_a_case() -> None:
-    assert set(CASES) == set(FAMILIES)
+    assert set(CASES) == {name for name, family in FAMILIES.items() if not family.expert_rows}
 
 
 @pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])

@@ -1,0 +1,333 @@
+"""Mixtures of experts: gates on expert channels, and masked = exported = remote code for all six families."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from ddp_prune import experts as experts_module
+from ddp_prune.experts import grouped, looped, neutral_where_idle
+from ddp_prune.export import apply_masks, export
+from ddp_prune.families import FAMILIES
+from ddp_prune.gates import GatedModel, Masks, unit_shapes
+from ddp_prune.source import Source, load_model, open_source
+from ddp_prune.summary import removed_parameters, totals
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.errors import CheckpointError, ModelError
+from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
+from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+
+NUM_EXPERTS, CHANNELS = 8, 24
+WIDTHS = (0, 1, 2, 5, 17, 24, 16, 15)  # gone, one channel, even, odd, above a block of 16, dense, a block, below one
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts_per_tok": 3, "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": 0,
+    "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+OWN: dict[str, Any] = {"intermediate_size": 40, "moe_intermediate_size": CHANNELS}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+CASES: dict[str, PreTrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **OWN, num_experts=NUM_EXPERTS, head_dim=16, mlp_only_layers=[1]),
+    "qwen2_moe": Qwen2MoeConfig(**SIZES, **OWN, num_experts=NUM_EXPERTS, shared_expert_intermediate_size=20),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=CHANNELS, num_local_experts=NUM_EXPERTS),
+    "olmoe": OlmoeConfig(**SIZES, intermediate_size=CHANNELS, num_experts=NUM_EXPERTS),
+    "deepseek": DeepseekConfig(**SIZES, **OWN, n_routed_experts=NUM_EXPERTS),  # first layer dense, shared experts
+    "deepseek_v2": DeepseekV2Config(
+        **SIZES | {"num_key_value_heads": 4}, **OWN, **LATENT, n_routed_experts=NUM_EXPERTS, first_k_dense_replace=1
+    ),
+}
+TOKENS = torch.randint(1, 96, (2, 20), generator=torch.Generator().manual_seed(0))
+LOAD = """
+import sys
+for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks"):
+    sys.modules[name] = None  # an editable install would make them importable
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+tokens, logits = load_file("tokens.safetensors")["tokens"], {}
+for name in sys.argv[1:]:
+    with torch.no_grad():
+        logits[name] = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)(tokens).logits
+save_file(logits, "logits.safetensors")
+"""
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that makes the dense folder of a family, once."""
+    register_deepseek()
+    made: dict[str, Path] = {}
+
+    def make(model_type: str) -> Path:
+        if model_type not in made:
+            torch.manual_seed(0)
+            made[model_type] = tmp_path_factory.mktemp(model_type)
+            AutoModelForCausalLM.from_config(CASES[model_type]).save_pretrained(made[model_type])
+        return made[model_type]
+
+    return make
+
+
+def ragged_gates(source: Source) -> Masks:
+    """Random scales; the experts of each layer have WIDTHS, turned from layer to layer."""
+    generator = torch.Generator().manual_seed(1)
+    shape = unit_shapes(source.sizes, "auto")["experts"]
+    gates = torch.rand(shape, generator=generator) + 0.5
+    for row in range(shape[0]):
+        for expert in range(NUM_EXPERTS):
+            width = WIDTHS[(expert + 3 * row) % NUM_EXPERTS]
+            gates[row, expert, torch.randperm(CHANNELS, generator=generator)[width:]] = 0.0
+    return {"experts": gates}
+
+
+def _gated(source: Source) -> GatedModel:
+    return GatedModel(load_model(source, "float32"), source.family, source.sizes, "auto")
+
+
+def _logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def test_every_family_with_experts_has_a_case() -> None:
+    assert set(CASES) == {name for name, family in FAMILIES.items() if family.expert_rows}
+
+
+@pytest.fixture(scope="module")
+def exported(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the pruned checkpoint of each family, and the logits of plain transformers without ddp-vllm."""
+    folder = tmp_path_factory.mktemp("exported")
+    for model_type in CASES:
+        source = open_source(str(dense(model_type)))
+        export(source, ragged_gates(source), folder / model_type, head_unit="auto", provenance={})
+    save_file({"tokens": TOKENS}, folder / "tokens.safetensors")
+    command = [sys.executable, "-I", "-c", LOAD, *CASES]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_masked_equals_exported_in_plain_transformers(model_type: str, dense: Any, exported: Path) -> None:
+    source = open_source(str(dense(model_type)))
+    gates, gated = ragged_gates(source), _gated(source)
+    stock = _logits(AutoModelForCausalLM.from_pretrained(source.folder))
+    torch.testing.assert_close(_logits(gated.model), stock, atol=1e-5, rtol=0)  # without masks: the dense model
+    with gated.masks(gates):
+        masked = _logits(gated.model)
+    assert (masked - stock).abs().max() > 0.1  # the masks do something
+    torch.testing.assert_close(load_file(exported / "logits.safetensors")[model_type], masked, atol=2e-5, rtol=0)
+    checkpoint = read_checkpoint(exported / model_type)
+    widths = [layer.expert_intermediate_sizes for layer in checkpoint.layers if layer.expert_intermediate_sizes]
+    assert widths == [tuple(row) for row in (gates["experts"] > 0).sum(-1).tolist()]
+    counts = totals(checkpoint)
+    assert counts.expert_channels == int((gates["experts"] > 0).sum()) and counts.experts == len(widths) * 7
+    num_dense = gated.model.num_parameters()  # type: ignore[operator]
+    assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
+
+
+def test_gates_scale_the_intermediate_activation(dense: Any) -> None:
+    """Eq. 18 by hand, with weights taken from disk, in float64."""
+    source = open_source(str(dense("mixtral")))
+    gated, weights = _gated(source), load_file(source.folder / "model.safetensors")
+    mask_EC = ragged_gates(source)["experts"][0]
+    x = torch.randn(5, 64)
+    ids, shares = torch.tensor([[0, 4, 7]] * 5), torch.tensor([[0.5, 0.3, 0.2]] * 5)
+    expected = torch.zeros(5, 64, dtype=torch.float64)
+    for slot, expert in enumerate((0, 4, 7)):
+        w1, w2, w3 = (
+            weights[f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight"].double()
+            for name in ("w1", "w2", "w3")
+        )
+        hidden = torch.nn.functional.silu(x.double() @ w1.t()) * (x.double() @ w3.t()) * mask_EC[expert]
+        expected += shares[0, slot].double() * (hidden @ w2.t())
+    with gated.masks({"experts": mask_EC.expand(3, -1, -1)}):
+        y = gated.model.get_submodule("model.layers.0.mlp.experts")(x, ids, shares)
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_each_sequence_has_its_own_masks_and_gradients(dense: Any) -> None:
+    source = open_source(str(dense("qwen3_moe")))
+    gated = _gated(source)
+    generator = torch.Generator().manual_seed(2)
+    masks = torch.rand(2, *gated.shapes["experts"], generator=generator)
+    singles = []
+    for index in range(2):
+        leaf = masks[index].clone().requires_grad_()
+        with gated.masks({"experts": leaf}):
+            logits = gated.model(TOKENS[index : index + 1]).logits
+            logits.square().mean().backward()
+        singles.append((logits.detach(), leaf.grad))
+    leaf = masks.clone().requires_grad_()
+    with gated.masks({"experts": leaf}):
+        logits = gated.model(TOKENS).logits
+        (2 * logits.square().mean()).backward()
+    assert leaf.grad is not None
+    for index, (single, gradient) in enumerate(singles):
+        torch.testing.assert_close(logits[index : index + 1], single, atol=1e-5, rtol=0)
+        torch.testing.assert_close(leaf.grad[index], gradient, atol=1e-6, rtol=1e-4)
+    assert not torch.equal(leaf.grad[0], leaf.grad[1])
+    assert all(parameter.grad is None for parameter in gated.model.parameters())
+
+
+def test_gradients_are_slopes(dense: Any) -> None:
+    """Of one layer in float64, for masks of two sequences and for the hidden states; idle experts among them."""
+    gated = _gated(open_source(str(dense("mixtral"))))
+    experts = gated.model.get_submodule("model.layers.1.mlp.experts").double()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(6, 64, dtype=torch.float64, generator=generator, requires_grad=True)
+    masks = torch.rand(2, *gated.shapes["experts"], dtype=torch.float64, generator=generator, requires_grad=True)
+    ids, shares = torch.tensor([[0, 2], [2, 5], [7, 0]] * 2), torch.rand(6, 2, generator=generator).double()
+
+    def run(x: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        with gated.masks({"experts": masks}):
+            return experts(x, ids, shares)
+
+    assert torch.autograd.gradcheck(run, (x, masks), fast_mode=True)
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 7, 1), (0, 0, 13, 0), (0, 4, 0, 0)], ids=str)
+def test_grouped_and_looped_agree(sizes: tuple[int, ...]) -> None:
+    """Idle experts first, last and between; all slots at one expert."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(sum(sizes), 16, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(4, 24, 16, generator=generator).bfloat16()
+    ends = torch.tensor(sizes).cumsum(0).int()
+    results = [function(x, weight, ends) for function in (grouped, looped)]
+    gradients = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in results]
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_grouped_and_looped_agree_on_a_gpu(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(dense("qwen3_moe")))
+    gated = GatedModel(load_model(source, "bfloat16").cuda(), source.family, source.sizes, "auto")
+    gates = {"experts": ragged_gates(source)["experts"].cuda()}
+    with gated.masks(gates):
+        fast = _logits(gated.model, TOKENS.cuda()).float()
+        monkeypatch.setattr(experts_module, "can_group", lambda _: False)
+        slow = _logits(gated.model, TOKENS.cuda()).float()
+    assert (fast.softmax(-1) - slow.softmax(-1)).abs().max() < 0.02
+
+
+def test_choices_are_counted(dense: Any) -> None:
+    source = open_source(str(dense("qwen3_moe")))
+    gated = _gated(source)
+    counts = torch.zeros(2, NUM_EXPERTS, dtype=torch.int64)
+    logits: list[torch.Tensor] = []
+    for layer in (0, 2):
+        router = gated.model.get_submodule(f"model.layers.{layer}.mlp.gate")
+        router.register_forward_hook(lambda _module, _args, output: logits.append(output[0]))
+    ones = {"experts": torch.ones(gated.shapes["experts"])}
+    with gated.counting(counts):
+        _logits(gated.model)  # the teacher: not counted
+        assert not counts.any()
+        logits.clear()
+        with gated.masks(ones):
+            _logits(gated.model)
+    for row, scores in enumerate(logits):
+        assert torch.equal(counts[row], torch.bincount(scores.topk(3).indices.flatten(), minlength=NUM_EXPERTS))
+    assert counts.sum(1).tolist() == [TOKENS.numel() * 3] * 2
+
+
+def test_experts_that_never_fired_count_as_average() -> None:
+    saliency = torch.tensor([[[1.0, 3.0], [0.0, 0.0], [5.0, 7.0]], [[2.0, 2.0], [4.0, 4.0], [0.0, 0.0]]])
+    counts = torch.tensor([[4, 0, 1], [1, 1, 9]])
+    filled = neutral_where_idle(saliency, counts)
+    assert filled[0].tolist() == [[1, 3], [4, 4], [5, 7]]
+    assert torch.equal(filled[1], saliency[1])  # an expert that fired and does not matter stays at 0
+
+
+def test_masks_alone_cut_the_same_checkpoint(exported: Path, dense: Any, tmp_path: Path) -> None:
+    apply_masks(
+        str(dense("qwen3_moe")), exported / "qwen3_moe" / "ddp_masks.safetensors", tmp_path / "again", overwrite=False
+    )
+    for name in ("model.safetensors", "config.json", "ddp_masks.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (exported / "qwen3_moe" / name).read_bytes(), name
+
+
+def test_masks_of_another_kind_are_refused(exported: Path, tiny_model: Path, dense: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gates of experts.*needs those of attn.*another model"):
+        apply_masks(
+            str(tiny_model), exported / "qwen3_moe" / "ddp_masks.safetensors", tmp_path / "out", overwrite=False
+        )
+    with pytest.raises(CheckpointError, match=r"\[2, 8, 24\].*\[3, 8, 24\].*another model"):
+        apply_masks(
+            str(dense("olmoe")), exported / "qwen3_moe" / "ddp_masks.safetensors", tmp_path / "out", overwrite=False
+        )
+
+
+def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
+    """What is left of the block is its shared expert; the note says that fewer are left than a token is sent to."""
+    source = open_source(str(dense("qwen2_moe")))
+    gates, gated = ragged_gates(source), _gated(source)
+    gates["experts"][1] = 0.0
+    gates["experts"][2, 2:] = 0.0
+    export(source, gates, tmp_path / "out", head_unit="auto", provenance={})
+    with gated.masks(gates):
+        masked = _logits(gated.model)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    torch.testing.assert_close(_logits(model), masked, atol=2e-5, rtol=0)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "fewer experts left than the 3 each token is sent to, in layers 1 (0 left), 2 (2 left)" in card
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _copy(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "top-k above the experts": ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*8 experts.*1…8"),
+    "no top-k": ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\).*bfloat16, float16 and float32"),
+    "other width": ({"moe_intermediate_size": 32}, r"shape \[(24, 64|64, 24)\].*asks for \[(32, 64|64, 32)\]"),
+    "other experts": ({"num_experts": None, "num_local_experts": 9}, r"lacks .*experts\.8\.gate_proj.*6 tensors"),
+    "no width": ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_dense_model_that_cannot_be_pruned(case: str, dense: Any, tmp_path: Path) -> None:
+    changes, message = REFUSED[case]
+    folder = _copy(dense("qwen3_moe"), tmp_path / "dense")
+    _edit(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        open_source(str(folder))
+
+
+def test_a_dense_model_without_a_tensor_of_an_expert(dense: Any, tmp_path: Path) -> None:
+    folder = _copy(dense("mixtral"), tmp_path / "dense")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"lacks the tensor model\.layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight"
+    ):
+        open_source(str(folder))
