@@ -1,0 +1,128 @@
+"""Ragged experts worth testing, each with its reason, and how a result is judged; used on CPU, interpreter and GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert
+from ddp_plugins.moe_reference import Expert, ragged_moe_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # of the norm of the exact result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    widths: tuple[int, ...]
+    num_tokens: int
+    num_slots: int = 2
+    hidden_size: int = 64
+    only: tuple[int, ...] = field(default=())
+    """Experts that are ever chosen; empty: all."""
+    absent: float = 0.0
+    """Fraction of ids that are -1."""
+    mapped: bool = False
+    """Ids are those of twice as many experts on two ranks; this rank has the odd ones."""
+
+
+RAGGED = (0, 1, 17, 48, 16, 33, 5, 100)
+CASES = {
+    "one token": Case(widths=RAGGED, num_tokens=1),
+    "widths 0, 1 and no block multiple": Case(widths=RAGGED, num_tokens=21),
+    "idle experts, whose tiles must not exist": Case(widths=RAGGED, num_tokens=9, only=(3, 7)),
+    "all tokens to one expert": Case(widths=RAGGED, num_tokens=40, num_slots=1, only=(7,)),
+    "all tokens to an expert that is gone": Case(widths=RAGGED, num_tokens=5, num_slots=1, only=(0,)),
+    "all experts gone": Case(widths=(0, 0, 0, 0), num_tokens=3),
+    "a single expert": Case(widths=(40,), num_tokens=7, num_slots=1),
+    "many tokens an expert, the wide tiles": Case(widths=(100, 0, 31), num_tokens=150),
+    "tokens and channels past several tiles": Case(widths=(300, 20), num_tokens=210, num_slots=1),
+    "hidden size no multiple of a tile": Case(widths=RAGGED, num_tokens=13, hidden_size=160),
+    "hidden size vLLM's CPU kernel refuses": Case(widths=RAGGED, num_tokens=13, hidden_size=80),
+    "top-k no power of two": Case(widths=RAGGED, num_tokens=11, num_slots=6),
+    "ids of -1": Case(widths=RAGGED, num_tokens=17, absent=0.4),
+    "experts of another rank": Case(widths=RAGGED, num_tokens=17, mapped=True),
+    "no token at all": Case(widths=RAGGED, num_tokens=0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One case with its numbers drawn."""
+
+    layout: ExpertLayout
+    experts: list[Expert]
+    w13: torch.Tensor
+    w2: torch.Tensor
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    exact: torch.Tensor
+
+    def finished(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return finish_weights(self.layout, self.w13, self.w2)
+
+    def check(self, y: torch.Tensor) -> None:
+        """Assert that y is the exact result, up to the rounding of its type."""
+        assert y.shape == self.x.shape and y.dtype == self.x.dtype
+        y = y.double().cpu()
+        assert not y.isnan().any()
+        size = self.exact.norm().item()
+        error = (y - self.exact).norm().item()
+        assert error <= TOLERANCE[self.x.dtype] * size, f"error {error:.2e} for a result of {size:.2e}"
+
+
+def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    hidden, widths = case.hidden_size, case.widths
+    layout = ExpertLayout.of(widths)
+    experts = [
+        tuple(m.to(dtype) for m in (normal(w, hidden) / 8, normal(w, hidden) / 8, normal(hidden, w) / max(w, 1) ** 0.5))
+        for w in widths
+    ]
+    w13, w2 = empty_weights(layout, hidden, dtype, device)
+    for number, matrices in enumerate(experts):
+        pack_expert(layout, w13, w2, number, *matrices)
+    scores = normal(case.num_tokens, len(widths))
+    if case.only:
+        scores[:, list(case.only)] += 100
+    weights, ids = scores.softmax(-1).topk(case.num_slots)
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < case.absent, -1, ids)
+    x = normal(case.num_tokens, hidden).to(dtype)
+    exact = ragged_moe_reference(x, experts, weights, ids)
+    expert_map = None
+    if case.mapped:
+        expert_map = torch.full((2 * len(widths),), -1, dtype=torch.int32)
+        expert_map[1::2] = torch.arange(len(widths), dtype=torch.int32)
+        ids[:, 0] = 2 * ids[:, 0]  # the first slot goes to the other rank
+        ids[:, 1:] = 2 * ids[:, 1:] + 1
+        exact = ragged_moe_reference(x, experts, weights[:, 1:], ids[:, 1:] // 2)
+        expert_map = expert_map.to(device)
+    return Problem(
+        layout=layout,
+        experts=experts,
+        w13=w13,
+        w2=w2,
+        x=x.to(device),
+        weights=weights.to(device),
+        ids=ids.to(device),
+        expert_map=expert_map,
+        exact=exact,
+    )
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill whatever is allocated empty with NaN, integers with their largest value."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        assert torch.zeros(1).new_empty(8).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,81 @@
+"""The Triton kernels in Triton's interpreter; `test_moe_kernel.py` runs this file with pytest in a process of its own,
+since the interpreter takes over Triton's whole language when that is imported."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expert_cases import CASES, Case, Problem, draw, poisoned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_plugins import moe_kernel
+from ddp_plugins.moe_kernel import EXACT, FEW, MANY, SOME, Tiles, choose_tiles
+
+SMALL = Tiles(pairs=16, columns=16, depth=32, warps=1, stages=1, programs=1)  # many tiles even of small experts
+
+
+def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
+    table = problem.layout.table(problem.x.device)
+    with poisoned():
+        return moe_kernel.ragged_moe(
+            problem.x,
+            problem.w13,
+            problem.w2,
+            table,
+            problem.layout.max_width,
+            problem.weights,
+            problem.ids,
+            problem.expert_map,
+            tiles,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tiles", [None, SMALL], ids=["chosen", "small"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name: str, tiles: Tiles | None, dtype: torch.dtype) -> None:
+    problem = draw(CASES[name], dtype)
+    problem.check(run(problem, tiles))
+
+
+@pytest.mark.parametrize("tiles", [FEW, SOME, MANY, EXACT], ids=["few", "some", "many", "exact"])
+def test_every_tile_size(tiles: Tiles) -> None:
+    problem = draw(CASES["tokens and channels past several tiles"], torch.bfloat16)
+    problem.check(run(problem, tiles))
+
+
+def test_ids_may_be_32_bits_wide() -> None:
+    problem = draw(CASES["experts of another rank"], torch.float32)
+    narrow = replace(problem, ids=problem.ids.int())
+    assert torch.equal(run(narrow), run(problem))
+
+
+def test_the_same_bits_whatever_shares_the_batch() -> None:
+    """A token's result depends neither on the other tokens nor on their order, while the tiles are the same."""
+    problem = draw(CASES["top-k no power of two"], torch.bfloat16)
+    whole = run(problem, SMALL)
+    for token in range(3):
+        alone = slice(token, token + 1)
+        single = replace(problem, x=problem.x[alone], weights=problem.weights[alone], ids=problem.ids[alone])
+        assert torch.equal(run(single, SMALL), whole[alone])
+
+
+def test_the_choice_reaches_every_tile() -> None:
+    chosen = {choose_tiles(tokens * 8, 128, torch.bfloat16).pairs for tokens in (1, 4, 32, 256, 1024, 4096)}
+    assert chosen == {FEW.pairs, SOME.pairs, MANY.pairs}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_random_cases(data: st.DataObject) -> None:
+    widths = tuple(data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=9)))
+    case = Case(
+        widths=widths,
+        num_tokens=data.draw(st.integers(0, 24)),
+        num_slots=data.draw(st.integers(1, min(4, len(widths)))),
+        hidden_size=data.draw(st.sampled_from([16, 48, 72])),
+        absent=data.draw(st.sampled_from([0.0, 0.3, 1.0])),
+    )
+    problem = draw(case, torch.float32, seed=data.draw(st.integers(0, 99)))
+    problem.check(run(problem, data.draw(st.sampled_from([None, SMALL]))))

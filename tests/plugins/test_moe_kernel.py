@@ -1,0 +1,114 @@
+"""The GPU kernels: their arithmetic in Triton's interpreter, their machine code for sm_90, and both on a GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import CASES, draw, poisoned
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+SHARED_BYTES = 228 * 1024  # of one sm_90 multiprocessor, for all programs on it
+RESERVED_BYTES = 1024  # of that, taken by CUDA for each program
+REGISTERS = 64 * 1024
+BF16_TILES = ("FEW", "SOME", "MANY")
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """Every ragged case against float64, in a process that never compiles."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_kernel.py")]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent.parent)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 60  # type: ignore[index]
+    assert "skipped" not in result.stdout
+
+
+def _compile(kernel: Any, tiles: Any, folder: Path) -> tuple[Any, dict[str, int]]:
+    """Compile a kernel for sm_90 at the shapes of Qwen3-30B-A3B and read registers and stack from its machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False}
+    constants |= {"PAIRS": tiles.pairs, "COLUMNS": tiles.columns, "DEPTH": tiles.depth}
+    floats = {"x_ptr": "bf16", "w13_ptr": "bf16", "w2_ptr": "bf16", "hidden_ptr": "bf16", "terms_ptr": "bf16"}
+    floats["weight_ptr"] = "fp32"
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = f"*{floats.get(name, 'i32')}" if name.endswith("_ptr") else "i32"
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_stride", "num_rows"))]
+    compiled = triton.compile(
+        ASTSource(
+            kernel,
+            signature,
+            {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants},
+            {(i,): [["tt.divisibility", 16]] for i in aligned},
+        ),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tiles.warps, "num_stages": tiles.stages},
+    )
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    return compiled, {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+@pytest.mark.parametrize("name", BF16_TILES)
+@pytest.mark.parametrize("stage", ["gate_up", "down"])
+def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
+    from ddp_plugins import moe_kernel
+
+    tiles = getattr(moe_kernel, name)
+    compiled, usage = _compile(getattr(moe_kernel, stage), tiles, tmp_path)
+    assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
+    assert tiles.programs * (compiled.metadata.shared + RESERVED_BYTES) <= SHARED_BYTES
+    assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
+    multiply = "wgmma.mma_async" if tiles.pairs >= 64 else "mma.sync"
+    assert compiled.asm["ptx"].count(multiply) >= 4, "the tensor cores are not used"
+    assert compiled.asm["ptx"].count("cp.async.cg") >= tiles.stages, "weights are not read ahead"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_on_the_gpu(name: str, dtype: torch.dtype) -> None:
+    from ddp_plugins.moe_experts import ragged_moe
+
+    problem = draw(CASES[name], dtype, device="cuda")
+    with poisoned():
+        y = ragged_moe(problem.x, *problem.finished(), problem.layout, problem.weights, problem.ids, problem.expert_map)
+    problem.check(y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_graph_follows_new_routing() -> None:
+    """Nothing of the routing is frozen at capture: replayed with other ids, the graph gives the other result."""
+    from ddp_plugins.moe_experts import ragged_moe
+
+    name = "widths 0, 1 and no block multiple"
+    first, second = draw(CASES[name], torch.bfloat16, "cuda"), draw(CASES[name], torch.bfloat16, "cuda", seed=1)
+    arguments = (first.x, *first.finished(), first.layout, first.weights, first.ids)
+    ragged_moe(*arguments)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ragged_moe(*arguments)
+    for tensor, other in ((first.w13, second.w13), (first.w2, second.w2), (first.x, second.x)):
+        tensor.copy_(other)
+    first.weights.copy_(second.weights)
+    first.ids.copy_(second.ids)
+    graph.replay()
+    second.check(y)
