@@ -116,6 +116,19 @@ def exact_support(saliency_LU: torch.Tensor, kept: int, *, per_layer: bool) -> t
     return support.reshape(saliency_LU.shape)
 
 
+def keeping_worth(saliency: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    """Return the saliency, scaled down for closed gates until every open one is worth more; float64, same shape.
+
+    What the search has closed comes back only where too little is open, or in place of gates without any saliency.
+    """
+    worth = saliency.double()  # in float32 saliencies that differ by more than 1e7 leave no room below them
+    open_worth, closed_worth = worth[alive & (worth > 0)], worth[~alive]
+    if len(open_worth) and len(closed_worth):
+        scale = 0.5 * open_worth.min() / closed_worth.max().clamp_min(open_worth.min())
+        worth = torch.where(alive, worth, worth * scale)
+    return worth
+
+
 def aligned_budget(kept: int, rows: int, units: int, align: int) -> int:
     """Return the most units, at most `kept`, that `rows` of `units` can keep if each keeps a multiple of `align`.
 
@@ -127,17 +140,18 @@ def aligned_budget(kept: int, rows: int, units: int, align: int) -> int:
     return most
 
 
-def aligned_support(worth_LU: torch.Tensor, kept: int, align: int, *, per_layer: bool) -> torch.Tensor:
-    """Return the bool mask [L, U] of highest total worth in which every row keeps a multiple of `align` units.
+def aligned_support(worth: torch.Tensor, kept: int, align: int, *, groups: int = 1) -> torch.Tensor:
+    """Return the bool mask of highest total worth in which every row keeps a multiple of `align` units; worth's shape.
 
-    It keeps `aligned_budget` units in all. A row keeps its best ones; cut into blocks of `align` from the best down,
-    its blocks are worth less and less, so taking the best blocks of all rows is optimal. A row whose units are worth
-    little may keep none.
+    A row is the last axis: the channels of a layer, or of an expert. `aligned_budget` units are kept in all, spread as
+    evenly as blocks allow over `groups` of equally many rows. A row keeps its best units; cut into blocks of `align`
+    from the best down, its blocks are worth less and less, so taking the best blocks of all rows is optimal. A row
+    worth little may keep none.
     """
-    rows, units = worth_LU.shape
-    num_blocks = aligned_budget(kept, rows, units, align) // align
-    sorted_LU, order_LU = worth_LU.sort(dim=1, descending=True, stable=True)
-    blocks_LB = sorted_LU[:, : units // align * align].double().unflatten(1, (-1, align)).sum(-1)
-    counts_L1 = align * exact_support(blocks_LB, num_blocks, per_layer=per_layer).sum(1, keepdim=True)
-    kept_LU = torch.arange(units, device=worth_LU.device) < counts_L1
-    return torch.zeros_like(kept_LU).scatter(1, order_LU, kept_LU)
+    units = worth.shape[-1]
+    num_blocks = aligned_budget(kept, worth.numel() // units, units, align) // align
+    ranked, order = worth.sort(dim=-1, descending=True, stable=True)
+    blocks = ranked[..., : units // align * align].double().unflatten(-1, (-1, align)).sum(-1)
+    chosen = exact_support(blocks.reshape(groups, -1), num_blocks, per_layer=True).view_as(blocks)
+    kept_first = torch.arange(units, device=worth.device) < align * chosen.sum(-1, keepdim=True)
+    return torch.zeros_like(kept_first).scatter(-1, order, kept_first)

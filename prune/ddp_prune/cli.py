@@ -21,6 +21,7 @@ from ddp_vllm.checkpoint import check_output, read_checkpoint
 @click.option("--seed", type=int, help="Orders the documents. [default: 0]")
 @click.option("--head-unit", type=click.Choice(CHOICES["head_unit"]), help="What an attention unit is. [default: auto]")
 @click.option("--group", type=click.Choice(CHOICES["group"]), help="Where the budget holds. [default: global]")
+@click.option("--align", type=int, help="Make MLP widths multiples of this: 32, 64, 128. [default: 1]")
 @click.option("--budget", type=click.Choice(CHOICES["budget"]), help="How the budget is held. [default: feedback]")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")

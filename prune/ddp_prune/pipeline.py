@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ddp_prune.budget import kept_units
+from ddp_prune.budget import aligned_budget, kept_units
 from ddp_prune.export import export
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, unit_shapes
@@ -41,8 +41,12 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     check_spares_source(output, source)
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     shapes = unit_shapes(source.sizes, head_unit)
-    for shape in shapes.values():
-        kept_units(math.prod(shape), recipe.sparsity)
+    kept = {kind: kept_units(math.prod(shape), recipe.sparsity) for kind, shape in shapes.items()}
+    aligned = {  # heads are whole as they are
+        kind: aligned_budget(kept[kind], math.prod(shape[:-1]), shape[-1], recipe.align)
+        for kind, shape in shapes.items()
+        if kind != "attn"
+    }
     if recipe.group == "expert" and "experts" not in shapes:
         raise SettingError(
             f"group is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
@@ -70,6 +74,9 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         )
         unit = "expert channel" if "experts" in shapes else head_unit
         console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}")
+        for kind, count in aligned.items():
+            if count < kept[kind]:
+                console.print(f"align {recipe.align}: {count:,} channels ({kind}) stay, not {kept[kind]:,}")
     model = load_model(source, recipe.dtype).to(accelerator.device)
     gated = GatedModel(model, source.family, source.sizes, head_unit)
     dense_losses = block_losses(gated, None, blocks.heldout)

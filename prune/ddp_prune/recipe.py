@@ -48,6 +48,9 @@ class Recipe:
     """What counts as an attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
     group: str = "global"
     """Where the budget holds: over the whole model, in every layer, or in every expert (Eq. 19)."""
+    align: int = 1
+    """The MLP width of every layer (in a mixture of experts, that of every expert) becomes a multiple of this: 32, 64
+    or 128 suit kernels and quantisation. What is kept is then the largest multiple that is not above the budget."""
     budget: str = "feedback"
     """How the budget is kept while searching: `feedback` at any number of steps, or the paper's `alm`."""
     polish: float = 0.35
@@ -92,7 +95,7 @@ class Recipe:
                 raise SettingError(f"{field.name} is {value}; it must be a finite number")
         if not 0.0 < self.sparsity < 1.0:
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
-        for name in ("steps", "batch_size", "heldout_blocks", "save_every"):
+        for name in ("steps", "batch_size", "heldout_blocks", "save_every", "align"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seq_len", self.seq_len, 8)
         for name in ("micro_batch_size", "seed", "distillation", "learning_rate", "polish_learning_rate"):

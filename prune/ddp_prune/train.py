@@ -16,7 +16,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ddp_prune.budget import AugmentedLagrangian, exact_support, hold_budget, keep_schedule, kept_units
+from ddp_prune.budget import (
+    AugmentedLagrangian,
+    aligned_support,
+    exact_support,
+    hold_budget,
+    keep_schedule,
+    keeping_worth,
+    kept_units,
+)
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
 from ddp_prune.objective import distilled_loss, negative_log_likelihood
@@ -221,15 +229,21 @@ class Trainer:
         saliency = self.saliency[kind]
         return neutral_where_idle(saliency, self.routed[kind]) if kind in self.routed else saliency
 
+    def _choose(self, kind: str, worth: torch.Tensor) -> torch.Tensor:
+        """Return the support of highest worth at the exact budget, or as little below it as `align` allows."""
+        grouped, align = self._grouped(worth), self.recipe.align
+        if kind == "attn" or align == 1:
+            return exact_support(grouped, self.kept[kind], per_layer=self.per_layer).view_as(worth)
+        return aligned_support(worth, self.kept[kind], align, groups=len(grouped) if self.per_layer else 1)
+
     @torch.no_grad()
     def round(self) -> None:
-        """Freeze the support at exactly P units of highest saliency a module type, open gates before closed ones."""
+        """Freeze the support at the budget by highest saliency, open gates before closed ones."""
         for kind, z in self.z.items():
             self.searched_z[kind] = z.detach().clone()
             alive = z > 0
-            saliency = self._saliency(kind) * torch.where(alive, z.square(), 1.0)
-            first = torch.where(alive, saliency + saliency.max(), saliency)
-            support = exact_support(self._grouped(first), self.kept[kind], per_layer=self.per_layer).view_as(z)
+            worth = keeping_worth(self._saliency(kind) * torch.where(alive, z.square(), 1.0), alive)
+            support = self._choose(kind, worth)
             z[support & ~alive] = 0.5
             self.support[kind] = support
             self.rounding[kind] = {

@@ -14,6 +14,7 @@ from ddp_prune.budget import (
     exact_support,
     hold_budget,
     keep_schedule,
+    keeping_worth,
     kept_units,
 )
 from ddp_prune.gates import gate, retention_score, sharpness_at
@@ -55,9 +56,9 @@ def test_aligned_support_has_multiples_only_and_the_highest_worth(data: st.DataO
     ]
     if kept < align:
         with pytest.raises(SettingError, match=f"align is {align}"):
-            aligned_support(worth, kept, align, per_layer=False)
+            aligned_support(worth, kept, align)
         return
-    support = aligned_support(worth, kept, align, per_layer=False)
+    support = aligned_support(worth, kept, align)
     assert tuple(support.sum(1).tolist()) in possible and support.dtype == torch.bool
     ranked = worth.sort(1, descending=True).values
     best = max(sum(float(row[:n].sum()) for row, n in zip(ranked, choice, strict=True)) for choice in possible)
@@ -78,20 +79,41 @@ def test_aligned_support_has_multiples_only_and_the_highest_worth(data: st.DataO
 )
 def test_aligned_budget_is_the_largest_multiple_that_fits(kept: int, align: int, expected: int) -> None:
     assert aligned_budget(kept, 5, 8, align) == expected
-    for per_layer in (False, True):
-        counts = aligned_support(torch.rand(5, 8), kept, align, per_layer=per_layer).sum(1)
+    for groups in (1, 5):
+        counts = aligned_support(torch.rand(5, 8), kept, align, groups=groups).sum(1)
         assert int(counts.sum()) == expected and not (counts % align).any()
-        assert not per_layer or int(counts.max() - counts.min()) <= align
+        assert groups == 1 or int(counts.max() - counts.min()) <= align
+
+
+def test_experts_are_rows_and_layers_of_experts_are_groups() -> None:
+    worth = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])[:, None, None]
+    everywhere = aligned_support(worth, 24, 4).sum(-1)
+    assert everywhere.tolist() == [[0, 0, 0], [8, 8, 8]]
+    by_layer = aligned_support(worth, 24, 4, groups=2).sum(-1)
+    assert by_layer.sum(1).tolist() == [12, 12] and not (by_layer % 4).any()
+    assert (aligned_support(worth, 24, 4, groups=6).sum(-1) == 4).all()
+
+
+@given(st.integers(0, 2**31))
+def test_open_gates_are_worth_more_than_closed_ones_in_the_order_of_saliency(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    saliency = torch.rand(40, generator=generator).clamp_min(0.1).pow(12)  # over more than float32 can add up
+    alive = torch.rand(40, generator=generator) < 0.5
+    worth = keeping_worth(saliency, alive)
+    for part in (alive, ~alive):
+        assert torch.equal(worth[part].argsort(stable=True), saliency[part].argsort(stable=True))
+    if alive.any() and not alive.all():
+        assert worth[alive].min() > worth[~alive].max()
 
 
 def test_a_layer_worth_little_goes() -> None:
     worth = torch.cat([torch.ones(2, 8), torch.full((1, 8), 0.1)])
-    assert aligned_support(worth, 17, 4, per_layer=False).sum(1).tolist() == [8, 8, 0]
+    assert aligned_support(worth, 17, 4).sum(1).tolist() == [8, 8, 0]
 
 
 def test_align_1_is_the_exact_support() -> None:
     worth = torch.rand(4, 9, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(aligned_support(worth, 13, 1, per_layer=False), exact_support(worth, 13, per_layer=False))
+    assert torch.equal(aligned_support(worth, 13, 1), exact_support(worth, 13, per_layer=False))
 
 
 @settings(deadline=None)

@@ -72,6 +72,14 @@ def test_prune_says_what_it_read_did_and_what_to_do_next(pruned: tuple[Path, Res
     assert pruned[1].stderr == ""
 
 
+def test_aligned_widths_reach_the_checkpoint(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    result = _prune(tiny_model, tiny_text, tmp_path / "out", "--align", "32")
+    assert result.exit_code == 0, result.output
+    assert "align 32: 160 channels (mlp) stay, not 173" in result.stdout
+    widths = [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers]
+    assert sum(widths) == 160 and not any(width % 32 for width in widths)
+
+
 def test_the_checkpoint_knows_how_it_was_made(pruned: tuple[Path, Result], tiny_model: Path) -> None:
     output, _ = pruned
     provenance = read_checkpoint(output).provenance
@@ -151,6 +159,8 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line m
     "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
     "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
     "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
+    "align not positive": (["--align", "0"], ["align is 0", "at least 1"]),
+    "align wider than a layer": (["--align", "128"], ["align is 128", "3 × 96", "smaller"]),
     "recipe missing": (["--recipe", "none.toml"], ["none.toml", "cannot be read"]),
     "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
 }
@@ -298,5 +308,5 @@ def test_options_are_the_documented_ones() -> None:
     flags = {option for parameter in verbs.prune.params for option in parameter.opts if option.startswith("-")}
     assert flags == {
         "--sparsity", "-o", "--output", "--data", "--steps", "--batch-size", "--seq-len", "--seed", "--head-unit",
-        "--group", "--budget", "--recipe", "--tracker", "--overwrite",
+        "--align", "--group", "--budget", "--recipe", "--tracker", "--overwrite",
     }  # fmt: skip

@@ -92,6 +92,25 @@ def test_counts_are_exact_and_a_run_repeats_to_the_bit(changes: dict[str, Any], 
         assert rounding["revived"] == int((alive & ~raw_alive).sum())
 
 
+@pytest.mark.parametrize(("align", "kept"), [(32, 160), (36, 144), (96, 96)])
+def test_aligned_widths_are_multiples_at_the_largest_count_below_the_budget(align: int, kept: int, lab: Lab) -> None:
+    """Of 173 channels in layers of 96, which 36 does not divide; heads are not aligned."""
+    learned = lab.run(align=align)
+    widths = (learned.gates["mlp"] > 0).sum(1)
+    assert int(widths.sum()) == kept and not (widths % align).any()
+    assert int((learned.gates["attn"] > 0).sum()) == 14
+    even = (lab.run("even", align=align, group="layer").gates["mlp"] > 0).sum(1)
+    assert int(even.sum()) == kept and not (even % align).any() and int(even.max() - even.min()) <= align
+
+
+def test_alignment_polishes_the_support_it_chose(lab: Lab) -> None:
+    plain, aligned = lab.run("plain"), lab.run("aligned", align=32)
+    assert torch.equal(plain.z["mlp"], aligned.z["mlp"])  # the search does not know of it
+    alive = aligned.gates["mlp"] > 0
+    assert (plain.gates["mlp"][alive] == 0).any()  # units came back
+    assert (aligned.gates["mlp"][alive] != 0.5).all()  # and were polished: where they start, none is left
+
+
 @pytest.mark.parametrize("changes", [{}, {"budget": "alm"}], ids=str)
 @pytest.mark.parametrize("stop", [3, 5, 8, 9, 11])
 def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[str, Any], lab: Lab) -> None:
