@@ -30,6 +30,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+from ddp_vllm.remote_code.widths import is_routed
 
 NUM_EXPERTS, CHANNELS = 8, 24
 WIDTHS = (0, 1, 2, 5, 17, 24, 16, 15)  # gone, one channel, even, odd, above a block of 16, dense, a block, below one
@@ -203,6 +204,18 @@ def test_gradients_are_slopes(dense: Any) -> None:
     assert torch.autograd.gradcheck(run, (x, masks), fast_mode=True)
 
 
+@pytest.mark.parametrize("model_type", CASES)
+def test_learns_in_bfloat16(model_type: str, dense: Any) -> None:
+    """Routers hand out weights in other dtypes; the masks' gradient stays in float32."""
+    source = open_source(str(dense(model_type)))
+    gated = GatedModel(load_model(source, "bfloat16"), source.family, source.sizes, "auto")
+    leaf = torch.ones(2, *gated.shapes["experts"], requires_grad=True)
+    with gated.masks({"experts": leaf}):
+        gated.model(TOKENS).logits.float().square().mean().backward()
+    assert leaf.grad is not None and leaf.grad.dtype == torch.float32
+    assert leaf.grad.isfinite().all() and (leaf.grad != 0).float().mean() > 0.5
+
+
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 1), (0, 0, 13, 0), (0, 4, 0, 0)], ids=str)
 def test_grouped_and_looped_agree(sizes: tuple[int, ...]) -> None:
     """Idle experts first, last and between; all slots at one expert."""
@@ -255,6 +268,47 @@ def test_experts_that_never_fired_count_as_average() -> None:
     filled = neutral_where_idle(saliency, counts)
     assert filled[0].tolist() == [[1, 3], [4, 4], [5, 7]]
     assert torch.equal(filled[1], saliency[1])  # an expert that fired and does not matter stays at 0
+
+
+def test_a_published_deepseek_config_loads_without_its_code(dense: Any, tmp_path: Path) -> None:
+    """DeepSeekMoE-16B's config.json names Python files that we neither download nor run."""
+    folder = _copy(dense("deepseek"), tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("rope_parameters", "head_dim", "mlp_bias", "transformers_version", "dtype"):
+        config.pop(key, None)
+    auto_map = {"AutoConfig": "configuration_deepseek.DeepseekConfig"}
+    auto_map["AutoModelForCausalLM"] = "modeling_deepseek.DeepseekForCausalLM"
+    config |= {
+        "architectures": ["DeepseekForCausalLM"], "auto_map": auto_map, "aux_loss_alpha": 0.001, "rope_scaling": None,
+        "rope_theta": 10000, "scoring_func": "softmax", "seq_aux": True, "torch_dtype": "float32", "pretraining_tp": 1,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    source = open_source(str(folder))
+    model = load_model(source, "auto")
+    assert torch.equal(_logits(model), _logits(load_model(open_source(str(dense("deepseek"))), "auto")))
+    export(source, ragged_gates(source), tmp_path / "out", head_unit="auto", provenance={})
+    pruned = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    with GatedModel(model, source.family, source.sizes, "auto").masks(ragged_gates(source)):
+        torch.testing.assert_close(_logits(pruned), _logits(model), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**SIZES | {"num_hidden_layers": 6}, **OWN, decoder_sparse_step=2, mlp_only_layers=[3]),
+        Qwen2MoeConfig(**SIZES | {"num_hidden_layers": 5}, **OWN, decoder_sparse_step=3),
+        DeepseekConfig(**SIZES | {"num_hidden_layers": 6}, **OWN, moe_layer_freq=2, first_k_dense_replace=1),
+        DeepseekV2Config(**SIZES | {"num_hidden_layers": 5}, **OWN, **LATENT, first_k_dense_replace=3),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_layers_with_experts_are_those_of_the_model(config: Any) -> None:
+    config.num_experts = NUM_EXPERTS
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    routed = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    assert True in routed and False in routed
+    assert [is_routed(config.to_dict(), index) for index in range(len(routed))] == routed
 
 
 def test_masks_alone_cut_the_same_checkpoint(exported: Path, dense: Any, tmp_path: Path) -> None:
