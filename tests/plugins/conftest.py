@@ -40,7 +40,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
                 start_new_session=True,
             )
             try:
-                process.wait(timeout=300)
+                process.wait(timeout=600)
             finally:
                 _end_group(process)
         assert process.returncode == 0, (folder / "log.txt").read_text()[-5000:]

@@ -7,12 +7,14 @@ Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve
 import json
 import pkgutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
 
 from ddp_plugins.register import model_class
@@ -28,18 +30,46 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def serve(folder: str, options: dict[str, Any], logprobs: int | None = 0) -> dict[str, Any]:
-    """logprobs: 0 for those of the chosen tokens; None for none, which saves the sampler 15 s of compilation."""
+def serve(
+    folder: str,
+    options: dict[str, Any],
+    logprobs: int | None = 0,
+    num_tokens: int = NUM_NEW_TOKENS,
+    adapters: Sequence[str | None] = (),
+) -> dict[str, Any]:
+    """Ask all prompts once, then once more for each adapter (None: without one).
+
+    logprobs: 0 for those of the chosen tokens; None for none, which saves the sampler 15 s of compilation.
+    """
     engine = LLM(folder, **{**DEFAULTS, **options})
-    greedy = SamplingParams(
-        temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=logprobs, detokenize=False
-    )
-    answers = [answer.outputs[0] for answer in engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], greedy)]
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+
+    def ask(request: LoRARequest | None = None) -> list[dict[str, Any]]:
+        answers = [answer.outputs[0] for answer in engine.generate(prompts, greedy, lora_request=request)]
+        return [{"tokens": list(answer.token_ids), "logprobs": chosen_logprobs(answer)} for answer in answers]
+
+    def ask_adapter(number: int, adapter: str | None) -> dict[str, Any]:
+        request = adapter and LoRARequest(adapter, number, adapter)
+        try:
+            if request:
+                engine.llm_engine.add_lora(request)
+        except Exception as error:  # the test looks at the message
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"outputs": ask(request or None)}
+
     return {
+        "outputs": ask(),
+        "adapted": [ask_adapter(number, adapter) for number, adapter in enumerate(adapters, 1)],
+        "counters": {} if engine.llm_engine.log_stats is False else counters(engine),
         "attention_layers": sorted(engine.llm_engine.vllm_config.compilation_config.static_forward_context),
         "expert_bytes": engine.apply_model(expert_bytes),
-        "outputs": [{"tokens": list(answer.token_ids), "logprobs": chosen_logprobs(answer)} for answer in answers],
     }
+
+
+def counters(engine: LLM) -> dict[str, float]:
+    """Return what vLLM counted, such as `vllm:prefix_cache_hits`."""
+    return {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
 
 
 def chosen_logprobs(answer: Any) -> list[float] | None:

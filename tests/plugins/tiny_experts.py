@@ -42,8 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**OWN_WIDTH, "num_experts": NUM_EXPERTS, "head_dim": 32, "mlp_only_layers": [1]},
     # a shared expert with a gate of its own, biases in attention
     "qwen2_moe": {**OWN_WIDTH, "num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 40},
-    # other names on disk; routing weights that sum to one
-    "mixtral": {"intermediate_size": EXPERT_WIDTH, "num_local_experts": NUM_EXPERTS},
+    # other names on disk; routing weights that sum to one; a hidden size that vLLM's CPU kernel cannot serve, so that
+    # the packed rows are run as they were loaded
+    "mixtral": {"intermediate_size": EXPERT_WIDTH, "num_local_experts": NUM_EXPERTS, "hidden_size": 48, "head_dim": 32},
     # norms over all heads, so KV heads as many as query heads
     "olmoe": {"intermediate_size": EXPERT_WIDTH, "num_experts": NUM_EXPERTS, "num_key_value_heads": 2},
     # first layer dense, shared experts, scaled routing weights, latent attention in the only size of vLLM's CPU kernel
