@@ -27,7 +27,8 @@ class Evidence:
 
     checkpoint: Checkpoint
     gates: Mapping[str, NDArray[np.float32]]
-    """Final gates a module type, [L, U], 0 where the unit is gone; empty without a masks file."""
+    """Final gates a module type, 0 where the unit is gone: [L, U], of routed experts [routed layers, E, C]; empty
+    without a masks file."""
     searched: Mapping[str, NDArray[np.float32]]
     """The same before rounding and polish (z)."""
     metrics: Sequence[Mapping[str, float]]
@@ -55,8 +56,11 @@ def gather(checkpoint: Checkpoint) -> Evidence:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
     gates = {name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")}
     searched = {name.removesuffix(".z"): value for name, value in tensors.items() if name.endswith(".z")}
-    kept = [layer.intermediate_size for layer in checkpoint.layers]
-    if "mlp" in gates and (gates["mlp"] > 0).sum(-1).tolist() != kept:
+    kept = {
+        "mlp": [layer.intermediate_size for layer in checkpoint.layers],
+        "experts": [list(row) for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes) is not None],
+    }
+    if any((gates[kind] > 0).sum(-1).tolist() != widths for kind, widths in kept.items() if kind in gates):
         raise CheckpointError(f"{folder}: {MASKS_FILE} and config.json are of different checkpoints; export it again")
     return Evidence(checkpoint=checkpoint, gates=gates, searched=searched, metrics=metrics)
 
@@ -64,6 +68,24 @@ def gather(checkpoint: Checkpoint) -> Evidence:
 def kept_scales(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the gates of the units that stay, flat."""
     return values[values > 0].astype(np.float64)
+
+
+def expert_widths(checkpoint: Checkpoint) -> NDArray[np.float64]:
+    """Return [L, E] channels left, not a number in layers without routed experts."""
+    sizes = [layer.expert_intermediate_sizes for layer in checkpoint.layers]
+    num_experts = next(len(row) for row in sizes if row is not None)
+    return np.array([row if row is not None else [np.nan] * num_experts for row in sizes], dtype=np.float64)
+
+
+def expert_use(checkpoint: Checkpoint) -> NDArray[np.float64] | None:
+    """Return [L, E], how often the router chose each expert while learning, 1 for an even share; None if unknown."""
+    chosen = checkpoint.provenance.get("routing", {}).get("chosen")
+    if not chosen:
+        return None
+    use = np.full_like(expert_widths(checkpoint), np.nan)
+    for layer, counts in chosen.items():
+        use[int(layer)] = np.array(counts) / max(1e-9, float(np.mean(counts)))
+    return use
 
 
 def bin_edges(gates: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -88,6 +110,14 @@ def tables(evidence: Evidence) -> dict[str, Table]:
     if "attn" in gates:
         rows = [[index, *map(_short, row)] for index, row in enumerate(gates["attn"].tolist())]
         found["heads"] = (["layer", *(f"unit_{unit}" for unit in range(gates["attn"].shape[1]))], rows)
+    if "experts" in gates:
+        use = expert_use(checkpoint)
+        rows = [
+            [index, expert, width, "" if use is None else _short(use[index, expert])]
+            for index, layer in enumerate(checkpoint.layers)
+            for expert, width in enumerate(layer.expert_intermediate_sizes or ())
+        ]
+        found["experts"] = (["layer", "expert", "intermediate_size", "times_even_share"], rows)
     if gates:
         rows = []
         for kind, values in gates.items():

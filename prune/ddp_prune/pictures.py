@@ -1,6 +1,6 @@
 """The pictures of a report: black, grey and shapes only, narrow enough that their text can be read on a phone.
 
-Legend: L layers, U units of a layer, E experts of a layer.
+Legend: L layers, U units of a layer.
 """
 
 import io
@@ -48,31 +48,34 @@ def height_of_map(rows: int) -> float:
     return float(np.clip(1.1 + 0.13 * rows, 1.6, 4.8))
 
 
-def heatmap(values_LU: NDArray[np.float64], row_label: str, value_label: str, *, group: int = 1) -> Picture:
-    """Draw layers from left to right, units upwards; the darker the higher, crossed out where the value is 0.
+def heatmaps(values: Mapping[str, NDArray[np.float64]], row_label: str, *, group: int = 1) -> Picture:
+    """Draw [L, U] arrays below each other, label -> values: layers from left to right, units upwards.
 
-    `group` units belong together (query heads of a KV head) and are set apart by lines.
+    The darker the higher; crossed out where the value is 0, empty where it is not a number. `group` units belong
+    together (query heads of a KV head) and are set apart by lines.
     """
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        layers, units = values_LU.shape
-        shown = np.ma.masked_equal(values_LU.T, 0.0)
-        top = max(float(values_LU.max()), 1e-9)
-        image = axes.imshow(
-            shown, cmap=GREYS, norm=Normalize(0.0, top), aspect="auto", origin="lower", interpolation="none"
-        )
-        gone_layer, gone_unit = np.nonzero(values_LU == 0)
-        if len(gone_layer) <= MOST_CROSSES:
-            cell = min(200 / layers, 72 * height_of_map(units) * 0.6 / units)  # points
-            axes.scatter(
-                gone_layer, gone_unit, marker="x", s=min(20.0, (0.6 * cell) ** 2), color="0.25", linewidths=0.7
+        for axes, (label, values_LU) in zip(
+            figure.subplots(len(values), squeeze=False)[:, 0], values.items(), strict=True
+        ):
+            layers, units = values_LU.shape
+            shown = np.ma.masked_invalid(np.ma.masked_equal(values_LU.T, 0.0))
+            top = max(float(np.nanmax(values_LU)), 1e-9)
+            image = axes.imshow(
+                shown, cmap=GREYS, norm=Normalize(0.0, top), aspect="auto", origin="lower", interpolation="none"
             )
-        for edge in range(group, units, group) if group > 1 else ():
-            axes.axhline(edge - 0.5, color="0.5", linewidth=0.5)
-        axes.set(xlabel="layer", ylabel=row_label)
-        _whole_numbers(axes, both=True)
-        figure.colorbar(image, ax=axes, label=value_label, pad=0.02)
+            gone_layer, gone_unit = np.nonzero(values_LU == 0)
+            if len(gone_layer) <= MOST_CROSSES:
+                cell = min(200 / layers, 72 * height_of_map(units) * 0.6 / units)  # points
+                size = min(20.0, (0.6 * cell) ** 2)
+                axes.scatter(gone_layer, gone_unit, marker="x", s=size, color="0.25", linewidths=0.7)
+            for edge in range(group, units, group) if group > 1 else ():
+                axes.axhline(edge - 0.5, color="0.5", linewidth=0.5)
+            axes.set(xlabel="layer", ylabel=row_label)
+            axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+            axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+            figure.colorbar(image, ax=axes, label=label, pad=0.02)
 
     return draw
 
@@ -87,7 +90,7 @@ def widths(kept_L: Sequence[int], dense: int) -> Picture:
         axes.bar(layers, dense, width=0.8, facecolor="none", edgecolor="black", linewidth=0.7, label="dense")
         axes.set(xlabel="layer", ylabel="MLP channels")
         axes.margins(x=0.01)
-        _whole_numbers(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         _legend(figure, axes)
 
     return draw
@@ -165,12 +168,6 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     window = np.ones(max(1, len(values) // 20) | 1)
     mean: NDArray[np.float64] = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
     return mean
-
-
-def _whole_numbers(axes: Axes, *, both: bool = False) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    if both:
-        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
 
 
 def _legend(figure: Figure, axes: Axes) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ddp_prune import pictures
-from ddp_prune.evidence import Evidence, Table, gather, kept_scales, tables
+from ddp_prune.evidence import Evidence, Table, expert_use, expert_widths, gather, kept_scales, tables
 from ddp_prune.recipe import Recipe
 from ddp_prune.summary import removed_parameters, totals
 from ddp_vllm.checkpoint import Checkpoint
@@ -51,7 +51,11 @@ class Figure:
 
 def figures(evidence: Evidence) -> list[Figure]:
     """Choose the pictures there is evidence for."""
-    drawn = [draw(evidence) for kind, draw in (("attn", _heads), ("mlp", _widths)) if kind in evidence.gates]
+    drawn = [
+        draw(evidence)
+        for kind, draw in (("attn", _heads), ("mlp", _widths), ("experts", _experts))
+        if kind in evidence.gates
+    ]
     drawn += [_scales(evidence)] if evidence.gates else []
     return drawn + ([_curves(evidence)] if evidence.metrics else [])
 
@@ -68,7 +72,7 @@ def _heads(evidence: Evidence) -> Figure:
         name="heads",
         title=title,
         caption=f"Crossed out: removed. The darker, the larger the scale of what stays.{lines}",
-        draw=pictures.heatmap(gates, unit, "scale", group=group if lines else 1),
+        draw=pictures.heatmaps({"scale": gates}, unit, group=group if lines else 1),
         height=pictures.height_of_map(units),
     )
 
@@ -82,6 +86,19 @@ def _widths(evidence: Evidence) -> Figure:
         caption=f"Grey: channels kept. Outline: the dense model's {dense:,}.",
         draw=pictures.widths(kept, dense),
         height=2.5,
+    )
+
+
+def _experts(evidence: Evidence) -> Figure:
+    widths, use = expert_widths(evidence.checkpoint), expert_use(evidence.checkpoint)
+    panels = {"channels left": widths} if use is None else {"channels left": widths, "× even share": use}
+    below = "" if use is None else " Below: how often the router chose each on the training text; crossed out: never."
+    return Figure(
+        name="experts",
+        title="Width of each expert",
+        caption=f"The darker, the wider; crossed out: removed.{below}",
+        draw=pictures.heatmaps(panels, "expert"),
+        height=pictures.height_of_map(widths.shape[1]) * len(panels),
     )
 
 
@@ -216,8 +233,9 @@ def _html(evidence: Evidence, drawn: Sequence[tuple[Figure, str]], files: Iterab
             f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
         )
     body.append("</div>")
-    widths = tables(evidence)["widths"]
-    body.append(f"<details><summary>Widths, layer by layer</summary>{_html_table(widths)}</details>")
+    if "experts" not in evidence.gates:
+        widths = _html_table(tables(evidence)["widths"])
+        body.append(f"<details><summary>Widths, layer by layer</summary>{widths}</details>")
     if recipe:
         settings = (["setting", "value"], [[key, str(value)] for key, value in recipe.items()])
         body.append(f"<details><summary>Recipe</summary><div class=settings>{_html_table(settings)}</div></details>")

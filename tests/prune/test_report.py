@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ddp_prune.export import export
 from ddp_prune.pictures import render, smooth, widths
@@ -140,6 +141,33 @@ def test_report_of_applied_masks_shows_what_there_is(pruned: Path, tiny_model: P
     assert page.figures == ["heads", "widths", "gates"]
     assert [row["intermediate_size"] for row in _table(tmp_path / "elsewhere", "widths")] == ["5", "96", "96"]
     assert "KV groups of 2 query heads" in page.text and "perplexity" not in page.text.lower()
+
+
+def test_report_of_experts_shows_widths_and_use(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Layers 0 and 2 have routed experts, layer 1 has none."""
+    model = tmp_path / "moe"
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=40, moe_intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        mlp_only_layers=[1], eos_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(model)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, model)
+    arguments = ["prune", str(model), "--sparsity", "0.5", "--data", str(tiny_text), "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, [*arguments, "--steps", "6", "--batch-size", "2", "--seq-len", "16"])
+    assert result.exit_code == 0, result.output
+    checkpoint = read_checkpoint(tmp_path / "out")
+    page = _Page((tmp_path / "out" / "report.html").read_text())
+    assert page.figures == ["experts", "gates", "curves"] and "× even share" in page.text
+    rows = _table(tmp_path / "out", "experts")
+    assert [row["layer"] for row in rows] == ["0"] * 8 + ["2"] * 8
+    for row in rows:
+        layer, expert = int(row["layer"]), int(row["expert"])
+        assert int(row["intermediate_size"]) == (checkpoint.layers[layer].expert_intermediate_sizes or ())[expert]
+        counts = checkpoint.provenance["routing"]["chosen"][str(layer)]
+        assert float(row["times_even_share"]) == pytest.approx(counts[expert] * 8 / sum(counts), rel=1e-5)
 
 
 def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path, tmp_path: Path) -> None:
