@@ -19,9 +19,10 @@ from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from ddp_plugins.moe_layer import RaggedExpertsConfig
+from ddp_plugins.tensor_parallel import check_expert_ranks
 from ddp_vllm.checkpoint import head_dim
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, parse_layers
+from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, count_experts, parse_layers
 
 # what vLLM keeps in one parameter, and the tensors on disk it is made of
 FUSED = {
@@ -31,7 +32,7 @@ FUSED = {
 }
 
 
-def check_settings(vllm_config: VllmConfig, layers: Sequence[LayerWidths]) -> None:
+def check_settings(vllm_config: VllmConfig) -> None:
     """Refuse what routed experts of different widths cannot be served with.
 
     Raises: SettingError, naming the setting and what works.
@@ -49,21 +50,13 @@ def check_settings(vllm_config: VllmConfig, layers: Sequence[LayerWidths]) -> No
         )
     if parallel.enable_eplb:
         raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
-    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
-    num_experts = max(len(widths.expert_intermediate_sizes or ()) for widths in layers)
-    if parallel.enable_expert_parallel and num_ranks > num_experts:
-        raise SettingError(
-            f"--enable-expert-parallel over {num_ranks} ranks asks for as many experts, and the model has "
-            f"{num_experts}; use fewer ranks"
-        )
     fields = vars(vllm_config.model_config.hf_config)
-    dense_width = fields.get("moe_intermediate_size") or fields["intermediate_size"]
-    if not parallel.enable_expert_parallel and dense_width % num_ranks:
-        valid = [n for n in range(1, num_ranks) if dense_width % n == 0]
-        raise SettingError(
-            f"tensor_parallel_size={num_ranks} does not divide the dense experts' {dense_width} channels, as vLLM "
-            f"asks; use one of {valid}, or --enable-expert-parallel"
-        )
+    check_expert_ranks(
+        parallel.tensor_parallel_size * parallel.data_parallel_size,  # vLLM splits experts over both
+        num_experts=count_experts(fields),
+        dense_width=fields.get("moe_intermediate_size") or fields["intermediate_size"],
+        is_expert_parallel=parallel.enable_expert_parallel,
+    )
 
 
 @contextmanager
@@ -84,7 +77,7 @@ class NonUniformExperts:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         layers = parse_layers(vars(vllm_config.model_config.hf_config))
-        check_settings(vllm_config, layers)
+        check_settings(vllm_config)
         with ragged_experts(vllm_config, layers):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.widths = layers
@@ -115,11 +108,10 @@ class NonUniformExperts:
         for module_name, module in self.named_modules():
             parent, _, last = module_name.rpartition(".")
             if isinstance(module, RoutedExperts):
-                experts = parent  # the parameters are one level below the experts' name
                 for expert in module.expert_map_manager.get_local_expert_ids():
                     if module.quant_method.widths[expert]:
                         for part in (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name):
-                            yield f"{experts}.{expert}.{part}.weight"
+                            yield f"{parent}.{expert}.{part}.weight"  # parent: on disk the experts' own name
                 continue
             for name, _ in module.named_parameters(recurse=False):
                 for part in FUSED.get(last, (last,)):

@@ -115,6 +115,24 @@ def _blocks(
     return ([query, key, key] if projection == "qkv_proj" else []), head_dim
 
 
+def check_expert_ranks(num_ranks: int, *, num_experts: int, dense_width: int, is_expert_parallel: bool) -> None:
+    """Refuse numbers of ranks that vLLM cannot share routed experts out over.
+
+    dense_width: channels of an expert of the dense model. Raises: SettingError, naming what works.
+    """
+    if is_expert_parallel and num_ranks > num_experts:
+        raise SettingError(
+            f"--enable-expert-parallel over {num_ranks} ranks needs an expert for each, and a layer has {num_experts}; "
+            f"use at most {num_experts} ranks"
+        )
+    if not is_expert_parallel and dense_width % num_ranks:
+        valid = [n for n in range(1, num_ranks) if dense_width % n == 0]
+        raise SettingError(
+            f"tensor_parallel_size={num_ranks} does not divide the {dense_width} channels of a dense expert, "
+            f"as vLLM asks; use one of {valid}, or --enable-expert-parallel"
+        )
+
+
 def share_channels(widths: Sequence[int], rank: int, num_ranks: int, block: int) -> list[range]:
     """Return the channels of each routed expert that one rank owns.
 

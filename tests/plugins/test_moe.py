@@ -146,7 +146,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def other_ways(serve: Serve, models: dict[str, Any]) -> dict[str, Any]:
     """Serve Mixtral in every way, without log-probabilities: their sampler would be compiled, too."""
     jobs = [{**job(models["mixtral"][0], **options), "logprobs": None} for options in WAYS.values()]
-    results = serve(jobs, VLLM_ENABLE_V1_MULTIPROCESSING="1", TORCH_COMPILE_DISABLE="0")
+    results = serve(jobs, TORCH_COMPILE_DISABLE="0")
     return dict(zip(WAYS, results, strict=True))
 
 
@@ -159,7 +159,7 @@ def test_other_ways_compute_the_same(way: str, other_ways: dict[str, Any], model
 def test_experts_are_loaded_as_kept_plus_their_alignment(
     way: str, one_process: dict[str, Any], other_ways: dict[str, Any], models: dict[str, Any]
 ) -> None:
-    """All ranks together hold no more than one does. Mixtral, as other hidden sizes are padded for vLLM's CPU kernel."""
+    """All ranks together hold no more than one does. Mixtral, as vLLM's CPU kernel pads other hidden sizes."""
     bytes_per_row = 3 * FAMILIES["mixtral"]["hidden_size"] * 4  # gate, up and down in fp32
     padding = sum(-width % 16 for widths in ragged_layers("mixtral") for width in widths or ()) * bytes_per_row
     result = one_process["mixtral"] if way == "one rank" else other_ways[way]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp_plugins.tensor_parallel import check_ranks, fit, is_padded, pad, share_channels
+from ddp_plugins.tensor_parallel import check_expert_ranks, check_ranks, fit, is_padded, pad, share_channels
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -91,3 +91,12 @@ def test_ranks_share_the_channels_of_experts_evenly_and_pad_no_more_than_one_ran
     blocks = [sum(-(-len(share) // 16) for share in of_rank) for of_rank in shares]
     assert sum(blocks) == sum(-(-width // 16) for width in expert_widths)
     assert max(blocks) - min(blocks) <= 1
+
+
+def test_ranks_that_cannot_share_experts_are_refused_with_what_works() -> None:
+    check_expert_ranks(3, num_experts=8, dense_width=64, is_expert_parallel=True)  # 3, 3 and 2 experts
+    check_expert_ranks(16, num_experts=8, dense_width=64, is_expert_parallel=False)  # 4 channels each
+    with pytest.raises(SettingError, match=r"over 16 ranks .* a layer has 8; use at most 8 ranks"):
+        check_expert_ranks(16, num_experts=8, dense_width=64, is_expert_parallel=True)
+    with pytest.raises(SettingError, match=r"tensor_parallel_size=3 .* 64 channels .*one of \[1, 2\]"):
+        check_expert_ranks(3, num_experts=8, dense_width=64, is_expert_parallel=False)
