@@ -1,5 +1,6 @@
 """The verbs `bench`, `eval` and `compare`. Nothing heavy is imported before a verb runs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,71 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
             draw_speed(results, output.with_suffix(".png"))
             console.print(f"{output} keeps vLLM's raw results; {output.with_suffix('.png')} draws them")
             click.echo(json_line(results))
+
+
+@bench.command()
+@click.option("--shape", "shapes", default="qwen3-30b-a3b", show_default=True, help="Models by commas, or all.")
+@click.option("--tokens", default="1,4,16,64,256,1024,4096", show_default=True, help="Batch sizes by commas.")
+@click.option("--sparsity", "sparsities", default="0,20,40,60", show_default=True, help="Percent removed, by commas.")
+@click.option("--rounds", type=int, default=9, show_default=True, help="Interleaved measurements of each kernel.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one]")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Shrink hidden and intermediate size.")
+@click.option("--experts", type=int, help="At most so many experts. [default: the model's]")
+@click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", show_default=True, help="On a CPU.")
+@click.option("--popularity", type=float, default=0.5, show_default=True, help="How unevenly experts are chosen.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--output", "-o", type=click.Path(path_type=Path), default="kernel.json", show_default=True)
+@click.option("--overwrite", is_flag=True, help="Replace the output file.")
+def kernel(
+    shapes: str, tokens: str, sparsities: str, device: str | None, output: Path, overwrite: bool, **options: Any
+) -> None:
+    """Measure one layer's experts of different widths against vLLM's fused experts and even widths.
+
+    \b
+    ddp-vllm bench kernel --shape all
+    ddp-vllm bench kernel --shape olmoe-1b-7b --experts 16 --scale 0.5 --tokens 1,16 --sparsity 40
+    """
+    from rich.console import Console
+
+    from ddp_benchmarks.results import check_file, write_results
+
+    check_file(output, overwrite=overwrite)
+    import torch
+
+    from ddp_benchmarks.experts import SHAPES
+    from ddp_benchmarks.kernel import KernelSettings, run_kernel_benchmark
+    from ddp_benchmarks.kernel_report import kernel_line, print_kernel
+
+    settings = KernelSettings(
+        shapes=tuple(SHAPES) if shapes == "all" else tuple(shapes.split(",")),
+        tokens=_whole_numbers("--tokens", tokens),
+        sparsities=_whole_numbers("--sparsity", sparsities),
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        **options,
+    )
+    settings.check()
+    console = Console(highlight=False)
+    results: dict[str, Any] = {}
+
+    def save(found: Mapping[str, Any]) -> None:
+        results.update(found)
+        write_results(results, output)
+
+    try:
+        run_kernel_benchmark(settings, say=lambda text: console.print(text, style="dim"), save=save)
+    finally:  # an interrupted run shows what it has
+        if results:
+            print_kernel(results, console)
+            console.print(f"{output} keeps every ratio and width")
+            click.echo(kernel_line(results))
+
+
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    numbers = _numbers(option, text)
+    if not all(number.is_integer() for number in numbers):
+        raise SettingError(f"{option} {text!r} is no list of whole numbers; write 1,16,256")
+    return tuple(int(number) for number in numbers)
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -70,8 +70,7 @@ def finish_weights(
     Returns the tensors given where `cpu_fused_moe` cannot serve them.
     """
     hidden_size = w2.shape[1]
-    operators = _operators()
-    if operators is None or hidden_size % BUCKET_ALIGNMENT or not len(w2):
+    if hidden_size % BUCKET_ALIGNMENT or not len(w2) or (operators := _operators()) is None:
         return w13, w2
     isa = _instruction_set(w2.dtype)
     buckets = choose_buckets(tuple(widths), _call_rows(w2))
@@ -124,11 +123,11 @@ def sort_pairs(
     Returns the place of each pair in sorted order; the pairs' numbers t·K + k in that order; and where the pairs of
     each place start, with their end as the last entry. Pairs without an expert here come first.
     """
-    ids_P = topk_ids_TK.flatten().long()
+    ids_P = topk_ids_TK.flatten()
     if expert_map is not None:
-        ids_P = torch.where(ids_P >= 0, expert_map.long()[ids_P], -1)
-    places_P, order_P = torch.where(ids_P >= 0, places_E.long()[ids_P], -1).sort(stable=True)
-    starts = torch.searchsorted(places_P, torch.arange(places_E.numel() + 1))
+        ids_P = torch.where(ids_P >= 0, expert_map[ids_P], -1)
+    places_P, order_P = torch.where(ids_P >= 0, places_E[ids_P], -1).sort(stable=True)
+    starts = torch.searchsorted(places_P, torch.arange(places_E.numel() + 1, dtype=torch.int32))
     return places_P, order_P, starts.tolist()
 
 
@@ -154,7 +153,7 @@ def _run_buckets(
             None,
             None,
             weights_P[pairs, None],
-            (places_P[pairs, None] - bucket.first).int(),
+            places_P[pairs, None] - bucket.first,
             "silu",
             isa,
         )

@@ -9,13 +9,14 @@ Letters of the shape suffixes: T tokens, H hidden size, K experts a token (top-k
 S rows of all experts together, w the width of one expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ddp_plugins import moe_cpu
 
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ROW_ALIGNMENT = 16  # rows; the smallest tile of a tensor core, and 32 bytes of a bf16 column
 
 
@@ -142,7 +143,6 @@ def ragged_moe(
     )
 
 
-@torch.library.custom_op("ddp_vllm::ragged_moe", mutates_args=())
 def _launch(
     x_TH: torch.Tensor,
     w13: torch.Tensor,
@@ -171,8 +171,7 @@ def _launch(
     return moe_kernel.ragged_moe(x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map)
 
 
-@_launch.register_fake
-def _(
+def _fake(
     x_TH: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
@@ -183,3 +182,24 @@ def _(
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
+
+
+# not torch.library.custom_op: its checks cost 40 µs a call (EPYC 9004), as much as three experts of a small model
+LIBRARY = torch.library.Library("ddp_vllm", "FRAGMENT")
+LIBRARY.define("ragged_moe" + torch.library.infer_schema(_launch, mutates_args=()))
+LIBRARY.impl("ragged_moe", _launch, "CompositeExplicitAutograd")
+torch.library.register_fake("ddp_vllm::ragged_moe", _fake, lib=LIBRARY)
+
+
+def build_experts(experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Run:
+    """Pack experts (gate `[w, H]`, up `[w, H]`, down `[H, w]`) and return what runs them on x, weights and ids.
+
+    The entry point `ddp_vllm.moe_kernels` names this function: so a benchmark finds the kernels without importing us.
+    """
+    layout = ExpertLayout.of([len(gate) for gate, _, _ in experts])
+    like = experts[0][0]
+    w13, w2 = empty_weights(layout, like.shape[1], like.dtype, like.device)
+    for expert, matrices in enumerate(experts):
+        pack_expert(layout, w13, w2, expert, *matrices)
+    w13, w2 = finish_weights(layout, w13, w2)
+    return lambda x_TH, weights_TK, ids_TK: ragged_moe(x_TH, w13, w2, layout, weights_TK, ids_TK)

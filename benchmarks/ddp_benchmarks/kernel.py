@@ -1,0 +1,277 @@
+"""How fast are experts of different widths, and what do the different widths themselves cost?
+
+One layer's routed experts are run alone, in five ways on the same tokens and routing:
+
+    ragged        our kernel at the widths drawn
+    dense         vLLM's own fused experts before pruning
+    padded        vLLM's own, every expert padded to the widest: what serves such a checkpoint without our kernel
+    uniform       our kernel, every expert at the mean width: the same bytes without the raggedness
+    vllm_uniform  vLLM's own at that width: the same bytes in its own kernel
+
+Rounds are interleaved and their order rotates, so that a slow minute slows all; ratios are paired within rounds
+(`verdict.py`). Before anything is timed, ragged must equal padded. Copy bandwidth and matrix throughput of the same
+machine, measured in the same run, are the ceilings that achieved numbers are shares of.
+"""
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from ddp_benchmarks.experts import (
+    SHAPES,
+    Batch,
+    Expert,
+    Shape,
+    cut,
+    draw_batch,
+    draw_experts,
+    draw_widths,
+    even_widths,
+    work,
+)
+from ddp_benchmarks.fused_experts import build_vllm
+from ddp_benchmarks.machine import hardware, today, versions
+from ddp_benchmarks.verdict import judge, spread
+from ddp_vllm.errors import ServingError, SettingError
+
+FORMAT = "ddp-vllm bench kernel 1"
+GROUP = "ddp_vllm.moe_kernels"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # of the norm; both round every term
+BASELINES = ("dense", "padded", "uniform", "vllm_uniform")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+FEW_TOKENS, DRAWS = 64, 4
+"""Up to so many tokens a measurement runs several routings in turn, so that caches do not hold the same few experts."""
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSettings:
+    """What to measure."""
+
+    shapes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    """Batch sizes M."""
+    sparsities: tuple[int, ...]
+    """Percent of the channels removed."""
+    rounds: int
+    seed: int
+    device: str
+    dtype: str
+    scale: float
+    """Hidden and intermediate size times this, for small machines; 1: the real shape."""
+    experts: int | None
+    """At most so many experts; None: all."""
+    clock: str = "wall"
+    """On a CPU, `wall` or `cpu`: seconds of processor time, which other work on a busy machine does not lengthen."""
+    popularity: float = 0.5
+    """Standard deviation of the experts' popularity, beside 1 of each token's own preference."""
+
+    def check(self) -> None:
+        """Raises: SettingError, naming the setting, its value and its limits."""
+        for name in self.shapes:
+            if name not in SHAPES:
+                raise SettingError(f"--shape {name} is unknown; use one of {', '.join(SHAPES)}")
+        limits: tuple[tuple[str, Sequence[float], float, float], ...] = (
+            ("--tokens", self.tokens, 1, 65536),
+            ("--sparsity", self.sparsities, 0, 95),
+            ("--rounds", (self.rounds,), 2, 1000),
+            ("--scale", (self.scale,), 0.01, 1),
+            ("--experts", () if self.experts is None else (self.experts,), 1, 1024),
+            ("--popularity", (self.popularity,), 0, 5),
+        )
+        for option, values, low, high in limits:
+            if wrong := [value for value in values if not low <= value <= high]:
+                raise SettingError(f"{option} {wrong[0]:g} is outside {low:g}…{high:g}")
+        if self.clock == "cpu" and (self.device != "cpu" or torch.get_num_threads() != 1):
+            raise SettingError("--clock cpu counts all threads together; use --device cpu and set OMP_NUM_THREADS=1")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise SettingError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+
+
+def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Mapping[str, Any]], None]) -> None:
+    """Measure every shape and sparsity, and pass the results so far to `save` after each.
+
+    Raises: ServingError if a kernel is missing or answers wrongly.
+    """
+    build_ragged = find_kernel()
+    results: dict[str, Any] = {
+        "format": FORMAT,
+        "started": today(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "settings": asdict(settings),
+        "ceilings": measure_ceilings(settings.device, DTYPES[settings.dtype], CLOCKS[settings.clock]),
+        "complete": False,
+        "rows": [],
+    }
+    say("copy {copy_gb_per_s:.1f} GB/s, matmul {matmul_gflop_per_s:,.0f} GFLOP/s".format(**results["ceilings"]))
+    for name in settings.shapes:
+        shape = SHAPES[name].scaled(settings.scale, settings.experts)
+        generator = torch.Generator().manual_seed(settings.seed)
+        dense = draw_experts(shape, DTYPES[settings.dtype], settings.device, generator)
+        for sparsity in settings.sparsities:
+            widths = draw_widths(shape, sparsity, settings.seed)
+            say(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
+            results["rows"] += _measure_widths(name, shape, dense, widths, sparsity, build_ragged, settings, results)
+            save(results)
+    results["complete"] = True
+    save(results)
+
+
+def find_kernel() -> Callable[[Sequence[Expert]], Run]:
+    """Return the installed builder of ragged experts. Raises: ServingError."""
+    found = importlib.metadata.entry_points(group=GROUP, name="ragged")
+    if not found:
+        raise ServingError(f"no entry point ragged in the group {GROUP}; install ddp-vllm again: pip install -e .")
+    builder: Callable[[Sequence[Expert]], Run] = next(iter(found)).load()
+    return builder
+
+
+def _measure_widths(
+    name: str,
+    shape: Shape,
+    dense: Sequence[Expert],
+    widths: list[int],
+    sparsity: int,
+    build_ragged: Callable[[Sequence[Expert]], Run],
+    settings: KernelSettings,
+    results: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    even = even_widths(widths)
+    runs = {
+        "ragged": build_ragged(cut(dense, widths)),
+        "dense": build_vllm(dense),
+        "padded": build_vllm(cut(dense, widths)),
+        "uniform": build_ragged(cut(dense, even)),
+        "vllm_uniform": build_vllm(cut(dense, even)),
+    }
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    popularity = settings.popularity * torch.randn(shape.num_experts, generator=generator)
+    rows = []
+    for tokens in settings.tokens:
+        draws = DRAWS if tokens <= FEW_TOKENS else 1
+        batches = [
+            draw_batch(shape, tokens, dense[0][0].dtype, settings.device, generator, popularity) for _ in range(draws)
+        ]
+        _check_agreement(runs, batches[0])
+        seconds = time_interleaved(runs, batches, settings.rounds, CLOCKS[settings.clock])
+        row = {"shape": name, **asdict(shape), "sparsity": sparsity, "tokens": tokens, "draws": draws, "widths": widths}
+        rows.append(row | _judge(seconds, batches, widths, shape, results["ceilings"]))
+    return rows
+
+
+def _check_agreement(runs: Mapping[str, Run], batch: Batch) -> None:
+    """Raises: ServingError if the kernels disagree on the same experts."""
+    for ours, theirs in (("ragged", "padded"), ("uniform", "vllm_uniform")):
+        expected = runs[theirs](*batch).double()
+        error = ((runs[ours](*batch).double() - expected).norm() / expected.norm()).item()
+        if not error <= AGREE[batch[0].dtype]:  # NaN is no agreement either
+            raise ServingError(f"{ours} and {theirs} differ by {error:.2e} of the result's norm; nothing was measured")
+
+
+def time_interleaved(
+    runs: Mapping[str, Run], batches: Sequence[Batch], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Return for each way the seconds a batch took in each round; the first round is not kept."""
+    cuda = batches[0][0].is_cuda
+    timers = {
+        name: _graph_timer(run, batches) if cuda else _call_timer(run, batches, clock) for name, run in runs.items()
+    }
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for place in range(len(names)):
+            name = names[(place + turn) % len(names)]
+            seconds[name].append(timers[name]() / len(batches))
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def _call_timer(run: Run, batches: Sequence[Batch], clock: Callable[[], float]) -> Callable[[], float]:
+    def measure() -> float:
+        began = clock()
+        for batch in batches:
+            run(*batch)
+        return clock() - began
+
+    return measure
+
+
+def _graph_timer(run: Run, batches: Sequence[Batch]) -> Callable[[], float]:
+    """Capture the calls in a CUDA graph, as vLLM does, so that launches from Python are not what is measured."""
+    for batch in batches:
+        run(*batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for batch in batches:
+            run(*batch)
+
+    def measure() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    return measure
+
+
+def _judge(
+    seconds: Mapping[str, list[float]],
+    batches: Sequence[Batch],
+    widths: list[int],
+    shape: Shape,
+    ceilings: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return times, achieved rates, ratios to the baselines, and how far ragged is from time ∝ what was kept.
+
+    The share kept is that of the bytes where reading the weights takes longer at the ceilings, else of the operations.
+    """
+    item = batches[0][0].element_size()
+    read, computed = work(batches, widths, shape.hidden_size, item)
+    dense_read, dense_computed = work(batches, [shape.intermediate_size] * len(widths), shape.hidden_size, item)
+    reading = dense_read / ceilings["copy_gb_per_s"] > dense_computed / ceilings["matmul_gflop_per_s"]
+    share = read / dense_read if reading else computed / dense_computed
+    ragged = median(seconds["ragged"])
+    return {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "speedup_over": {name: judge(seconds["ragged"], seconds[name]).to_json() for name in BASELINES},
+        "bound": "bytes" if reading else "operations",
+        "share_kept": share,
+        "over_proportional": median([r / d for r, d in zip(seconds["ragged"], seconds["dense"], strict=True)])
+        / max(share, 1e-9),
+        "gb_per_s": read / ragged / 1e9,
+        "gflop_per_s": computed / ragged / 1e9,
+    }
+
+
+def measure_ceilings(device: str, dtype: torch.dtype, clock: Callable[[], float]) -> dict[str, float]:
+    """Return the best of several large copies (bytes read and written) and square matrix products on this machine."""
+    cuda = device == "cuda"
+    size, side = (2**30, 8192) if cuda else (2**27, 1024)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a = torch.randn(side, side, device=device).to(dtype)
+    copy = _best_seconds(lambda: target.copy_(source), cuda, clock)
+    matmul = _best_seconds(lambda: a @ a, cuda, clock)
+    return {"copy_gb_per_s": 2 * size / copy / 1e9, "matmul_gflop_per_s": 2 * side**3 / matmul / 1e9}
+
+
+def _best_seconds(call: Callable[[], Any], cuda: bool, clock: Callable[[], float]) -> float:
+    best = float("inf")
+    for _ in range(10):
+        began = clock()
+        call()
+        if cuda:
+            torch.cuda.synchronize()
+        best = min(best, clock() - began)
+    return best
