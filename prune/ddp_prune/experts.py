@@ -2,15 +2,14 @@
 
 Every expert's intermediate activation is multiplied by its own gates before the down projection. Weights are frozen
 and get no gradient; gates are never folded while learning, which would make a gradient as large as the weights.
-Memory: masks and their gradients take 8·L·E·C bytes a sequence (38 MB for Qwen3-30B-A3B, so each sequence can have its
-own); what a layer keeps for backward is S rows of 4·C + H numbers (measured: 10.4 kB a slot of Qwen3-30B-A3B in
+Memory: what a layer keeps for backward is S rows of 4·C + H numbers (measured: 10.4 kB a slot of Qwen3-30B-A3B in
 bfloat16, that is 4 MB a token over its 48 layers), so `micro_batch_size` is what to lower when memory is short.
-Legend: T tokens, K experts a token is sent to, S = T·K slots sorted by expert, then sequence; B sequences, E experts,
-C channels of an expert, G = E·B groups of slots that share a mask; L layers with experts.
+Legend: T tokens, K experts a token is sent to, S = T·K slots sorted by expert; E experts, C channels of an expert;
+L layers with experts.
 """
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,54 +18,64 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 IMPLEMENTATION = "ddp"  # the name under which transformers finds `gated_experts`
 
 
-class _ScaleGroups(torch.autograd.Function):
-    """y[s] = x[s] · mask[group of s], with a gradient for the mask that sums over each group.
+class LayerGates(NamedTuple):
+    """What a layer's routed experts are run with; every part may be missing."""
+
+    mask: torch.Tensor | None
+    """The gates [E, C]; without them the layer is dense."""
+    squares: torch.Tensor | None
+    """[E, C]; backward adds the sum over slots of (∂loss/∂mask at that slot)² to it; float32."""
+    counts: torch.Tensor | None
+    """[E]; the number of slots of each expert is added to it; int64."""
+
+
+class _ScaleExperts(torch.autograd.Function):
+    """y[s] = x[s] · mask[expert of s], with a gradient for the mask that sums over the slots of each expert.
 
     Neither the mask of every slot nor its gradient lives from forward to backward, and the sums are the same on every
-    run: slots of a group are neighbours, so no atomic additions are needed.
+    run: slots of an expert are neighbours, so no atomic additions are needed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_SC: torch.Tensor, mask_GC: torch.Tensor, groups_S: torch.Tensor, sizes_G: torch.Tensor
+        ctx: Any,
+        x_SC: torch.Tensor,
+        mask_EC: torch.Tensor,
+        squares_EC: torch.Tensor | None,
+        experts_S: torch.Tensor,
+        sizes_E: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x_SC, mask_GC, groups_S, sizes_G)
-        return x_SC * mask_GC.to(x_SC.dtype)[groups_S]
+        ctx.save_for_backward(x_SC, mask_EC, experts_S, sizes_E)
+        ctx.squares_EC = squares_EC
+        return x_SC * mask_EC.to(x_SC.dtype)[experts_S]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        x_SC, mask_GC, groups_S, sizes_G = ctx.saved_tensors
-        gradient_SC, x_gradient, mask_gradient = gradients[0], None, None
-        if ctx.needs_input_grad[0]:
-            x_gradient = gradient_SC * mask_GC.to(gradient_SC.dtype)[groups_S]
-        if ctx.needs_input_grad[1]:
-            products = gradient_SC.to(mask_GC.dtype) * x_SC  # summed in the masks' float32
-            mask_gradient = torch.segment_reduce(products, "sum", lengths=sizes_G, axis=0, initial=0.0)
-        return x_gradient, mask_gradient, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        x_SC, mask_EC, experts_S, sizes_E = ctx.saved_tensors
+        products = gradients[0].to(mask_EC.dtype) * x_SC  # summed in the masks' float32
+        sums = torch.segment_reduce(products, "sum", lengths=sizes_E, axis=0, initial=0.0)
+        if ctx.squares_EC is not None:
+            ctx.squares_EC += torch.segment_reduce(products.square_(), "sum", lengths=sizes_E, axis=0, initial=0.0)
+        return gradients[0] * mask_EC.to(x_SC.dtype)[experts_S], sums, None, None, None
 
 
 def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Return what the routed experts add, [T, H]; an implementation of transformers' experts interface.
 
     `experts` is the family's module of stacked dense experts with one thing more, `ddp_gates`: a function that
-    returns the layer's masks ([E, C], [B, E, C] with one a sequence, or None for the dense model) and a tensor [E] to
-    add the number of slots of each expert to (or None). With B masks the T tokens are B equal sequences in a row.
+    returns the layer's `LayerGates`.
     """
-    masks, counts_E = experts.ddp_gates()
-    num_experts, (num_tokens, num_chosen) = experts.num_experts, ids_TK.shape
-    num_masks = masks.shape[0] if masks is not None and masks.dim() == 3 else 1
-    sequences_T = torch.arange(num_tokens, device=x_TH.device) // (num_tokens // num_masks)
-    groups_S, order_S = (ids_TK * num_masks + sequences_T[:, None]).flatten().sort(stable=True)
-    sizes_G = torch.bincount(groups_S, minlength=num_experts * num_masks)
-    sizes_E = sizes_G.view(num_experts, num_masks).sum(1)
-    if counts_E is not None:
-        counts_E += sizes_E
+    gates: LayerGates = experts.ddp_gates()
+    num_tokens, num_chosen = ids_TK.shape
+    experts_S, order_S = ids_TK.flatten().sort(stable=True)
+    sizes_E = torch.bincount(experts_S, minlength=experts.num_experts)
+    if gates.counts is not None:
+        gates.counts.add_(sizes_E)
     ends_E = sizes_E.cumsum(0).to(torch.int32)
     y = grouped_linear(x_TH[order_S // num_chosen], experts.gate_up_proj, ends_E)
     y = experts._apply_gate(y)
-    if masks is not None:
-        mask_GC = masks.transpose(0, 1).flatten(0, 1) if masks.dim() == 3 else masks
-        y = _ScaleGroups.apply(y, mask_GC, groups_S, sizes_G)
+    if gates.mask is not None:
+        y = _ScaleExperts.apply(y, gates.mask, gates.squares, experts_S, sizes_E)
     y = grouped_linear(y, experts.down_proj, ends_E) * weights_TK.flatten()[order_S, None]
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)

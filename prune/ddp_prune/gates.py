@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_prune.experts import IMPLEMENTATION
+from ddp_prune.experts import IMPLEMENTATION, LayerGates
 from ddp_prune.families import EXPERTS, Dimensions, Family
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
@@ -32,6 +32,30 @@ class _ClampStraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradients[0], None, None
+
+
+class _Scale(torch.autograd.Function):
+    """x[t] · mask, every entry of the mask over `columns` neighbours; backward also squares what each token says.
+
+    The gradient of a mask is a sum over tokens. Its parts are there only in backward, so `squares` is filled there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mask_U: torch.Tensor, columns: int, squares_U: torch.Tensor | None
+    ) -> torch.Tensor:
+        spread = mask_U.to(x.dtype).repeat_interleave(columns) if columns > 1 else mask_U.to(x.dtype)
+        ctx.save_for_backward(x, spread)
+        ctx.columns, ctx.dtype, ctx.squares_U = columns, mask_U.dtype, squares_U
+        return x * spread
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x, spread = ctx.saved_tensors
+        products_TU = (gradients[0] * x).flatten(0, -2).to(ctx.dtype).unflatten(-1, (-1, ctx.columns)).sum(-1)
+        if ctx.squares_U is not None:
+            ctx.squares_U += products_TU.square().sum(0)
+        return gradients[0] * spread, products_TU.sum(0), None, None
 
 
 def gate(z_LU: torch.Tensor) -> torch.Tensor:
@@ -84,6 +108,7 @@ class GatedModel:
         self.model, self.sizes, self.head_unit = model, sizes, head_unit
         self.shapes = unit_shapes(sizes, head_unit)
         self._masks: Mapping[str, Sequence[torch.Tensor]] | None = None  # of every layer
+        self._squares: Mapping[str, torch.Tensor] | None = None
         self._counts_LE: torch.Tensor | None = None
         if sizes.num_experts:
             self._attach_to_experts(family)
@@ -97,10 +122,13 @@ class GatedModel:
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
 
-    def _expert_gates(self, row: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _expert_gates(self, row: int) -> LayerGates:
         if self._masks is None:
-            return None, None
-        return self._masks["experts"][row], None if self._counts_LE is None else self._counts_LE[row]
+            return LayerGates(None, None, None)
+        squares = None if self._squares is None else self._squares["experts"][row]
+        return LayerGates(
+            self._masks["experts"][row], squares, None if self._counts_LE is None else self._counts_LE[row]
+        )
 
     def _attach_to_projections(self, family: Family) -> None:
         sizes, head_unit = self.sizes, self.head_unit
@@ -117,12 +145,8 @@ class GatedModel:
         def scale_input(_module: nn.Module, args: Any) -> Any:
             if self._masks is None:
                 return None
-            mask = self._masks[kind][index].to(args[0].dtype)
-            if columns > 1:
-                mask = mask.repeat_interleave(columns, dim=-1)
-            if mask.dim() == 2:  # one mask a sequence
-                mask = mask[:, None, :]
-            return (args[0] * mask, *args[1:])
+            squares = None if self._squares is None else self._squares[kind][index]
+            return (_Scale.apply(args[0], self._masks[kind][index], columns, squares), *args[1:])
 
         return scale_input
 
@@ -133,27 +157,27 @@ class GatedModel:
             if self._masks is None:
                 return None
             gone = ~(self._masks[kind][index] > 0).any(-1, keepdim=True)
-            if gone.dim() == 2:
-                gone = gone[:, None, :]
             return output - module.bias * gone
 
         return subtract_bias
 
     @contextmanager
-    def masks(self, masks: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
-        """Apply `masks` to every forward inside the block; None is the dense model.
+    def masks(
+        self, masks: Mapping[str, torch.Tensor] | None, squares: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[None]:
+        """Apply `masks` (their shapes are those of `shapes`, any float dtype) to every forward inside the block.
 
-        Each has its shape of `shapes`, or [B, …] before it with a mask for every sequence of the batch; any float
-        dtype. Checkpointed layers run again in backward, so `backward()` belongs inside the block too.
+        None is the dense model. `backward()` adds to float32 `squares`, where given, the sum over tokens of
+        (∂loss/∂mask at that token)². Checkpointed layers run again in backward, so it belongs inside the block too.
         """
-        previous = self._masks
-        self._masks = None
+        previous = self._masks, self._squares
+        self._masks, self._squares = None, squares
         if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each
-            self._masks = {kind: mask.unbind(mask.dim() - len(self.shapes[kind])) for kind, mask in masks.items()}
+            self._masks = {kind: mask.unbind() for kind, mask in masks.items()}
         try:
             yield
         finally:
-            self._masks = previous
+            self._masks, self._squares = previous
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:

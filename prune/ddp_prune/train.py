@@ -150,29 +150,27 @@ class Trainer:
         return {"step": step + 1, "loss": loss, "ce": cross_entropy, "kl": divergence, "mu": mu} | self._measure(mu)
 
     def _gradients(self, step: int, masks: Masks) -> tuple[float, float, Masks, Masks]:
-        """Return CE, KL, dloss/dm [L, U] and the mean over sequences of its square, summed over processes.
+        """Return CE, KL, dloss/dm [L, U] and the mean over tokens of its part's square, summed over processes.
 
-        Each sequence has its own copy of the masks, so the squares are the diagonal of the empirical Fisher matrix
-        with sequences as samples, at no extra cost.
+        The squares are the diagonal of the empirical Fisher matrix with tokens as samples: 256 times as many as
+        sequences, and the same however a step is cut into micro-batches.
         """
         losses = torch.zeros(2, device=self.accelerator.device)
         gradients = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
         squares = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
         routed = {kind: torch.zeros_like(counts) for kind, counts in self.routed.items()}
-        size = self.recipe.batch_size
+        size, tokens_each = self.recipe.batch_size, self.recipe.seq_len - 1
         for numbers in self.batches.step(step):
             tokens = self.batches.blocks[numbers].to(self.accelerator.device)
-            leaves = {
-                kind: mask.detach().expand(len(numbers), *mask.shape).clone().requires_grad_()
-                for kind, mask in masks.items()
-            }
+            leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
+            parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
             with self.gated.counting(routed.get("experts")):
-                losses += self._backward(tokens, numbers, leaves) * (len(numbers) / size)
+                losses += self._backward(tokens, numbers, leaves, parts) * (len(numbers) / size)
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
-                per_sequence = leaf.grad * len(numbers)  # the loss is a mean over the micro-batch
-                gradients[kind] += per_sequence.sum(0) / size
-                squares[kind] += per_sequence.square().sum(0) / size
+                gradients[kind] += leaf.grad * (len(numbers) / size)
+                # the loss is a mean over the micro-batch; a token's own loss has this many times its gradient
+                squares[kind] += parts[kind] * ((len(numbers) * tokens_each) ** 2 / (size * tokens_each))
         reduce = self.accelerator.reduce
         cross_entropy, divergence = reduce(losses, "sum").tolist()
         for kind, counts in routed.items():
@@ -180,11 +178,11 @@ class Trainer:
         total = {kind: reduce(value, "sum") for kind, value in gradients.items()}
         return cross_entropy, divergence, total, {kind: reduce(value, "sum") for kind, value in squares.items()}
 
-    def _backward(self, tokens: torch.Tensor, numbers: list[int], leaves: Masks) -> torch.Tensor:
+    def _backward(self, tokens: torch.Tensor, numbers: list[int], leaves: Masks, squares: Masks) -> torch.Tensor:
         """Run one micro-batch forward and backward into the leaves; return [CE, KL] in nats a token."""
         model: Any = self.gated.model
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
-        with self.gated.masks(leaves):
+        with self.gated.masks(leaves, squares):
             student = final_hidden(model, tokens)
             loss, cross_entropy, divergence = distilled_loss(
                 student,

@@ -159,42 +159,42 @@ def test_gates_scale_the_intermediate_activation(dense: Any) -> None:
         )
         hidden = torch.nn.functional.silu(x.double() @ w1.t()) * (x.double() @ w3.t()) * mask_EC[expert]
         expected += shares[0, slot].double() * (hidden @ w2.t())
-    with gated.masks({"experts": mask_EC.expand(3, -1, -1)}):
+    with gated.masks({"experts": mask_EC[None].expand(3, -1, -1)}):
         y = gated.model.get_submodule("model.layers.0.mlp.experts")(x, ids, shares)
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=0)
 
 
-def test_each_sequence_has_its_own_masks_and_gradients(dense: Any) -> None:
-    source = open_source(str(dense("qwen3_moe")))
-    gated = _gated(source)
+def test_squares_are_those_of_each_token(dense: Any) -> None:
+    """Tokens one by one through one layer give the parts of the gradient that are squared and summed."""
+    gated = _gated(open_source(str(dense("mixtral"))))
+    experts = gated.model.get_submodule("model.layers.1.mlp.experts")
     generator = torch.Generator().manual_seed(2)
-    masks = torch.rand(2, *gated.shapes["experts"], generator=generator)
-    singles = []
-    for index in range(2):
-        leaf = masks[index].clone().requires_grad_()
-        with gated.masks({"experts": leaf}):
-            logits = gated.model(TOKENS[index : index + 1]).logits
-            logits.square().mean().backward()
-        singles.append((logits.detach(), leaf.grad))
-    leaf = masks.clone().requires_grad_()
-    with gated.masks({"experts": leaf}):
-        logits = gated.model(TOKENS).logits
-        (2 * logits.square().mean()).backward()
-    assert leaf.grad is not None
-    for index, (single, gradient) in enumerate(singles):
-        torch.testing.assert_close(logits[index : index + 1], single, atol=1e-5, rtol=0)
-        torch.testing.assert_close(leaf.grad[index], gradient, atol=1e-6, rtol=1e-4)
-    assert not torch.equal(leaf.grad[0], leaf.grad[1])
+    x, wanted = torch.randn(2, 6, 64, generator=generator)
+    ids, shares = torch.tensor([[0, 2], [2, 5], [6, 0]] * 2), torch.rand(6, 2, generator=generator)
+    gates = torch.rand(gated.shapes["experts"], generator=generator)
+
+    def gradient(tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf, squares = gates.clone().requires_grad_(), torch.zeros_like(gates)
+        with gated.masks({"experts": leaf}, {"experts": squares}):
+            (experts(x[tokens], ids[tokens], shares[tokens]) * wanted[tokens]).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad, squares
+
+    parts = [gradient(slice(token, token + 1))[0] for token in range(6)]
+    whole, squares = gradient(slice(None))
+    torch.testing.assert_close(whole, torch.stack(parts).sum(0))
+    torch.testing.assert_close(squares, torch.stack(parts).square().sum(0))
+    assert squares[1, 2].min() > 0 and squares[1, 1].max() == 0  # a busy expert and an idle one
     assert all(parameter.grad is None for parameter in gated.model.parameters())
 
 
 def test_gradients_are_slopes(dense: Any) -> None:
-    """Of one layer in float64, for masks of two sequences and for the hidden states; idle experts among them."""
+    """Of one layer in float64, for the masks and for the hidden states; idle experts among them."""
     gated = _gated(open_source(str(dense("mixtral"))))
     experts = gated.model.get_submodule("model.layers.1.mlp.experts").double()
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(6, 64, dtype=torch.float64, generator=generator, requires_grad=True)
-    masks = torch.rand(2, *gated.shapes["experts"], dtype=torch.float64, generator=generator, requires_grad=True)
+    masks = torch.rand(gated.shapes["experts"], dtype=torch.float64, generator=generator, requires_grad=True)
     ids, shares = torch.tensor([[0, 2], [2, 5], [7, 0]] * 2), torch.rand(6, 2, generator=generator).double()
 
     def run(x: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def test_learns_in_bfloat16(model_type: str, dense: Any) -> None:
     """Routers hand out weights in other dtypes; the masks' gradient stays in float32."""
     source = open_source(str(dense(model_type)))
     gated = GatedModel(load_model(source, "bfloat16"), source.family, source.sizes, "auto")
-    leaf = torch.ones(2, *gated.shapes["experts"], requires_grad=True)
+    leaf = torch.ones(gated.shapes["experts"], requires_grad=True)
     with gated.masks({"experts": leaf}):
         gated.model(TOKENS).logits.float().square().mean().backward()
     assert leaf.grad is not None and leaf.grad.dtype == torch.float32
