@@ -1,7 +1,9 @@
 """Real vLLM serves a pruned MoE model as transformers does the dense one with zeros for what was removed, in fp32."""
 
+import json
 import re
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from conftest import Serve
 from tiny_experts import FAMILIES, make_expert_checkpoint, ragged_layers
-from tiny_models import edit_config, edit_weights
+from tiny_models import NUM_NEW_TOKENS, PROMPTS, edit_config, edit_weights
+
+from ddp_benchmarks.engine import Server
 
 pytestmark = pytest.mark.vllm
 
@@ -164,3 +168,20 @@ def test_experts_are_loaded_as_kept_plus_their_alignment(
     padding = sum(-width % 16 for widths in ragged_layers("mixtral") for width in widths or ()) * bytes_per_row
     result = one_process["mixtral"] if way == "one rank" else other_ways[way]
     assert sum(result["expert_bytes"]) == models["mixtral"][1]["expert_bytes"] + padding
+
+
+def test_over_http(models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, reference = models["olmoe"]
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    options = "--trust-remote-code --skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 192"
+    memory = "--num-gpu-blocks-override 16 --gpu-memory-utilization 0.3"
+    with Server(str(folder), arguments=[*options.split(), *memory.split()], log=tmp_path / "log.txt") as server:
+        for prompt, expected in zip(PROMPTS, reference["outputs"], strict=True):
+            body = {"model": str(folder), "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0}
+            body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True}
+            request = urllib.request.Request(
+                f"{server.address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request) as response:
+                assert json.load(response)["choices"][0]["token_ids"] == expected["tokens"]
