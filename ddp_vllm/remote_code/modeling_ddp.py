@@ -5,6 +5,7 @@ code, which finds the number of heads from the size of the projections. Under `f
 the meta device, so nothing dense is ever allocated. This file travels inside checkpoints.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
     SmolLM3ForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_ddp import (
     DDPGemma2Config,
@@ -59,44 +61,40 @@ class RemovedMLP(nn.Module):
         return torch.zeros_like(hidden_states)
 
 
-class RepeatedHeads(nn.Linear):
-    """A K or V projection that repeats each KV head for the query heads it still serves.
+class Overlay:
+    """An object with some of its attributes replaced, the rest as they are at the time they are asked for."""
 
-    Only for layers whose KV heads serve different numbers of query heads, which stock attention cannot express;
-    the KV cache of plain transformers then holds the repeated heads. Weights stay compact.
-    """
-
-    def repeat(self, index: list[int], head_dim: int) -> "RepeatedHeads":
-        """index: for each head handed on, the head of the weight it is."""
-        self.index, self.head_dim = index, head_dim
-        return self
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        states = super().forward(input).unflatten(-1, (-1, self.head_dim))
-        return states[..., self.index, :].flatten(-2)
-
-
-class OwnHeads:
-    """The model's config, but with one layer's number of query heads; for attention that reads it while it runs."""
-
-    def __init__(self, config: Any, num_attention_heads: int) -> None:
-        self.config, self.num_attention_heads = config, num_attention_heads
+    def __init__(self, original: Any, **replaced: Any) -> None:
+        self.original = original
+        vars(self).update(replaced)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "config":  # not set yet, as when a model is copied
+        if name == "original":  # not set yet, as when a model is copied
             raise AttributeError(name)
-        return getattr(self.config, name)
+        return getattr(self.original, name)
 
 
-def _resize(
-    linear: nn.Linear,
-    *,
-    in_features: int | None = None,
-    out_features: int | None = None,
-    kind: type[nn.Linear] = nn.Linear,
+def uneven_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
+    """Stock attention where KV heads serve different numbers of query heads: each is repeated for those it serves.
+
+    query: `[batch, query heads, tokens, head_dim]`; key, value: `[batch, KV heads, tokens, head_dim]`. The repetition
+    comes after the projections, so that adapters on them stay compact, and after the KV cache.
+    """
+    config = module.config.original
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    stock = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    heads = module.kv_head_of_query_head
+    return stock(Overlay(module, config=config), query, key[:, heads], value[:, heads], *args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register("ddp_uneven", uneven_attention)
+
+
+def _resize(linear: nn.Linear, *, in_features: int | None = None, out_features: int | None = None) -> nn.Linear:
     weight = linear.weight
-    return kind(
+    return nn.Linear(
         in_features or linear.in_features,
         out_features or linear.out_features,
         bias=linear.bias is not None,
@@ -127,26 +125,20 @@ def narrow_attention(attention: Any, widths: LayerWidths) -> None:
     """Replace the projections of one stock attention module, in place."""
     head_dim, counts = attention.head_dim, widths.query_heads_per_kv_head
     num_query, num_kv = widths.num_query_heads, widths.num_kv_heads
-    uneven = len(set(counts)) > 1
-    attention.num_key_value_groups = 1 if uneven else counts[0]
+    attention.num_key_value_groups = counts[0]
     attention.o_proj = _resize(attention.o_proj, in_features=num_query * head_dim)
-    repeated = [head for head, count in enumerate(counts) for _ in range(count)]
-    query = list(range(num_query))
-
-    def narrow(linear: nn.Linear, num_heads: int, index: list[int]) -> Any:
-        if not uneven:
-            return _resize(linear, out_features=num_heads * head_dim)
-        return _resize(linear, out_features=num_heads * head_dim, kind=RepeatedHeads).repeat(index, head_dim)
-
     if hasattr(attention, "qkv_proj"):  # Phi-3 keeps q, k and v in one weight and cuts it by the config
-        index = query + [num_query + head for head in repeated] + [num_query + num_kv + head for head in repeated]
-        attention.qkv_proj = narrow(attention.qkv_proj, num_query + 2 * num_kv, index)
-        attention.config = OwnHeads(attention.config, num_query)
-        attention.num_key_value_heads = num_query if uneven else num_kv
+        attention.qkv_proj = _resize(attention.qkv_proj, out_features=(num_query + 2 * num_kv) * head_dim)
+        attention.config = Overlay(attention.config, num_attention_heads=num_query)
+        attention.num_key_value_heads = num_kv
     else:
         attention.q_proj = _resize(attention.q_proj, out_features=num_query * head_dim)
-        attention.k_proj = narrow(attention.k_proj, num_kv, repeated)
-        attention.v_proj = narrow(attention.v_proj, num_kv, repeated)
+        attention.k_proj = _resize(attention.k_proj, out_features=num_kv * head_dim)
+        attention.v_proj = _resize(attention.v_proj, out_features=num_kv * head_dim)
+    if len(set(counts)) > 1:
+        attention.num_key_value_groups = 1
+        attention.kv_head_of_query_head = [head for head, count in enumerate(counts) for _ in range(count)]
+        attention.config = Overlay(attention.config, _attn_implementation="ddp_uneven")
 
 
 def narrow_mlp(mlp: Any, size: int) -> None:
