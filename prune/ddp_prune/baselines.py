@@ -12,7 +12,7 @@ import torch
 
 from ddp_prune.families import Family
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.objective import distilled_loss
+from ddp_prune.objective import OutputHead, distilled_loss
 
 
 def magnitude(gated: GatedModel, family: Family) -> Masks:
@@ -20,17 +20,20 @@ def magnitude(gated: GatedModel, family: Family) -> Masks:
     layers: list[Any] = list(gated.model.get_submodule(family.layers).children())
     if "experts" in gated.shapes:
         return {"experts": torch.stack([_per_channel(layers[i].mlp.experts) for i in gated.sizes.routed_layers])}
+    sizes, units = gated.sizes, {kind: shape[1] for kind, shape in gated.shapes.items()}
+    lengths = {
+        "query": sizes.num_query_heads * sizes.head_dim,
+        "key": sizes.num_kv_heads * sizes.head_dim,
+        "channel": sizes.intermediate_size,
+    }
     scores: dict[str, list[torch.Tensor]] = {"attn": [], "mlp": []}
     for layer in layers:
-        for kind, rows, output in (
-            ("attn", family.query_rows + family.key_value_rows, family.attention_output),
-            ("mlp", family.channel_rows, family.mlp_output),
-        ):
-            units = gated.shapes[kind][1]
-            energy = _per_unit(layer.get_submodule(output).weight.t(), units)
-            for name in rows:
-                energy = energy + _per_unit(layer.get_submodule(name).weight, units)
-            scores[kind].append(energy)
+        for kind, output in (("attn", family.attention_output), ("mlp", family.mlp_output)):
+            scores[kind].append(_per_unit(layer.get_submodule(output).weight.t(), units[kind]))
+        for name, parts in family.rows.items():
+            kind = "mlp" if "channel" in parts else "attn"
+            for rows in layer.get_submodule(name).weight.split([lengths[part] for part in parts]):
+                scores[kind][-1] = scores[kind][-1] + _per_unit(rows, units[kind])
     return {kind: torch.stack(rows) for kind, rows in scores.items()}
 
 
@@ -55,14 +58,14 @@ def taylor_and_fisher(gated: GatedModel, blocks: Iterable[torch.Tensor]) -> tupl
     SmolLM2-135M than squares of tokens: 131 against 113 held-out perplexity at 50 %, 177 against 106 with 16 blocks.
     """
     model: Any = gated.model
-    weight_VH = model.get_output_embeddings().weight
+    head = OutputHead.of(model)
     first = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
     second = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
     for tokens in blocks:
         leaves = {kind: torch.ones(shape, requires_grad=True) for kind, shape in gated.shapes.items()}
         with gated.masks(leaves, second):
             hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-            distilled_loss(hidden, None, weight_VH, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
+            distilled_loss(hidden, None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
         for kind, leaf in leaves.items():
             assert leaf.grad is not None
             first[kind] += leaf.grad

@@ -54,7 +54,7 @@ class Slicer:
         self.prefix = f"{source.family.layers}."
         self.rows: dict[str, torch.Tensor] = {}
         self.columns: dict[str, torch.Tensor] = {}
-        self.norms: dict[str, torch.Tensor] = {}
+        self.blocks: dict[tuple[str, ...], torch.Tensor] = {}  # what starts like this goes when a layer has no gate
         if "experts" in gates:
             self._slice_experts(gates["experts"], source)
         else:
@@ -76,11 +76,14 @@ class Slicer:
         kv_heads_LK = (heads_LQ > 0).view(sizes.num_layers, sizes.num_kv_heads, -1).any(-1)
         queries_LR = heads_LQ.repeat_interleave(sizes.head_dim, dim=1)
         keys_LR = kv_heads_LK.repeat_interleave(sizes.head_dim, dim=1).float()
-        self.rows |= dict.fromkeys(family.query_rows, queries_LR)
-        self.rows |= dict.fromkeys(family.key_value_rows, keys_LR)
-        self.rows |= dict.fromkeys(family.channel_rows, gates["mlp"])
+        parts = {"query": queries_LR, "key": keys_LR, "channel": gates["mlp"]}
+        self.rows |= {name: torch.cat([parts[part] for part in order], dim=1) for name, order in family.rows.items()}
         self.columns |= {family.attention_output: queries_LR, family.mlp_output: gates["mlp"]}
-        self.norms |= {family.attention_norm: gates["attn"], family.mlp_norm: gates["mlp"]}
+        for output, norms, kind in (
+            (family.attention_output, family.attention_norms, "attn"),
+            (family.mlp_output, family.mlp_norms, "mlp"),
+        ):
+            self.blocks[output.partition(".")[0], *norms] = gates[kind]
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what is left of `tensor`, or None if its block is gone; gates are folded in fp32, rounded once."""
@@ -88,6 +91,9 @@ class Slicer:
             return tensor
         index, _, rest = name.removeprefix(self.prefix).partition(".")
         module, _, kind = rest.rpartition(".")
+        for starts, gates_LU in self.blocks.items():
+            if f"{module}.".startswith(tuple(f"{start}." for start in starts)) and not (gates_LU[int(index)] > 0).any():
+                return None
         if module in self.rows:
             keep = self.rows[module][int(index)] > 0
             return tensor[keep].contiguous() if keep.any() else None
@@ -99,8 +105,6 @@ class Slicer:
             if kind == "bias":  # added after the gates, so neither cut nor scaled
                 return tensor
             return (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
-        if module in self.norms and not self.norms[module][int(index)].gt(0).any():
-            return None
         return tensor
 
 

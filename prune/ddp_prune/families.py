@@ -8,7 +8,7 @@ routed expert, and nothing else is pruned. To add a family: one row here, its co
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_vllm.checkpoint import head_dim
@@ -16,6 +16,16 @@ from ddp_vllm.errors import ModelError
 from ddp_vllm.remote_code.widths import WidthsError, check_routing, count_experts, is_routed
 
 EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer, whatever the names on disk
+
+
+SEPARATE_ROWS = {
+    "self_attn.q_proj": ("query",),
+    "self_attn.k_proj": ("key",),
+    "self_attn.v_proj": ("key",),
+    "mlp.gate_proj": ("channel",),
+    "mlp.up_proj": ("channel",),
+}
+FUSED_ROWS = {"self_attn.qkv_proj": ("query", "key", "key"), "mlp.gate_up_proj": ("channel", "channel")}  # Phi-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +37,17 @@ class Family:
     pruned_config: str
     """Class in `remote_code/configuration_ddp.py`."""
     layers: str = "model.layers"
-    query_rows: tuple[str, ...] = ("self_attn.q_proj",)
-    """Projections with one block of head_dim rows a query head."""
-    key_value_rows: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
-    """Projections with one block of head_dim rows a KV head."""
+    rows: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SEPARATE_ROWS)
+    """Projections -> what lies along their rows, in order: `query` (head_dim rows a query head), `key` (head_dim rows
+    a KV head; values too) or `channel` (a row a channel)."""
     attention_output: str = "self_attn.o_proj"
     """Projection with one block of head_dim columns a query head."""
-    attention_norm: str = "input_layernorm"
-    """Goes when the attention goes."""
-    channel_rows: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Projections with one row a channel."""
+    attention_norms: tuple[str, ...] = ("input_layernorm",)
+    """Go when the attention goes."""
     mlp_output: str = "mlp.down_proj"
     """Projection with one column a channel."""
-    mlp_norm: str = "post_attention_layernorm"
-    """Goes when the MLP goes."""
+    mlp_norms: tuple[str, ...] = ("post_attention_layernorm",)
+    """Go when the MLP goes."""
     expert_rows: tuple[str, ...] = ()
     """On disk, projections of expert `{}` with one row a channel; empty: the family has no routed experts."""
     expert_output: str = ""
@@ -50,6 +57,14 @@ class Family:
     def modeling_file(self) -> str:
         """File of `remote_code/` that holds `pruned_architecture`."""
         return "modeling_ddp_moe" if self.expert_rows else "modeling_ddp"
+
+
+def _dense(name: str, **differences: Any) -> Family:
+    return Family(
+        pruned_architecture=f"DDP{name}ForCausalLM",
+        pruned_config=f"DDP{name}Config",
+        **differences,
+    )
 
 
 def _experts(
@@ -63,12 +78,20 @@ def _experts(
     )
 
 
+NORMS_AROUND_BLOCKS = {  # Gemma: one before and one after each block
+    "attention_norms": ("input_layernorm", "post_attention_layernorm"),
+    "mlp_norms": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
 FAMILIES = {  # model_type of the dense config -> row
-    "llama": Family(pruned_architecture="DDPLlamaForCausalLM", pruned_config="DDPLlamaConfig"),
-    "mistral": Family(pruned_architecture="DDPMistralForCausalLM", pruned_config="DDPMistralConfig"),
-    "qwen2": Family(pruned_architecture="DDPQwen2ForCausalLM", pruned_config="DDPQwen2Config"),
-    "qwen3": Family(pruned_architecture="DDPQwen3ForCausalLM", pruned_config="DDPQwen3Config"),
-    "smollm3": Family(pruned_architecture="DDPSmolLM3ForCausalLM", pruned_config="DDPSmolLM3Config"),
+    "llama": _dense("Llama"),
+    "mistral": _dense("Mistral"),
+    "qwen2": _dense("Qwen2"),
+    "qwen3": _dense("Qwen3"),
+    "smollm3": _dense("SmolLM3"),
+    "granite": _dense("Granite"),
+    "gemma2": _dense("Gemma2", **NORMS_AROUND_BLOCKS),
+    "gemma3_text": _dense("Gemma3", **NORMS_AROUND_BLOCKS),
+    "phi3": _dense("Phi3", rows=FUSED_ROWS),
     "qwen3_moe": _experts("Qwen3Moe"),
     "qwen2_moe": _experts("Qwen2Moe"),
     "mixtral": _experts("Mixtral", module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
@@ -76,16 +99,34 @@ FAMILIES = {  # model_type of the dense config -> row
     "deepseek": _experts("Deepseek"),
     "deepseek_v2": _experts("DeepseekV2"),
 }
-REFUSED = {  # model_type -> why its heads or channels cannot be removed exactly
+REFUSED = {  # model_type -> the feature that pruning, plain transformers or vLLM would not survive
     "olmo2": "its q/k norm spans all heads, so removing one changes the others",
+    "olmo3": "its q/k norm spans all heads, so removing one changes the others",
+    "gpt_oss": "its attention has a sink for each head, which the exported model has no place for",
+    "gemma3": "it is multimodal; extract its text model (model_type gemma3_text) and prune that",
+    "gemma3n": "its layers share KV caches",
+    "gemma": "no remote code and no vLLM class of ours serves it; Gemma-2 and Gemma-3 are supported",
+    "phi4_multimodal": "it is multimodal",
+    "phimoe": "its experts and norms differ from Mixtral's, and nothing of ours serves them",
+    "granitemoe": "the experts of Granite are fused on disk",
+    "granitemoeshared": "the experts of Granite are fused on disk",
+    "granitemoehybrid": "it has state-space layers",
 }
+FEATURES = {  # key of a config that, if set, asks for what the exported model has no place for -> its name
+    "dual_chunk_attention_config": "dual chunk attention",
+    "attention_chunk_size": "chunked attention",
+    "num_kv_shared_layers": "layers that share a KV cache",
+    "use_bidirectional_attention": "bidirectional attention",
+    "num_nextn_predict_layers": "layers that predict several tokens",
+}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the row of a dense config. Raises: ModelError, naming the supported families."""
     model_type = str(config.get("model_type"))
     if model_type in REFUSED:
-        raise ModelError(f"{model_type} cannot be pruned exactly: {REFUSED[model_type]}")
+        raise ModelError(f"{model_type} cannot be pruned: {REFUSED[model_type]}")
     if model_type.startswith("ddp_"):
         raise ModelError(f"the model is pruned already ({model_type}); prune the dense model it came from")
     if model_type not in FAMILIES:
@@ -96,7 +137,18 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"the {model_type} checkpoint is quantised ({method}); supported are bfloat16, float16 and float32: "
             "prune the unquantised checkpoint"
         )
+    _check_features(model_type, config)
     return FAMILIES[model_type]
+
+
+def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
+    """Refuse a variant of a known family that has more than the family. Raises: ModelError, naming the feature."""
+    features = [name for key, name in FEATURES.items() if config.get(key)]
+    features += [f"layers of type {name}" for name in set(config.get("layer_types") or ()) - LAYER_TYPES]
+    if features:
+        raise ModelError(
+            f"this {model_type} model has {min(features)}, which is not supported; choose a variant without it"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

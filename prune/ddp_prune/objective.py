@@ -3,12 +3,54 @@
 Legend: N predicted tokens, H hidden size, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 CHUNK_BYTES = 64 << 20  # of float32 logits held at once, for each of student and teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """How a model makes logits of its final hidden states: c·tanh(W h / (d·c)), or W h / d without a cap."""
+
+    weight: torch.Tensor
+    """[V, H], the output embedding."""
+    divisor: float = 1.0
+    """d: Granite's `logits_scaling`."""
+    cap: float | None = None
+    """c: Gemma's `final_logit_softcapping`."""
+
+    @classmethod
+    def of(cls, model: Any) -> "OutputHead":
+        """Read the head of a stock transformers model."""
+        config = model.config
+        return cls(
+            weight=model.get_output_embeddings().weight,
+            divisor=getattr(config, "logits_scaling", None) or 1.0,
+            cap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Return float32 [N, V]."""
+        logits = F.linear(hidden_NH, self.weight).float()
+        if self.divisor != 1.0:
+            logits.div_(self.divisor)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def log_probabilities(self, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return their log-softmax and the slope of the cap, 1 − (logit / c)², or None without a cap; both [N, V]."""
+        logits = self.logits(hidden_NH)
+        log_p = logits.log_softmax(-1)
+        return log_p, None if self.cap is None else logits.div_(self.cap).square_().neg_().add_(1.0)
+
+    def pull_back(self, gradient_NV: torch.Tensor, slope_NV: torch.Tensor | None) -> torch.Tensor:
+        """Return [N, H]: the gradient of the logits taken back to the hidden states."""
+        if slope_NV is not None:
+            gradient_NV = gradient_NV * slope_NV
+        return gradient_NV.to(self.weight.dtype) @ self.weight / self.divisor
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -20,7 +62,7 @@ class _DistilledHead(torch.autograd.Function):
     """mean(CE + η·KL(teacher‖student)) over tokens, and its gradient for the hidden states, in one pass over chunks.
 
     With target q = (onehot + η·p_teacher)/(1 + η) the gradient of the logits is (1 + η)(p_student − q); forward
-    already multiplies it by the head's weight, so nothing of size V is kept for backward.
+    already takes it back through the head, so nothing of size V is kept for backward.
     """
 
     @staticmethod
@@ -28,7 +70,7 @@ class _DistilledHead(torch.autograd.Function):
         ctx: Any,
         student_NH: torch.Tensor,
         teacher_NH: torch.Tensor | None,
-        weight_VH: torch.Tensor,
+        head: OutputHead,
         labels_N: torch.Tensor,
         eta: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,21 +79,21 @@ class _DistilledHead(torch.autograd.Function):
         cross_entropy = torch.zeros((), device=student_NH.device)
         divergence = torch.zeros((), device=student_NH.device)
         distil = teacher_NH is not None and eta > 0
-        rows = chunk_rows(weight_VH.shape[0])
+        rows = chunk_rows(head.weight.shape[0])
         for start in range(0, num_tokens, rows):
             chunk = slice(start, start + rows)
-            log_p = _log_softmax(student_NH[chunk], weight_VH)
+            log_p, slope = head.log_probabilities(student_NH[chunk])
             labels = labels_N[chunk, None]
             cross_entropy -= log_p.gather(1, labels).sum()
             if distil and teacher_NH is not None:
-                log_t = _log_softmax(teacher_NH[chunk], weight_VH)
+                log_t, _ = head.log_probabilities(teacher_NH[chunk])
                 t = log_t.exp()
                 divergence += (log_t.sub_(log_p).mul_(t)).sum()
                 gradient = log_p.exp_().mul_(1.0 + eta).sub_(t, alpha=eta)
             else:
                 gradient = log_p.exp_()
             gradient.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=gradient.dtype))
-            gradient_NH[chunk] = gradient.div_(num_tokens).to(weight_VH.dtype) @ weight_VH
+            gradient_NH[chunk] = head.pull_back(gradient.div_(num_tokens), slope)
         ctx.save_for_backward(gradient_NH)
         metrics = torch.stack([cross_entropy, divergence]) / num_tokens
         ctx.mark_non_differentiable(metrics)
@@ -63,32 +105,24 @@ class _DistilledHead(torch.autograd.Function):
         return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None
 
 
-def _log_softmax(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    return F.linear(hidden_NH, weight_VH).float().log_softmax(-1)
-
-
 def distilled_loss(
-    student_NH: torch.Tensor,
-    teacher_NH: torch.Tensor | None,
-    weight_VH: torch.Tensor,
-    labels_N: torch.Tensor,
-    eta: float,
+    student_NH: torch.Tensor, teacher_NH: torch.Tensor | None, head: OutputHead, labels_N: torch.Tensor, eta: float
 ) -> tuple[torch.Tensor, float, float]:
     """Return (mean CE + η·KL, mean CE, mean KL) in nats a token (Eq. 16 and 17).
 
-    `student_NH` and `teacher_NH` are final hidden states [N, H] after the last norm, `weight_VH` the output
-    embedding [V, H], `labels_N` int64 [N]. The first value is differentiable in `student_NH` only; the KL is exact,
-    over the whole vocabulary. `teacher_NH=None` leaves the distillation out.
+    `student_NH` and `teacher_NH` are final hidden states [N, H] after the last norm, `labels_N` int64 [N]. The first
+    value is differentiable in `student_NH` only; the KL is exact, over the whole vocabulary. `teacher_NH=None` leaves
+    the distillation out.
     """
-    loss, metrics = _DistilledHead.apply(student_NH, teacher_NH, weight_VH, labels_N, eta)
+    loss, metrics = _DistilledHead.apply(student_NH, teacher_NH, head, labels_N, eta)
     cross_entropy, divergence = metrics.tolist()
     return loss, cross_entropy, divergence
 
 
 @torch.no_grad()
-def negative_log_likelihood(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, labels_N: torch.Tensor) -> float:
+def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N: torch.Tensor) -> float:
     """Return the summed cross-entropy of the labels in nats, in chunks; shapes as `distilled_loss`."""
-    total, rows = 0.0, chunk_rows(weight_VH.shape[0])
+    total, rows = 0.0, chunk_rows(head.weight.shape[0])
     for hidden, labels in zip(hidden_NH.split(rows), labels_N.split(rows), strict=True):
-        total += F.cross_entropy(F.linear(hidden, weight_VH).float(), labels, reduction="sum").item()
+        total += F.cross_entropy(head.logits(hidden), labels, reduction="sum").item()
     return total

@@ -27,7 +27,7 @@ from ddp_prune.budget import (
 )
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
-from ddp_prune.objective import distilled_loss, negative_log_likelihood
+from ddp_prune.objective import OutputHead, distilled_loss, negative_log_likelihood
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_vllm.errors import TrainingError
@@ -185,11 +185,7 @@ class Trainer:
         with self.gated.masks(leaves, squares):
             student = final_hidden(model, tokens)
             loss, cross_entropy, divergence = distilled_loss(
-                student,
-                teacher,
-                model.get_output_embeddings().weight,
-                tokens[:, 1:].reshape(-1),
-                self.recipe.distillation,
+                student, teacher, OutputHead.of(model), tokens[:, 1:].reshape(-1), self.recipe.distillation
             )
             loss.backward()
         return torch.tensor([cross_entropy, divergence], device=tokens.device)
@@ -358,14 +354,14 @@ def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> list[float]:
     """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
     model: Any = gated.model
-    weight_VH = model.get_output_embeddings().weight
+    head = OutputHead.of(model)
     predicted = blocks.shape[1] - 1
     losses = []
     with gated.masks(masks):
-        for tokens in blocks.to(weight_VH.device).split(batch):
+        for tokens in blocks.to(head.weight.device).split(batch):
             states = final_hidden(model, tokens).split(predicted)
             for hidden, labels in zip(states, tokens[:, 1:], strict=True):
-                losses.append(negative_log_likelihood(hidden, weight_VH, labels) / predicted)
+                losses.append(negative_log_likelihood(hidden, head, labels) / predicted)
     return losses
 
 

@@ -1,11 +1,18 @@
 """The chunked head against plain PyTorch."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from test_families import CASES
+from transformers import AutoModelForCausalLM
 
 from ddp_prune import objective
-from ddp_prune.objective import distilled_loss, negative_log_likelihood
+from ddp_prune.objective import OutputHead, distilled_loss, negative_log_likelihood
+
+HEADS: dict[str, dict[str, float]] = {"plain": {}, "granite": {"divisor": 4.0}, "gemma": {"cap": 2.5}}
+HEADS["both"] = {"divisor": 0.5, "cap": 1.5}
 
 
 def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -15,14 +22,23 @@ def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
     return student.requires_grad_(), teacher, weight, torch.randint(0, 40, (53,), generator=generator)
 
 
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("eta", [0.0, 2.0])
-def test_loss_and_gradient_equal_plain_pytorch(eta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradient_equal_plain_pytorch(eta: float, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objective, "CHUNK_BYTES", 4 * 40 * 17)  # 53 tokens: three full chunks and a short one
     student, teacher, weight, labels = _inputs()
-    loss, cross_entropy, divergence = distilled_loss(student, teacher, weight, labels, eta)
+    loss, cross_entropy, divergence = distilled_loss(
+        student, teacher, OutputHead(weight=weight, **HEADS[head]), labels, eta
+    )
     (3.0 * loss).backward()
     gradient, student.grad = student.grad, None
-    log_p, log_t = F.log_softmax(student @ weight.t(), -1), F.log_softmax(teacher @ weight.t(), -1)
+    divisor, cap = HEADS[head].get("divisor", 1.0), HEADS[head].get("cap")
+
+    def plain(hidden: torch.Tensor) -> torch.Tensor:
+        logits = hidden @ weight.t() / divisor
+        return F.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), -1)
+
+    log_p, log_t = plain(student), plain(teacher)
     plain_ce = F.nll_loss(log_p, labels)
     plain_kl = F.kl_div(log_p, log_t, log_target=True, reduction="batchmean")
     (3.0 * (plain_ce + eta * plain_kl)).backward()
@@ -31,13 +47,23 @@ def test_loss_and_gradient_equal_plain_pytorch(eta: float, monkeypatch: pytest.M
     torch.testing.assert_close(gradient, student.grad, rtol=1e-4, atol=1e-6)  # the head works in float32
 
 
+@pytest.mark.parametrize("family", ["granite", "gemma2", "gemma3_text", "llama"])
+def test_the_head_makes_the_logits_of_the_stock_model(family: str) -> None:
+    model: Any = AutoModelForCausalLM.from_config(CASES[family]).eval()
+    tokens = torch.randint(1, 96, (1, 9))
+    with torch.no_grad():
+        hidden = model.get_decoder()(tokens).last_hidden_state[0]
+        torch.testing.assert_close(OutputHead.of(model).logits(hidden), model(tokens).logits[0])
+
+
 def test_equal_models_have_no_divergence_and_no_distillation_gradient() -> None:
     student, _, weight, labels = _inputs(torch.float32)
-    _, _, divergence = distilled_loss(student, student.detach(), weight, labels, 2.0)
+    _, _, divergence = distilled_loss(student, student.detach(), OutputHead(weight=weight), labels, 2.0)
     assert divergence == pytest.approx(0.0, abs=1e-6)
 
 
 def test_likelihood_sums_over_tokens() -> None:
     student, _, weight, labels = _inputs()
     expected = F.cross_entropy(student @ weight.t(), labels, reduction="sum").item()
-    assert negative_log_likelihood(student.detach(), weight, labels) == pytest.approx(expected, rel=1e-5)
+    head = OutputHead(weight=weight)
+    assert negative_log_likelihood(student.detach(), head, labels) == pytest.approx(expected, rel=1e-5)
