@@ -105,6 +105,7 @@ class NonUniformExperts:
 
         vLLM counts a fused parameter as loaded when one of its parts was, and of linear layers it misses none.
         """
+        seen: set[int] = set()  # a tied head is the embedding, and not on disk
         for module_name, module in self.named_modules():
             parent, _, last = module_name.rpartition(".")
             if isinstance(module, RoutedExperts):
@@ -113,7 +114,9 @@ class NonUniformExperts:
                         for part in (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name):
                             yield f"{parent}.{expert}.{part}.weight"  # parent: on disk the experts' own name
                 continue
-            for name, _ in module.named_parameters(recurse=False):
+            own = {name: value for name, value in module.named_parameters(recurse=False) if id(value) not in seen}
+            seen.update(map(id, own.values()))
+            for name in own:
                 for part in FUSED.get(last, (last,)):
                     yield ".".join(filter(None, (parent, part, name)))
 

@@ -42,9 +42,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**OWN_WIDTH, "num_experts": NUM_EXPERTS, "head_dim": 32, "mlp_only_layers": [1]},
     # a shared expert with a gate of its own, biases in attention
     "qwen2_moe": {**OWN_WIDTH, "num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 40},
-    # other names on disk; routing weights that sum to one; a hidden size that vLLM's CPU kernel cannot serve, so that
-    # the packed rows are run as they were loaded
-    "mixtral": {"intermediate_size": EXPERT_WIDTH, "num_local_experts": NUM_EXPERTS, "hidden_size": 48, "head_dim": 32},
+    # other names on disk; routing weights that sum to one; one tensor is embedding and head; a hidden size that vLLM's
+    # CPU kernel cannot serve, so that the packed rows are run as they were loaded
+    "mixtral": {
+        "intermediate_size": EXPERT_WIDTH,
+        "num_local_experts": NUM_EXPERTS,
+        "hidden_size": 48,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     # norms over all heads, so KV heads as many as query heads
     "olmoe": {"intermediate_size": EXPERT_WIDTH, "num_experts": NUM_EXPERTS, "num_key_value_heads": 2},
     # first layer dense, shared experts, scaled routing weights, latent attention in the only size of vLLM's CPU kernel
@@ -91,11 +97,11 @@ def ragged_layers(family: str) -> list[tuple[int, ...] | None]:
     return [None if layer in dense else widths for layer, widths in enumerate(turned)]
 
 
-def make_expert_checkpoint(folder: Path, family: str, **settings: Any) -> dict[str, Any]:
+def make_expert_checkpoint(folder: Path, family: str) -> dict[str, Any]:
     """Write a random pruned MoE model in fp32; return what the dense model with zeros generates."""
     torch.manual_seed(0)
     register_deepseek()  # v1, which transformers does not know
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **settings})
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
