@@ -51,6 +51,22 @@ class LayerWidths:
     def num_kv_heads(self) -> int:
         return len(self.query_heads_per_kv_head)
 
+    def splits_over(self, num_ranks: int) -> bool:
+        """Say whether tensor parallelism over `num_ranks` devices needs no padding.
+
+        Then every device has the same number of whole KV heads, each with equally many query heads (or shares one KV
+        head with others and has its part of the query heads), and of channels. Experts may have any width. One device
+        takes anything.
+        """
+        if num_ranks == 1 or self.num_kv_heads == 0:
+            return self.intermediate_size % num_ranks == 0
+        group, copies = self.query_heads_per_kv_head[0], num_ranks // self.num_kv_heads
+        if self.num_kv_heads >= num_ranks:
+            split = self.num_kv_heads % num_ranks == 0
+        else:
+            split = num_ranks % self.num_kv_heads == 0 and group % copies == 0
+        return split and len(set(self.query_heads_per_kv_head)) == 1 and self.intermediate_size % num_ranks == 0
+
     def to_json(self) -> dict[str, Any]:
         """Return the entry of `ddp_layers` that `parse_layers` reads back."""
         entry: dict[str, Any] = {
@@ -76,6 +92,20 @@ def is_routed(config: Mapping[str, Any], index: int) -> bool:
         and index >= (config.get("first_k_dense_replace") or 0)
         and index % (config.get("moe_layer_freq") or 1) == 0
     )
+
+
+def tensor_parallel_sizes(layers: Sequence[LayerWidths], config: Mapping[str, Any]) -> list[int]:
+    """Return the tensor-parallel sizes at which vLLM takes the model as it is and no layer needs padding.
+
+    vLLM asks that the heads of the dense model, and the channels of its experts, divide.
+    """
+    heads, experts = config["num_attention_heads"], count_experts(config)
+    channels = (config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else 0
+    return [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and channels % size == 0 and all(layer.splits_over(size) for layer in layers)
+    ]
 
 
 def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:

@@ -48,12 +48,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 def is_padded(widths: LayerWidths, num_ranks: int) -> bool:
     """Whether the tensors of this layer differ from those on disk; uneven groups stay compact on one rank."""
-    fitted = fit(widths, num_ranks)
-    return num_ranks > 1 and (fitted.num_kv_heads, fitted.num_query_heads, fitted.intermediate_size) != (
-        widths.num_kv_heads,
-        widths.num_query_heads,
-        widths.intermediate_size,
-    )
+    return not widths.splits_over(num_ranks)
 
 
 def check_ranks(layers: Sequence[LayerWidths], num_ranks: int, num_heads: int, why: str) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ddp_plugins.tensor_parallel import check_expert_ranks, check_ranks, fit, is_padded, pad, share_channels
 from ddp_vllm.errors import SettingError
@@ -37,6 +39,15 @@ def test_nothing_is_padded_on_one_rank_or_where_the_widths_divide() -> None:
     assert not is_padded(widths(2, 2, intermediate_size=16), 2)
     assert is_padded(widths(2, 2, intermediate_size=17), 2)
     assert not is_padded(widths(intermediate_size=0), 2)
+
+
+@given(st.lists(st.integers(1, 6), max_size=8), st.integers(0, 40), st.integers(1, 12))
+def test_what_splits_evenly_is_what_needs_no_padding(kept: list[int], channels: int, num_ranks: int) -> None:
+    """The rule that `prune --tp` and the card go by, against the widths that are really built."""
+    layer = widths(*kept, intermediate_size=channels)
+    fitted = fit(layer, num_ranks)
+    same = (fitted.num_kv_heads, fitted.num_query_heads, fitted.intermediate_size) == (len(kept), sum(kept), channels)
+    assert layer.splits_over(num_ranks) == (same or num_ranks == 1)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])  # Phi-3 keeps q, k, v in one tensor
