@@ -26,9 +26,10 @@ from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
 
-from ddp_plugins.tensor_parallel import check_ranks, fit, is_padded, pad
+from ddp_plugins.limits import check_adapters
+from ddp_plugins.tensor_parallel import fit, is_padded, pad
 from ddp_vllm.checkpoint import head_dim
-from ddp_vllm.errors import CheckpointError
+from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, parse_layers
 
 
@@ -81,9 +82,12 @@ def build_layer(layer_type: type[nn.Module], vllm_config: VllmConfig, widths: La
     fitted = fit(widths, num_ranks)
     own = copy.copy(config)
     own.head_dim = head_dim(vars(config))  # stock layers would work it out from the number of heads
-    own.num_key_value_heads = fitted.num_kv_heads or num_ranks  # a removed block is built tiny, then dropped
-    own.num_attention_heads = fitted.num_query_heads or num_ranks
-    own.intermediate_size = fitted.intermediate_size or num_ranks
+    # a removed block is built, then dropped: tiny, but at its dense width where a quantised kernel may want multiples
+    if fitted.num_kv_heads or vllm_config.quant_config is None:
+        own.num_key_value_heads = fitted.num_kv_heads or num_ranks
+        own.num_attention_heads = fitted.num_query_heads or num_ranks
+    if fitted.intermediate_size or vllm_config.quant_config is None:
+        own.intermediate_size = fitted.intermediate_size or num_ranks
     if issubclass(layer_type, LlamaDecoderLayer):
         layer = layer_type(vllm_config=vllm_config, prefix=prefix, config=own)
     else:
@@ -160,23 +164,38 @@ class NonUniform:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
         layers = parse_layers(vars(config))
-        num_ranks = get_tensor_model_parallel_world_size()
-        for setting, why in (
-            (vllm_config.quant_config, "quantised weights"),
-            (vllm_config.lora_config, "LoRA adapters"),
-        ):
-            if setting is not None:
-                check_ranks(layers, num_ranks, config.num_attention_heads, why)
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.widths, self.is_quantised = layers, vllm_config.quant_config is not None
 
         def build(prefix: str) -> Any:
-            return build_layer(self.decoder_layer, vllm_config, layers[extract_layer_index(prefix)], prefix)
+            widths = layers[extract_layer_index(prefix)]
+            try:
+                return build_layer(self.decoder_layer, vllm_config, widths, prefix)
+            except ValueError as error:
+                if not self.is_quantised:
+                    raise
+                raise SettingError(
+                    f"no kernel here takes {vllm_config.quant_config.get_name()} weights of {prefix} "
+                    f"({widths.num_query_heads} query heads, {widths.num_kv_heads} KV heads, intermediate_size "
+                    f"{widths.intermediate_size}): {' '.join(str(error).split())}; prune again with --align, then "
+                    "quantise that"
+                ) from error
 
         self.model.start_layer, self.model.end_layer, self.model.layers = make_layers(
             config.num_hidden_layers, build, prefix=maybe_prefix(prefix, "model.layers")
         )
+
+    @property
+    def lora_manager(self) -> Any:
+        """vLLM's LoRA manager, which introduces itself here if adapters are enabled."""
+        return self._lora_manager
+
+    @lora_manager.setter
+    def lora_manager(self, manager: Any) -> None:
+        config = self.model.config
+        check_adapters(manager, self.widths, config.hidden_size, head_dim(vars(config)))
+        self._lora_manager = manager
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load compact weights. Raises: WidthsError, CheckpointError, naming the tensor that is wrong or missing."""

@@ -15,11 +15,13 @@ def register() -> None:
     """Tell transformers the configurations and vLLM the architectures of pruned models; safe to call again."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import (
         MODEL_ARCH_CONFIG_CONVERTORS,
         ModelArchConfigConvertorBase,
     )
 
+    from ddp_plugins.limits import Limits
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS
 
     class LatentAttention(ModelArchConfigConvertorBase):
@@ -32,4 +34,7 @@ def register() -> None:
     for config in CONFIGS:
         AutoConfig.register(config.model_type, config, exist_ok=True)
         path = model_class(config)
-        ModelRegistry.register_model(path.partition(":")[2], path)
+        architecture = path.partition(":")[2]
+        ModelRegistry.register_model(architecture, path)
+        if path.startswith("ddp_plugins.dense:"):
+            MODELS_CONFIG_MAP[architecture] = Limits

@@ -1,15 +1,12 @@
-"""Pruned checkpoints with quantised weights in the format of compressed-tensors, and what they compute by definition."""
+"""Pruned checkpoints with quantised weights, as compressed-tensors writes them, and what they compute by definition."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
-from tiny_models import PROMPTS, generate
+from tiny_models import edit_config, load_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 GROUP = 32
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -24,40 +21,50 @@ def round_to_grid(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.
     return (values / scale).round().clamp(-top - 1, top), scale
 
 
-def quantise(folder: Path, bits: int) -> dict[str, Any]:
-    """Quantise all projections of a checkpoint in place; return what transformers generates with the rounded weights.
+def pack(whole: torch.Tensor) -> torch.Tensor:
+    """Pack integers -8…7 along the last axis, eight an int32, the first in the lowest bits."""
+    nibbles = (whole.to(torch.int64) + 8).unflatten(-1, (-1, 8))
+    return (nibbles << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+
+def quantise(folder: Path, bits: int) -> Any:
+    """Quantise all projections of a checkpoint in place; return the model in transformers with the rounded weights.
 
     bits: 8, a scale an output channel, activations rounded token by token; or 4, a scale a group, activations as is.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder)
     weights = load_file(folder / "model.safetensors")
     for name, module in model.model.named_modules(prefix="model"):
         if isinstance(module, nn.Linear):
-            weight = weights.pop(f"{name}.weight")
+            weight = weights.pop(f"{name}.weight").float()
             if bits == 8:
                 whole, scale = round_to_grid(weight, 8)
                 weights |= {f"{name}.weight": whole.to(torch.int8), f"{name}.weight_scale": scale}
                 module.register_forward_pre_hook(_round_activations)
             else:
                 whole, scale = round_to_grid(weight.unflatten(-1, (-1, GROUP)), 4)
-                weights[f"{name}.weight_packed"] = pack_to_int32(whole.flatten(-2).to(torch.int8), 4)
+                weights[f"{name}.weight_packed"] = pack(whole.flatten(-2))
                 weights[f"{name}.weight_scale"] = scale.squeeze(-1)
                 weights[f"{name}.weight_shape"] = torch.tensor(weight.shape)
             module.weight.data = (whole * scale).reshape(weight.shape)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    state_quantisation(folder, bits)
+    return model
+
+
+def state_quantisation(folder: Path, bits: int) -> None:
+    """Say in config.json how the weights are quantised."""
     group = {"targets": ["Linear"], "weights": INT8_WEIGHTS, "input_activations": INT8_TOKENS}
     if bits == 4:
-        group = {"targets": ["Linear"], "weights": INT4_WEIGHTS, "input_activations": None}
-    config["quantization_config"] = {
+        group |= {"weights": INT4_WEIGHTS, "input_activations": None}
+    quantisation = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized" if bits == 8 else "pack-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
+    edit_config(folder, lambda config: config.update(quantization_config=quantisation))
 
 
 def _round_activations(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:

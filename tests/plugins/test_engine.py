@@ -4,68 +4,182 @@ Tiny random models; each engine checks several facts, and one process runs them 
 """
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Serve
-from peft import LoraConfig, PeftModel, get_peft_model
-from quantised import quantise
-from tiny_models import NOTHING_LAST, NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, make_checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from quantised import quantise, state_quantisation
+from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.vllm
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ALIGNED_LAYERS = [  # every input and output a multiple of 32, as the CPU's INT4 kernel asks
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+ALIGNED_LAYERS = [  # every input and output a multiple of 32, as the INT4 kernel for CPUs asks
     {"query_heads_per_kv_head": [3, 1], "intermediate_size": 32},
     {"query_heads_per_kv_head": [], "intermediate_size": 0},
     {"query_heads_per_kv_head": [2], "intermediate_size": 64},
 ]
-DRAFT_TOKENS, DRAFTED = 3, 25  # 1 token from the prompt, then six steps of 3 accepted drafts and 1 of the target's own
+NUM_DRAFTS, NUM_LONGER = 3, 25  # one token after the prompt, then 6 steps of 3 drafted tokens and one of the target's
 LOGPROB_TOLERANCE = 1e-4
+REFUSED = {  # what cannot be served, and what the user reads before any worker starts
+    "five ranks": r"tensor_parallel_size=5 does not divide the 12 query heads .* use one of \[1, 2, 3, 4, 6, 12\]",
+    "adapters on two ranks": r"=2 does not divide layer 1 .* LoRA adapters cannot be padded; use one of \[1\]",
+    "int8 on two ranks": r"=2 does not divide layer 1 .* quantised weights cannot be padded; use one of \[1\]",
+    "int4 of odd widths": (
+        r"takes compressed-tensors weights of model.layers.1 \(4 query heads, 2 KV heads, intermediate_size 17\): .*"
+        r"multiples of 32; prune again with --align"
+    ),
+}
+FOREIGN = {  # adapters that were trained on another model
+    "narrower": r"model.layers.3.mlp.down_proj.lora_A has shape \[4, 32\], and this layer asks for \[4, 64\]",
+    "another block": r"the adapter changes model.layers.0.mlp.down_proj, a block that was pruned away",
+    "deeper": r"tensor model.layers.7.mlp.down_proj.weight is of layer 7, but ddp_layers has 7 entries",
+}
 
 
-def make_adapter(folder: Path, base: Path, **settings: Any) -> dict[str, Any]:
+def make_adapter(folder: Path, base: Path, modules: list[str] = PROJECTIONS) -> list[dict[str, Any]]:
     """Write a random LoRA adapter for the model in `base`; return what transformers and peft generate with it."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": PROJECTIONS, "init_lora_weights": False, **settings})
-    adapted = get_peft_model(model, config).eval()
+    config = LoraConfig(target_modules=modules, r=4, lora_alpha=8, init_lora_weights=False)
+    adapted = get_peft_model(load_model(base), config).eval()
     adapted.save_pretrained(folder)
-    return {"outputs": [generate(adapted, prompt) for prompt in PROMPTS]}
+    return [generate(adapted, prompt) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The folders, and what transformers makes of them."""
-    root = tmp_path_factory.mktemp("engine")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def made(root: Path) -> dict[str, Any]:
+    """Write the models and adapters; return what transformers makes of them, or the model itself."""
     sizes = {"num_hidden_layers": len(RAGGED_LAYERS), "vocab_size": 128, "hidden_size": 48, "intermediate_size": 64}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "initializer_range": 0.15}
     torch.manual_seed(3)
     dense = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=256)).eval()
     dense.save_pretrained(root / "dense")
-    references = {
-        "ragged": make_checkpoint(root / "ragged", "Llama", RAGGED_LAYERS),
-        "phi3": make_checkpoint(root / "phi3", "Phi3", RAGGED_LAYERS),
-        "int8": make_checkpoint(root / "int8", "Llama", RAGGED_LAYERS, attention_bias=True, mlp_bias=True),
-        "aligned": make_checkpoint(root / "aligned", "Llama", ALIGNED_LAYERS, hidden_size=64),
-    }
-    make_checkpoint(root / "other", "Llama", [*RAGGED_LAYERS[:5], {**RAGGED_LAYERS[5], "intermediate_size": 32}, RAGGED_LAYERS[6]])
-    make_checkpoint(root / "whole", "Llama", [RAGGED_LAYERS[1], *RAGGED_LAYERS[1:]])
-    shutil.copytree(root / "int8", root / "int4 of odd widths")
+    ragged = make_checkpoint(root / "ragged", "Llama", RAGGED_LAYERS)["outputs"]
+    make_checkpoint(root / "phi3", "Phi3", RAGGED_LAYERS)
+    make_checkpoint(root / "int8", "Llama", RAGGED_LAYERS, attention_bias=True, mlp_bias=True)
+    make_checkpoint(root / "int4", "Llama", ALIGNED_LAYERS, hidden_size=96)
+    make_checkpoint(root / "int4 of odd widths", "Llama", RAGGED_LAYERS, hidden_size=96)
+    state_quantisation(root / "int4 of odd widths", 4)
+    narrower = [{**layer, "intermediate_size": min(layer["intermediate_size"], 32)} for layer in RAGGED_LAYERS]
+    make_checkpoint(root / "narrower", "Llama", narrower)
+    make_checkpoint(root / "another block", "Llama", [RAGGED_LAYERS[1], *RAGGED_LAYERS[1:]])
+    make_checkpoint(root / "deeper", "Llama", [*RAGGED_LAYERS, RAGGED_LAYERS[1]])
+    for name in FOREIGN:
+        make_adapter(root / f"adapter {name}", root / name)
     return {
-        "root": root,
-        **references,
-        "int8": quantise(root / "int8", 8),
-        "int4": quantise(root / "aligned", 4),
+        "ragged": ragged,
         "adapted": make_adapter(root / "adapter", root / "ragged"),
-        "adapted phi3": make_adapter(
-            root / "adapter phi3", root / "phi3", target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-        ),
-        "narrower": make_adapter(root / "narrower", root / "other"),
-        "on a removed block": make_adapter(root / "on a removed block", root / "whole"),
-        "longer": [generate(dense, prompt, 25) for prompt in PROMPTS],
+        "adapted phi3": make_adapter(root / "adapter phi3", root / "phi3", FUSED),
+        "dense": [generate(dense, prompt, NUM_LONGER) for prompt in PROMPTS],
+        "int8": [generate(quantise(root / "int8", 8), prompt) for prompt in PROMPTS[:1]],
+        "int4": quantise(root / "int4", 4),
     }
+
+
+@pytest.fixture(scope="module")
+def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
+    """What vLLM did with each, in one process."""
+
+    def job(
+        folder: str, adapters: tuple[str | None, ...] = (), num_tokens: int = NUM_NEW_TOKENS, **options: Any
+    ) -> dict[str, Any]:
+        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1} if any(adapters) else {}
+        paths = [adapter and str(root / adapter) for adapter in adapters]
+        return {
+            "folder": str(root / folder), "options": lora | options, "adapters": paths, "num_tokens": num_tokens
+        }  # fmt: skip
+
+    def drafted(folder: str) -> dict[str, Any]:
+        """Its own tokens, drafted by the ragged model."""
+        draft = {"model": str(root / "ragged"), "num_speculative_tokens": NUM_DRAFTS, "method": "draft_model"}
+        return job(folder, num_tokens=NUM_LONGER, speculative_config=draft, disable_log_stats=False)
+
+    short_steps = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 64}
+    foreign = tuple(f"adapter {name}" for name in FOREIGN)
+    jobs = {
+        "ragged": job(
+            "ragged", ("adapter", None, *foreign, "adapter"), **short_steps, max_num_seqs=3, disable_log_stats=False
+        ),
+        "phi3": job("phi3", ("adapter phi3",)),
+        "drafted": drafted("dense"),
+        "drafted by itself": drafted("ragged"),
+        "int8": job("int8"),
+        "int4": job("int4", dtype="bfloat16"),
+        "int4 of odd widths": job("int4 of odd widths", dtype="bfloat16"),
+        "five ranks": job("ragged", tensor_parallel_size=5),
+        "adapters on two ranks": job("ragged", ("adapter",), tensor_parallel_size=2),
+        "int8 on two ranks": job("int8", tensor_parallel_size=2),
+    }
+    return dict(zip(jobs, serve(list(jobs.values())), strict=True))
+
+
+def assert_same(outputs: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
+    for got, expected in zip(outputs, references, strict=True):
+        assert got["tokens"] == expected["tokens"]
+        assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
+
+
+def test_an_adapter_answers_as_in_peft_and_the_model_alone_as_before(
+    served: dict[str, Any], made: dict[str, Any]
+) -> None:
+    first, alone, *_, again = served["ragged"]["adapted"]
+    assert_same(first["outputs"], made["adapted"])
+    assert_same(alone["outputs"], made["ragged"])
+    assert_same(again["outputs"], made["adapted"])  # the refused ones left nothing behind
+    assert made["adapted"][1]["tokens"] != made["ragged"][1]["tokens"]
+    assert_same(served["phi3"]["adapted"][0]["outputs"], made["adapted phi3"])  # q, k, v in one tensor
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_adapter_made_for_other_widths_is_refused(name: str, served: dict[str, Any]) -> None:
+    result = served["ragged"]["adapted"][2 + list(FOREIGN).index(name)]
+    assert re.search(FOREIGN[name], result["error"]), result
+
+
+def test_chunked_prefill_and_cached_prefixes_change_nothing(served: dict[str, Any], made: dict[str, Any]) -> None:
+    assert_same(served["ragged"]["outputs"], made["ragged"])  # 140 tokens of a prompt in steps of at most 64
+    # a block of 128 tokens is found again by the round without and by the second with the adapter, by no other
+    assert served["ragged"]["counters"]["vllm:prefix_cache_hits"] == 2 * 128
+
+
+def test_drafts_of_a_pruned_model_leave_the_dense_models_greedy_tokens_as_they_are(
+    served: dict[str, Any], made: dict[str, Any]
+) -> None:
+    assert_same(served["drafted"]["outputs"], made["dense"])
+    counters = served["drafted"]["counters"]
+    assert 0 < counters["vllm:spec_decode_num_accepted_tokens"] < counters["vllm:spec_decode_num_draft_tokens"]
+
+
+def test_a_pruned_model_drafts_what_it_would_say_itself(served: dict[str, Any], made: dict[str, Any]) -> None:
+    """Each draft of a model for itself is accepted: its KV cache, positions and widths are right as a draft."""
+    counters = served["drafted by itself"]["counters"]
+    num_drafted = (NUM_LONGER - 1) // (NUM_DRAFTS + 1) * NUM_DRAFTS * len(PROMPTS)
+    assert counters["vllm:spec_decode_num_draft_tokens"] == num_drafted
+    assert counters["vllm:spec_decode_num_accepted_tokens"] == num_drafted
+    for got, expected in zip(served["drafted by itself"]["outputs"], made["ragged"], strict=True):
+        assert got["tokens"][:NUM_NEW_TOKENS] == expected["tokens"]
+
+
+def test_int8_weights_and_activations_of_any_width(served: dict[str, Any], made: dict[str, Any]) -> None:
+    assert_same(served["int8"]["outputs"][:1], made["int8"])
+
+
+def test_int4_weights_of_aligned_widths(served: dict[str, Any], made: dict[str, Any]) -> None:
+    for prompt, output in zip(PROMPTS, served["int4"]["outputs"], strict=True):
+        expected = score(made["int4"], prompt, output["tokens"])
+        assert output["logprobs"] == pytest.approx(expected, abs=0.06)  # bfloat16; other weights are off by 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_with_the_place_and_a_remedy(name: str, served: dict[str, Any]) -> None:
+    assert "SettingError" in served[name]["error"] and re.search(REFUSED[name], served[name]["error"]), served[name]

@@ -50,18 +50,36 @@ def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **s
     return {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
 
 
+def load_model(folder: Path) -> Any:
+    """Load a folder of `make_checkpoint`, or a dense one, in plain transformers."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model_class = getattr(modeling_ddp, architecture)  # it imports the dense classes as well
+    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
-def generate(model: Any, prompt: list[int]) -> dict[str, Any]:
+def generate(model: Any, prompt: list[int], num_tokens: int = NUM_NEW_TOKENS) -> dict[str, Any]:
     """Return the greedy tokens and their log-probabilities."""
     inputs = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
     ids = model.generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False, pad_token_id=0
+        inputs=inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
     )
-    logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
     tokens = ids[0, len(prompt) :]
-    assert torch.equal(logprobs.argmax(-1), tokens), "transformers differs with and without its KV cache"
-    return {"tokens": tokens.tolist(), "logprobs": logprobs.gather(1, tokens[:, None]).flatten().tolist()}
+    logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    assert torch.equal(logits.argmax(-1), tokens), "transformers differs with and without its KV cache"
+    return {"tokens": tokens.tolist(), "logprobs": score(model, prompt, tokens.tolist())}
+
+
+@torch.no_grad()
+def score(model: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Return the log-probabilities of tokens after a prompt."""
+    logprobs = model(torch.tensor([prompt + tokens])).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()
 
 
 def expert_bytes(model: torch.nn.Module) -> int:

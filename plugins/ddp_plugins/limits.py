@@ -1,0 +1,70 @@
+"""What a pruned dense model cannot be served with, said before weights are read.
+
+vLLM calls `Limits` for our architectures while it puts its configuration together, before any worker starts, and hands
+adapters to its LoRA manager, which `check_adapters` makes look at their shapes.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from ddp_plugins.tensor_parallel import check_ranks
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.widths import LayerWidths, expected_width, parse_layers
+
+
+class Limits(VerifyAndUpdateConfig):
+    """Raises: SettingError for a tensor-parallel size that does not divide, naming the sizes that work."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+        num_heads = model.hf_config.num_attention_heads
+        if num_heads % num_ranks:
+            valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+            raise SettingError(
+                f"tensor_parallel_size={num_ranks} does not divide the {num_heads} query heads of the dense model's "
+                f"layers, as vLLM asks; use one of {valid}"
+            )
+        layers = parse_layers(vars(model.hf_config))
+        for present, what in ((model.quantization, "quantised weights"), (vllm_config.lora_config, "LoRA adapters")):
+            if present is not None:
+                check_ranks(layers, num_ranks, num_heads, what)
+
+
+def check_adapters(manager: Any, layers: Sequence[LayerWidths], hidden_size: int, head_dim: int) -> None:
+    """Let vLLM's LoRA manager check every adapter it is given; it would copy a narrower one into a corner unseen."""
+    add_adapter = manager.add_adapter
+
+    def add_checked(adapter: Any) -> Any:
+        check_adapter(adapter.loras, layers, hidden_size, head_dim)
+        return add_adapter(adapter)
+
+    manager.add_adapter = add_checked
+
+
+def check_adapter(loras: Mapping[str, Any], layers: Sequence[LayerWidths], hidden_size: int, head_dim: int) -> None:
+    """Refuse an adapter that was made for other widths.
+
+    loras: by module, as vLLM reads them from disk: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
+    Raises: SettingError, naming the tensor, its shape and the one its layer asks for; WidthsError for an unknown layer.
+    """
+    for name, lora in loras.items():
+        expected = expected_width(f"{name}.weight", layers, head_dim)
+        if expected is None or isinstance(lora.lora_b, list) or not lora.lora_b.any():
+            continue  # adds nothing, as the adapters vLLM warms up with: packed, or cut to one rank already
+        axis, length = expected
+        if length == 0:
+            raise SettingError(f"the adapter changes {name}, a block that was pruned away; {_REMEDY}")
+        sizes = (hidden_size, length) if axis == 0 else (length, hidden_size)
+        for letter, tensor, side, size in (("A", lora.lora_a, 1, sizes[0]), ("B", lora.lora_b, 0, sizes[1])):
+            if tensor.shape[side] != size:
+                wanted = [size, tensor.shape[1]] if side == 0 else [tensor.shape[0], size]
+                raise SettingError(
+                    f"the adapter's {name}.lora_{letter} has shape {list(tensor.shape)}, and this layer asks for "
+                    f"{wanted}; {_REMEDY}"
+                )
+
+
+_REMEDY = "it was made for other widths: train the adapter on this pruned folder"
