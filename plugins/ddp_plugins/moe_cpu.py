@@ -106,8 +106,10 @@ def ragged_moe(
     table = layout_3E.numpy()
     ids_P = topk_ids_TK.flatten().numpy()
     places_P, order_P, starts = sort_pairs(table[0], ids_P, None if expert_map is None else expert_map.numpy())
-    x_PH = x_TH[torch.from_numpy(order_P // num_slots)]
     weights_P = topk_weights_TK.flatten()[torch.from_numpy(order_P)]
+    if num_tokens == 1 and w13.ndim == 1:
+        return _run_one_token(x_TH, w13, w2, table[2], weights_P, places_P, starts)
+    x_PH = x_TH[torch.from_numpy(order_P // num_slots)]
     terms_PH = torch.empty_like(x_PH)
     if starts[0]:
         terms_PH[: starts[0]] = 0  # pairs without an expert here
@@ -147,19 +149,46 @@ def _run_buckets(
     starts: list[int],
 ) -> None:
     isa = _instruction_set(x_PH.dtype)
-    buckets = choose_buckets(tuple(widths_E.tolist()), _call_rows(x_PH))
-    active = [bucket for bucket in buckets if starts[bucket.first] < starts[bucket.last]]
-    # every slice costs microseconds, and the cache is cold after each bucket: cut all of them at once
-    sizes = [starts[bucket.last] - starts[bucket.first] for bucket in active]
-    local = places_P[starts[0] :] - np.repeat(np.array([bucket.first for bucket in active], np.int32), sizes)
-    tensors = (terms_PH[starts[0] :], x_PH[starts[0] :], weights_P[starts[0] :, None], torch.from_numpy(local)[:, None])
-    parts = [tensor.split(sizes) for tensor in tensors]
+    active, sizes, ids_P = _active_buckets(x_PH, widths_E, places_P, starts)
+    tensors = (terms_PH[starts[0] :], x_PH[starts[0] :], weights_P[starts[0] :, None], ids_P[:, None])
+    parts = [tensor.split(sizes) for tensor in tensors]  # all at once: between the calls the cache is cold
     calls = [
         (terms, x, *_bucket_weights(bucket, w13, w2, x_PH.shape[1]), None, None, weights, ids)
         for bucket, terms, x, weights, ids in zip(active, *parts, strict=True)
     ]
     for call in calls:
         _operators().cpu_fused_moe(*call, "silu", isa)
+
+
+def _run_one_token(
+    x_1H: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    widths_E: Array,
+    weights_P: torch.Tensor,
+    places_P: Array,
+    starts: list[int],
+) -> torch.Tensor:
+    """Return `y_1H`: one token's experts of a bucket are one row for vLLM's kernel, so nothing is gathered."""
+    isa = _instruction_set(x_1H.dtype)
+    active, sizes, ids_P = _active_buckets(x_1H, widths_E, places_P, starts)
+    sums_BH = x_1H.new_empty(len(active), x_1H.shape[1])
+    parts = (sums_BH.split(1), weights_P[None, starts[0] :].split(sizes, 1), ids_P[None].split(sizes, 1))
+    for bucket, sum_1H, weights, ids in zip(active, *parts, strict=False):  # without a bucket, split gives one empty
+        packed = _bucket_weights(bucket, w13, w2, x_1H.shape[1])
+        _operators().cpu_fused_moe(sum_1H, x_1H, *packed, None, None, weights, ids, "silu", isa)
+    return sums_BH.sum(0, keepdim=True)
+
+
+def _active_buckets(
+    x: torch.Tensor, widths_E: Array, places_P: Array, starts: list[int]
+) -> tuple[list[Bucket], list[int], torch.Tensor]:
+    """Return the buckets with pairs, how many each has, and for all those pairs the expert's number in its bucket."""
+    buckets = choose_buckets(tuple(widths_E.tolist()), _call_rows(x))
+    active = [bucket for bucket in buckets if starts[bucket.first] < starts[bucket.last]]
+    sizes = [starts[bucket.last] - starts[bucket.first] for bucket in active]
+    first_P = np.repeat(np.array([bucket.first for bucket in active], np.int32), sizes)
+    return active, sizes, torch.from_numpy(places_P[starts[0] :] - first_P)
 
 
 def _run_loop(

@@ -28,7 +28,8 @@ class Case:
 
 RAGGED = (0, 1, 17, 48, 16, 33, 5, 100)
 CASES = {
-    "one token": Case(widths=RAGGED, num_tokens=1),
+    "one token": Case(widths=RAGGED, num_tokens=1, num_slots=5),
+    "one token whose experts are all elsewhere": Case(widths=RAGGED, num_tokens=1, absent=1.0),
     "widths 0, 1 and no block multiple": Case(widths=RAGGED, num_tokens=21),
     "idle experts, whose tiles must not exist": Case(widths=RAGGED, num_tokens=9, only=(3, 7)),
     "all tokens to one expert": Case(widths=RAGGED, num_tokens=40, num_slots=1, only=(7,)),
