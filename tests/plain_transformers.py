@@ -1,0 +1,75 @@
+"""What a user without ddp-vllm does with a pruned checkpoint: train an adapter with peft, evaluate with lm-eval.
+
+Usage: plain_transformers.py FOLDER ROWS.jsonl WORK_FOLDER; writes the adapter and said.json into the last. A process of
+its own, so that nothing of ddp-vllm can help.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks"):
+    sys.modules[name] = None  # type: ignore[assignment]  # an editable install would make them importable
+
+import lm_eval  # noqa: E402
+import torch  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+
+def load(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+
+
+def train_adapter(folder: str, adapter: str) -> dict[str, Any]:
+    """Train, save, load and merge an adapter; return the losses and how far the merged logits are off."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokens = tokenizer("A fox met a crow with a piece of cheese.", return_tensors="pt")
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(load(folder), config)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(**tokens, labels=tokens["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.save_pretrained(adapter)
+    shapes = {
+        name.split("layers.")[1].split(".lora_B")[0]: list(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if "lora_B" in name
+    }
+    with torch.no_grad():
+        expected = model.eval()(**tokens).logits
+        merged = PeftModel.from_pretrained(load(folder), adapter).merge_and_unload().eval()
+        return {
+            "losses": losses, "shapes": shapes, "merged": (merged(**tokens).logits - expected).abs().max().item()
+        }  # fmt: skip
+
+
+def evaluate(folder: str, rows: str) -> float:
+    """Return the perplexity lm-eval finds for the targets of one local file."""
+    task = {
+        "task": "local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": rows}},
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{target}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+    }
+    arguments = {"pretrained": folder, "trust_remote_code": True, "dtype": "float32"}
+    results = lm_eval.simple_evaluate("hf", model_args=arguments, tasks=[task], device="cpu", bootstrap_iters=0)
+    return float(results["results"]["local"]["perplexity,none"])
+
+
+if __name__ == "__main__":
+    folder, rows, work = sys.argv[1:]
+    said = train_adapter(folder, f"{work}/adapter") | {"perplexity": evaluate(folder, rows)}
+    Path(work, "said.json").write_text(json.dumps(said))
