@@ -1,0 +1,299 @@
+"""What does a step of mask learning cost, next to a forward, a LoRA step and full fine-tuning?
+
+    python benchmarks/step_cost.py MODEL [--device cuda] [--batch-size 2] [--seq-len 256] [--rounds 7] [--threads 1]
+
+Every case lives in a process of its own, loads the same weights and reads the same number of tokens; in each round
+every case does one step, so that what else the machine does hits all of them. Reported are medians over rounds, their
+spread, ratios round by round, and the peak memory above the loaded model of each process (CPU: resident set, reset
+after set-up; GPU: what the allocator gave out). LoRA is peft's, r = 8 on all linear layers, once with transformers'
+own loss and once with our chunked head. Needs peft. The last line on stdout is JSON.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_prune.families import choose_head_unit
+from ddp_prune.gates import GatedModel
+from ddp_prune.objective import OutputHead, distilled_loss
+from ddp_prune.recipe import Recipe
+from ddp_prune.source import load_model, open_source
+from ddp_prune.train import Batches, Trainer, final_hidden
+
+Step = Callable[[], Any]
+GOALS = [  # (what, numerator, denominator, at most)
+    ("gated body, forward and backward, to its forward", "gated body", "body", 2.1),
+    ("distilled step to a full forward", "distilled step", "forward", 2.6),
+    ("distilled step to a LoRA step", "distilled step", "LoRA step", 0.9),
+    ("distilled step to a LoRA step with our head", "distilled step", "LoRA step, our head", None),
+    ("distilled step to full fine-tuning", "distilled step", "full fine-tuning", None),
+    ("head, time", "head", "naive head", None),
+]
+HEAD_MEMORY_GOAL = 1 / 8
+
+
+class Bench:
+    """The model, the tokens and the cases of one process."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.device = arguments, torch.device(arguments.device)
+        self.source = open_source(arguments.model)
+        self.model = load_model(self.source, arguments.dtype).to(self.device)
+        shape = (8 * arguments.batch_size, arguments.seq_len)
+        generator = torch.Generator().manual_seed(0)
+        self.blocks = torch.randint(0, self.source.config["vocab_size"], shape, generator=generator)
+        self.tokens = self.blocks[: arguments.batch_size].to(self.device)
+        self.labels = self.tokens[:, 1:].reshape(-1)
+        self.head = OutputHead.of(self.model)
+
+    def case(self, name: str) -> Step:
+        """Return a function that does one step of the case."""
+        steps = {
+            "body": self.body,
+            "forward": self.forward,
+            "gated body": self.gated_body,
+            "masked step": lambda: self.trainer(distillation=0.0),
+            "distilled step": lambda: self.trainer(),
+            "distilled step, cached teacher": lambda: self.trainer(cached=True),
+            "LoRA step": lambda: self.lora(own_head=False),
+            "LoRA step, our head": lambda: self.lora(own_head=True),
+            "full fine-tuning": self.fine_tuning,
+            "head": lambda: self.heads(naive=False),
+            "naive head": lambda: self.heads(naive=True),
+        }
+        return steps[name]()
+
+    def gated(self) -> GatedModel:
+        head_unit = choose_head_unit("auto", self.source.sizes)
+        return GatedModel(self.model, self.source.family, self.source.sizes, head_unit)
+
+    def body(self) -> Step:
+        return torch.no_grad()(lambda: final_hidden(self.model, self.tokens))
+
+    def forward(self) -> Step:
+        return torch.no_grad()(lambda: self.model(self.tokens, labels=self.tokens, use_cache=False).loss)
+
+    def gated_body(self) -> Step:
+        gated = self.gated()
+        gradient = torch.randn_like(final_hidden(self.model, self.tokens))
+
+        def step() -> None:
+            shapes = gated.shapes.items()
+            leaves = {kind: torch.ones(shape, device=self.device, requires_grad=True) for kind, shape in shapes}
+            squares = {kind: torch.zeros(shape, device=self.device) for kind, shape in shapes}
+            with gated.masks(leaves, squares):
+                final_hidden(self.model, self.tokens).backward(gradient)
+
+        return step
+
+    def trainer(self, *, distillation: float = 2.0, cached: bool = False) -> Step:
+        from accelerate import Accelerator
+
+        recipe = Recipe(
+            model=self.arguments.model, sparsity=0.2, steps=100_000, polish=0.0, distillation=distillation,
+            batch_size=self.arguments.batch_size, seq_len=self.arguments.seq_len,
+            micro_batch_size=self.arguments.batch_size,
+        )  # fmt: skip
+        accelerator = Accelerator(cpu=self.device.type == "cpu")
+        trainer = Trainer(self.gated(), Batches(self.blocks, recipe, accelerator), recipe, accelerator)
+        if trainer.teacher:
+            trainer.teacher.cache = {} if cached else None
+            for start in range(0, len(self.blocks) if cached else 0, recipe.batch_size):
+                numbers = list(range(start, start + recipe.batch_size))
+                trainer.teacher.hidden(self.blocks[numbers].to(self.device), numbers)
+        numbers_of_steps = iter(range(1000, 100_000))
+        return lambda: trainer.step(next(numbers_of_steps))
+
+    def lora(self, *, own_head: bool) -> Step:
+        from peft import LoraConfig, get_peft_model
+
+        self.model = get_peft_model(self.model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return self._weights_step(own_head=own_head)
+
+    def fine_tuning(self) -> Step:
+        self.model.requires_grad_(True)
+        return self._weights_step(own_head=False)
+
+    def _weights_step(self, *, own_head: bool) -> Step:
+        self.model.train()
+        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
+
+        def step() -> None:
+            if own_head:
+                base = self.model.get_base_model()
+                hidden = final_hidden(base, self.tokens)
+                loss, _, _ = distilled_loss(hidden, None, self.head, self.labels, 0.0)
+            else:
+                loss = self.model(self.tokens, labels=self.tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def heads(self, *, naive: bool) -> Step:
+        """Cross-entropy and distillation with their gradient, from hidden states, in chunks or written down plainly."""
+        weight = self.head.weight
+        student, teacher = (
+            torch.randn(len(self.labels), weight.shape[1], device=self.device, dtype=weight.dtype) for _ in range(2)
+        )
+        student.requires_grad_()
+
+        def step() -> None:
+            student.grad = None
+            if not naive:
+                distilled_loss(student, teacher, self.head, self.labels, 2.0)[0].backward()
+                return
+            log_p = (student @ weight.t()).float().log_softmax(-1)
+            log_t = (teacher @ weight.t()).float().log_softmax(-1)
+            divergence = torch.nn.functional.kl_div(log_p, log_t, log_target=True, reduction="batchmean")
+            (torch.nn.functional.nll_loss(log_p, self.labels) + 2.0 * divergence).backward()
+
+        return step
+
+
+CASES = [
+    "body", "forward", "gated body", "masked step", "distilled step", "distilled step, cached teacher", "LoRA step",
+    "LoRA step, our head", "full fine-tuning", "head", "naive head",
+]  # fmt: skip
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Serve one case: a step for every line on stdin, a line of JSON back."""
+    torch.set_num_threads(arguments.threads)
+    step = Bench(arguments).case(arguments.case)
+    base = _reset_peak(arguments.device)
+    step()  # the first one chooses kernels and makes optimizer states; its time does not count, its memory does
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        if arguments.device != "cpu":
+            torch.cuda.synchronize()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        peak = _peak(arguments.device)
+        print(json.dumps({"seconds": wall, "cpu_seconds": cpu, "peak": peak, "above": peak - base}), flush=True)
+
+
+def _reset_peak(device: str) -> int:
+    """Forget the peak of memory so far; return the bytes in use."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what loading left behind
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak(device: str) -> int:
+    return _status("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def start(name: str, arguments: list[str], threads: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, *arguments, "--case", name]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def ask(process: subprocess.Popen[str]) -> dict[str, float]:
+    """Let a case do one step and return what it measured."""
+    assert process.stdin and process.stdout
+    process.stdin.write("\n")
+    process.stdin.flush()
+    result: dict[str, float] = json.loads(process.stdout.readline())
+    return result
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Return the measurements of every case, one a round."""
+    cases = arguments.cases.split(";") if arguments.cases else CASES
+    groups = [[case] for case in cases] if arguments.one_at_a_time else [cases]
+    rows: dict[str, list[dict[str, float]]] = {}
+    for group in groups:
+        processes = {}
+        for name in group:
+            processes[name] = start(name, sys.argv[1:], arguments.threads)
+            line = processes[name].stdout.readline()  # type: ignore[union-attr]
+            if line.strip() != "ready":
+                raise SystemExit(f"{name} did not start")
+        for _ in range(arguments.rounds):
+            for name, process in processes.items():
+                rows.setdefault(name, []).append(ask(process))
+        for process in processes.values():
+            process.communicate()
+    return rows
+
+
+def verdicts(rows: dict[str, list[dict[str, float]]], clock: str) -> list[dict[str, Any]]:
+    """Return the median ratio of rounds, its quartiles and whether the goal is met."""
+    found = []
+    for what, above, below, goal in GOALS:
+        if above in rows and below in rows:
+            ratios = [a[clock] / b[clock] for a, b in zip(rows[above], rows[below], strict=True)]
+            low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            found.append({"what": what, "ratio": median, "low": low, "high": high, "goal": goal})
+    if {"head", "naive head"} <= rows.keys():
+        ratio = max(row["above"] for row in rows["head"]) / max(1, *(row["above"] for row in rows["naive head"]))
+        found.append({"what": "head, memory", "ratio": ratio, "low": ratio, "high": ratio, "goal": HEAD_MEMORY_GOAL})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder or hub name")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cases", help=f"some of them, with ; between: {'; '.join(CASES)}")
+    parser.add_argument("--one-at-a-time", action="store_true", help="for models that fit only once; not interleaved")
+    parser.add_argument("--clock", choices=("seconds", "cpu_seconds"), default="seconds", help="which one ratios use")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        work(arguments)
+        return
+    rows = measure(arguments)
+    for name, results in rows.items():
+        times = [row[arguments.clock] for row in results]
+        print(
+            f"{name:32s} {statistics.median(times):8.3f} s  ({min(times):.3f} to {max(times):.3f})  "
+            f"peak {max(row['peak'] for row in results) / 2**20:8.0f} MiB, "
+            f"{max(row['above'] for row in results) / 2**20:7.0f} above the model"
+        )
+    for verdict in verdicts(rows, arguments.clock):
+        goal = "" if verdict["goal"] is None else f"  goal {verdict['goal']:.3g}"
+        print(f"{verdict['what']:50s} {verdict['ratio']:.3f}  ({verdict['low']:.3f} to {verdict['high']:.3f}){goal}")
+    print(json.dumps({
+        "question": (__doc__ or "").split("\n")[0],
+        "settings": vars(arguments),
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+                    "gpu": torch.cuda.get_device_name() if arguments.device == "cuda" else None},
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "verdicts": verdicts(rows, arguments.clock),
+        "rounds": rows,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
