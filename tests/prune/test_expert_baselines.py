@@ -1,0 +1,108 @@
+"""One-shot scores of routed experts, against their definitions written out on what a hook saw of the stock model."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from ddp_prune.baselines import ExpertUse, measure_experts
+from ddp_prune.families import dimensions_of, family_of
+from ddp_prune.gates import GatedModel
+
+LAYERS, EXPERTS, CHANNELS, IDLE = 2, 4, 6, 3
+BLOCKS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def gated() -> GatedModel:
+    """Expert 3 of the last layer is never chosen: its router row opposes what the others have in common."""
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=8, moe_intermediate_size=CHANNELS, num_experts=EXPERTS,
+        num_experts_per_tok=2, shared_expert_intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.3, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen2MoeForCausalLM(config).eval()
+    model.requires_grad_(False)
+    gate = model.model.layers[1].mlp.gate.weight
+    gate[:IDLE], gate[IDLE] = gate[:IDLE].abs(), 0.0
+    model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda _module, _args, output: output.abs())
+    return GatedModel(model, family_of(config.to_dict()), dimensions_of(config.to_dict()), "auto")
+
+
+@pytest.fixture(scope="module")
+def use(gated: GatedModel) -> ExpertUse:
+    return measure_experts(gated, BLOCKS.split(1))
+
+
+def test_statistics_are_their_definitions(gated: GatedModel, use: ExpertUse) -> None:
+    """From the input, routing and output gradient of each block of experts in the stock implementation."""
+    model: Any = gated.model
+    seen: list[list[Any]] = [[] for _ in range(LAYERS)]
+
+    def note(row: int, args: Any, output: torch.Tensor) -> None:
+        seen[row].append([*args, None])
+        output.register_hook(lambda gradient, entry=seen[row][-1]: entry.__setitem__(-1, gradient))
+
+    modules = [model.model.layers[row].mlp.experts for row in range(LAYERS)]
+    hooks = [
+        module.register_forward_hook(lambda _module, args, output, row=row: note(row, args, output))
+        for row, module in enumerate(modules)
+    ]
+    model.set_experts_implementation("eager")
+    for tokens in BLOCKS.split(1):
+        embedded = model.get_input_embeddings()(tokens).requires_grad_()
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
+        F.cross_entropy(logits, tokens[0, 1:]).backward()
+    model.set_experts_implementation("ddp")
+    for hook in hooks:
+        hook.remove()
+    expected = {name: torch.zeros_like(value) for name, value in vars(use).items()}
+    for row, module in enumerate(modules):
+        expected["norms"][row] = module.down_proj.square().sum(1)
+        for x_TH, ids_TK, weights_TK, gradient_TH in seen[row]:
+            for token, slot in torch.cartesian_prod(torch.arange(len(x_TH)), torch.arange(2)).tolist():
+                expert, weight = int(ids_TK[token, slot]), weights_TK[token, slot]
+                gate, up = (module.gate_up_proj[expert] @ x_TH[token]).chunk(2)
+                h, down = F.silu(gate) * up, module.down_proj[expert]
+                expected["energy"][row, expert] += (weight * h).square()
+                expected["peak"][row, expert] = torch.maximum(expected["peak"][row, expert], (weight * h).square())
+                expected["squares"][row, expert] += h.square()
+                expected["slopes"][row, expert] += (weight * gradient_TH[token] @ down).square()
+                expected["counts"][row, expert] += 1
+                expected["output"][row, expert] += weight * (down @ h).norm()
+    assert expected["slopes"].any() and expected["counts"][1, IDLE] == 0
+    for name, value in vars(use).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-9, msg=name)
+
+
+def test_scores_follow_their_formulas(use: ExpertUse) -> None:
+    layer, expert, channel = 0, int(use.counts[0].argmax()), 2
+    entry = (layer, expert, channel)
+    energy, peak, norm = use.energy[entry], use.peak[entry], use.norms[entry]
+    torch.testing.assert_close(use.camera()[entry], norm * (0.1 * energy + 0.9 * peak))
+    torch.testing.assert_close(use.channel_energy()[entry], norm * energy)
+    count = use.counts[layer, expert]
+    torch.testing.assert_close(use.heapr()[entry], use.squares[entry] / count * (use.slopes[entry] / count))
+    assert not use.heapr()[1, IDLE].any() and use.heapr().isfinite().all()
+
+
+def test_whole_experts_go_one_by_one(use: ExpertUse) -> None:
+    score = use.whole_experts()
+    for row in range(LAYERS):
+        order = use.output[row].argsort()
+        for worse, better in pairwise(order.tolist()):
+            assert score[row, worse].max() < score[row, better].min()
+    assert int(score[1].amax(-1).argmin()) == IDLE
+    assert torch.equal(score.argsort(dim=-1), use.channel_energy().argsort(dim=-1, stable=True))
+
+
+def test_measuring_leaves_the_model_as_it_was(gated: GatedModel) -> None:
+    model: Any = gated.model
+    before = model(BLOCKS).logits
+    measure_experts(gated, BLOCKS[:1].split(1))
+    assert torch.equal(model(BLOCKS).logits, before)
+    assert not any(hasattr(layer.mlp.experts, "ddp_use") for layer in model.model.layers)
