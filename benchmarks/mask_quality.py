@@ -24,10 +24,10 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.baselines import magnitude, taylor_and_fisher
-from ddp_prune.budget import exact_support, kept_units
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
+from ddp_prune.rounding import exact_support
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import load_blocks, load_tokenizer
@@ -38,8 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {  # learning methods -> what they change 
     "ddp": {},
     "ddp-no-polish": {"polish": 0.0},
     "ddp-no-distillation": {"distillation": 0.0},
-    "paper-alm": {"budget": "alm", "polish": 0.0},
-    "alm+polish": {"budget": "alm"},
+    "paper-alm": {"controller": "alm", "polish": 0.0},
+    "alm+polish": {"controller": "alm"},
 }
 
 
@@ -61,13 +61,7 @@ def main() -> None:
     source = open_source(arguments.model)
     tokenizer = load_tokenizer(arguments.model)
     gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, choose_head_unit("auto", source.sizes))
-    text = arguments.test.read_text(encoding="utf-8")
-    if arguments.detokenise:
-        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-
-        text = wikitext_detokenizer({"page": text})
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    test = torch.tensor(ids[: TEST_BLOCKS * TEST_LENGTH]).view(TEST_BLOCKS, TEST_LENGTH)
+    test = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
     rows: dict[str, list[dict[str, float]]] = {}
     dense = perplexity(gated, None, test)
     print(f"dense {dense:.2f}", flush=True)
@@ -100,11 +94,22 @@ def main() -> None:
     print(json.dumps(report(arguments, dense, rows)))
 
 
+def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool) -> torch.Tensor:
+    """Return the first tokens of a text, int64 [TEST_BLOCKS, TEST_LENGTH]."""
+    text = path.read_text(encoding="utf-8")
+    if detokenise:
+        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+        text = wikitext_detokenizer({"page": text})
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    return torch.tensor(ids[: TEST_BLOCKS * TEST_LENGTH]).view(TEST_BLOCKS, TEST_LENGTH)
+
+
 def run(
     method: str, gated: GatedModel, family: Any, recipe: Recipe, train_blocks: torch.Tensor
 ) -> tuple[Masks, dict[str, float]]:
     """Return the gates a method ends with, and what is worth saying of them."""
-    kept = {kind: kept_units(math.prod(shape), recipe.sparsity) for kind, shape in gated.shapes.items()}
+    kept = {kind: round((1.0 - recipe.sparsity) * math.prod(shape)) for kind, shape in gated.shapes.items()}
     if method in VARIANTS:
         recipe = dataclasses.replace(recipe, **VARIANTS[method])
         with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +126,7 @@ def run(
         samples = train_blocks[:64].split(1)
         first, second = taylor_and_fisher(gated, samples)
         scores = first if method == "taylor" else second
-    supports = {kind: exact_support(score, kept[kind], per_layer=False) for kind, score in scores.items()}
+    supports = {kind: exact_support(score, kept[kind]) for kind, score in scores.items()}
     if method == "fisher+scales":
         recipe = dataclasses.replace(recipe, polish=0.999)
         trainer = Trainer(gated, Batches(train_blocks, recipe, Accelerator(cpu=True)), recipe, Accelerator(cpu=True))

@@ -3,8 +3,9 @@
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_prune.source import Source
-from ddp_prune.summary import Totals, dense_expert_size, removed_parameters, routing_notes, totals
+from ddp_prune.summary import dense_expert_size, footprint, routing_notes, totals
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.remote_code.widths import tensor_parallel_sizes
 
 TEXT = """# {name}
 
@@ -37,11 +38,7 @@ Tensor-parallel sizes that split every layer without padding: {tp}.
 def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
     """Return the Markdown of the card; `name` is the folder's."""
     counts = totals(checkpoint)
-    dense_parameters = checkpoint.num_parameters + removed_parameters(checkpoint)
-    rows = [
-        *(_row(*row) for row in counts.rows),
-        _row("parameters", dense_parameters, checkpoint.num_parameters),
-    ]
+    rows = [_row(*row) for row in (*counts.rows, *footprint(checkpoint))]
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation", license=None
     )
@@ -54,7 +51,7 @@ def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
         rows="\n".join(rows),
         units="channels of the routed experts" if counts.dense_experts else "attention heads and MLP channels",
         quality="\n\n".join([_quality(checkpoint), *(f"Note: {note}." for note in routing_notes(checkpoint))]),
-        tp=", ".join(map(str, valid_tensor_parallel_sizes(counts, checkpoint))),
+        tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.layers, checkpoint.config))),
         layers="\n".join(_expert_rows(checkpoint) if counts.dense_experts else _layer_rows(checkpoint)),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
@@ -88,23 +85,3 @@ def _quality(checkpoint: Checkpoint) -> str:
         f"Perplexity on held-out text of {checkpoint.provenance['recipe']['data'].rsplit('/', 1)[-1]} "
         f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}."
     )
-
-
-def valid_tensor_parallel_sizes(counts: Totals, checkpoint: Checkpoint) -> list[int]:
-    """Return the sizes up to 8 at which every layer's heads and channels split evenly over the devices.
-
-    Experts may have any width: what does not divide is dealt out channel by channel.
-    """
-    return [
-        size
-        for size in range(1, 9)
-        if checkpoint.config["num_attention_heads"] % size == 0
-        and (not counts.dense_experts or dense_expert_size(checkpoint.config) % size == 0)  # as vLLM asks
-        and all(
-            layer.num_query_heads % size == 0
-            and (layer.num_kv_heads % size == 0 or (layer.num_kv_heads and size % layer.num_kv_heads == 0))
-            and len(set(layer.query_heads_per_kv_head)) <= 1
-            and layer.intermediate_size % size == 0
-            for layer in checkpoint.layers
-        )
-    ]

@@ -8,11 +8,25 @@ import click
 
 from ddp_prune.recipe import CHOICES, load_recipe
 from ddp_vllm.checkpoint import check_output, read_checkpoint
+from ddp_vllm.errors import SettingError
 
 
 @click.command(context_settings={"show_default": False})
 @click.argument("model")
-@click.option("--sparsity", type=float, help="Fraction of heads and channels to remove, between 0 and 1.")
+@click.option(
+    "--sparsity",
+    type=float,
+    help="Fraction to remove, between 0 and 1, of what can be pruned (not of embeddings, norms, routers, …).",
+)
+@click.option(
+    "--budget",
+    type=click.Choice(CHOICES["budget"]),
+    help="What the fraction counts: units of each module type, or parameters, FLOPs or KV-cache bytes a token over all "
+    "types together. [default: units]",
+)
+@click.option("--target-params", metavar="N", help="Instead of a fraction: parameters of the whole model, as 5.5B.")
+@click.option("--target-flops", metavar="N", help="The same in FLOPs a token, at 2,048 tokens of context.")
+@click.option("--target-kv-bytes", metavar="N", help="The same in bytes of KV cache a token, at 16 bits.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--data", help="Hub dataset (name or name:configuration) or a .txt/.jsonl/.json/.parquet file.")
 @click.option("--steps", type=int, help="Optimizer steps in all. [default: 1000]")
@@ -22,7 +36,11 @@ from ddp_vllm.checkpoint import check_output, read_checkpoint
 @click.option("--head-unit", type=click.Choice(CHOICES["head_unit"]), help="What an attention unit is. [default: auto]")
 @click.option("--group", type=click.Choice(CHOICES["group"]), help="Where the budget holds. [default: global]")
 @click.option("--align", type=int, help="Make MLP widths multiples of this: 32, 64, 128. [default: 1]")
-@click.option("--budget", type=click.Choice(CHOICES["budget"]), help="How the budget is held. [default: feedback]")
+@click.option("--quant-friendly", is_flag=True, help="The same as --align 128.")
+@click.option("--tp", type=int, help="Make every layer split over this many devices without padding. [default: 1]")
+@click.option(
+    "--controller", type=click.Choice(CHOICES["controller"]), help="How the budget is held. [default: feedback]"
+)
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
@@ -34,7 +52,7 @@ def prune(
     MODEL is a folder or a Hugging Face hub name. Its weights are frozen; gates on heads and channels are learned on
     text, those that close are removed. Interrupted, the same command goes on where it was.
     """
-    recipe = load_recipe(recipe_file, settings | {"model": model})
+    recipe = load_recipe(recipe_file, _settings(**settings) | {"model": model})
     check_output(output, overwrite=overwrite)
     # OpenMP threads that spin while they wait made a step 4.5 times slower beside one other busy process on 2 cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -45,17 +63,35 @@ def prune(
     run(recipe, output, overwrite=overwrite, tracker=tracker, console=Console())
 
 
+def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:
+    """Return the options as fields of a recipe. Raises: SettingError for two that contradict each other."""
+    targets = {budget: settings.pop(f"target_{budget.replace('-', '_')}") for budget in CHOICES["budget"][1:]}
+    given = {budget: target for budget, target in targets.items() if target is not None}
+    if given:
+        budget, target = given.popitem()
+        if given or settings["budget"] not in (None, budget):
+            other = next(iter(given), settings["budget"])
+            raise SettingError(f"a target in {budget} and a budget in {other} are given; give one of them")
+        settings |= {"budget": budget, "target": target}
+    if quant_friendly:
+        if settings["align"] not in (None, 128):
+            raise SettingError(f"--quant-friendly is --align 128, but --align {settings['align']} is given; give one")
+        settings["align"] = 128
+    return settings
+
+
 @click.command()
 @click.argument("model")
 @click.option("--masks", type=click.Path(path_type=Path), required=True, help="A ddp_masks.safetensors.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--tp", type=int, default=1, help="Refuse masks that do not split over this many devices. [default: 1]")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
-def apply(model: str, masks: Path, output: Path, overwrite: bool) -> None:
+def apply(model: str, masks: Path, output: Path, tp: int, overwrite: bool) -> None:
     """Cut MODEL again from published masks alone; no text and no training needed."""
     check_output(output, overwrite=overwrite)
     from ddp_prune.export import apply_masks
 
-    apply_masks(model, masks, output, overwrite=overwrite)
+    apply_masks(model, masks, output, tp=tp, overwrite=overwrite)
     click.echo(f"written: {output}")
 
 

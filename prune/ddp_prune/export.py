@@ -5,7 +5,7 @@ Every weight is read, cut and written tensor by tensor, so memory stays near one
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from ddp_prune.gates import Masks, unit_shapes
 from ddp_prune.source import COMPANIONS, Source, check_spares_source, open_source, weight_files
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, MODEL_TYPE_PREFIX, atomic_folder, read_checkpoint
-from ddp_vllm.errors import CheckpointError
+from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code import FILES
-from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
 
 MAX_SHARD_BYTES = 4_000_000_000
 
@@ -226,10 +226,11 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     return gates, provenance
 
 
-def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> None:
-    """Cut `model` again from a masks file alone.
+def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1) -> None:
+    """Cut `model` again from a masks file alone; the widths are those of the masks.
 
-    Raises: CheckpointError if the masks are of a model of other sizes; else as `open_source` and `export`.
+    Raises: CheckpointError if the masks are of a model of other sizes; SettingError if what they leave does not split
+        over `tp` devices; else as `open_source` and `export`.
     """
     source = open_source(model)
     check_spares_source(output, source)
@@ -246,4 +247,18 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool) -> No
                 f"{masks} holds {kind} gates of shape {list(gates[kind].shape)}, {model} needs {list(shape)}; "
                 "they were learned on another model"
             )
+    check_splits(layer_widths(gates, source, head_unit), source.config, tp)
     export(source, gates, output, head_unit=head_unit, provenance=provenance, overwrite=overwrite)
+
+
+def check_splits(layers: Sequence[LayerWidths], config: Mapping[str, Any], num_ranks: int) -> None:
+    """Refuse widths that need padding on `num_ranks` devices. Raises: SettingError, naming a layer and what works."""
+    valid = tensor_parallel_sizes(layers, config)
+    if num_ranks not in valid:
+        index = next((i for i, layer in enumerate(layers) if not layer.splits_over(num_ranks)), 0)
+        layer = layers[index]
+        raise SettingError(
+            f"tp is {num_ranks}, over which layer {index} does not split: {layer.num_query_heads} query heads for "
+            f"{layer.num_kv_heads} KV heads, {layer.intermediate_size} channels; valid sizes: "
+            f"{', '.join(map(str, valid))}; or prune with --tp {num_ranks}"
+        )

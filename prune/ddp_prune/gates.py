@@ -83,11 +83,6 @@ def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
     return mu_start - (mu_start - mu_end) * math.sqrt(progress)
 
 
-def binarisation(s_LU: torch.Tensor) -> torch.Tensor:
-    """Return mean s(1 − s), which is 0 when every score is 0 or 1 (Eq. 15)."""
-    return (s_LU * (1.0 - s_LU)).mean()
-
-
 def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
     """Return [L, U] of every module type; [L, E, C] of the experts, which are all that a mixture of experts prunes."""
     if sizes.num_experts:

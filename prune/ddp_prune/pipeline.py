@@ -12,14 +12,14 @@ from accelerate.utils import set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ddp_prune.budget import aligned_budget, kept_units
 from ddp_prune.export import export
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, unit_shapes
+from ddp_prune.pools import describe, make_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.report import write_report
 from ddp_prune.run_state import METRICS_FILE, RunState
-from ddp_prune.source import check_spares_source, load_model, open_source
+from ddp_prune.source import check_spares_source, load_model, open_source, weight_shapes
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import load_blocks, load_tokenizer
 from ddp_prune.train import Learned, block_losses, train
@@ -41,16 +41,11 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     check_spares_source(output, source)
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     shapes = unit_shapes(source.sizes, head_unit)
-    kept = {kind: kept_units(math.prod(shape), recipe.sparsity) for kind, shape in shapes.items()}
-    aligned = {  # heads are whole as they are
-        kind: aligned_budget(kept[kind], math.prod(shape[:-1]), shape[-1], recipe.align)
-        for kind, shape in shapes.items()
-        if kind != "attn"
-    }
     if recipe.group == "expert" and "experts" not in shapes:
         raise SettingError(
             f"group is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
         )
+    pools = make_pools(source.config, weight_shapes(source.folder), source.sizes, head_unit, recipe)
     tokenizer = load_tokenizer(str(source.folder))
     blocks = load_blocks(
         recipe.data,
@@ -74,9 +69,8 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         )
         unit = "expert channel" if "experts" in shapes else head_unit
         console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}")
-        for kind, count in aligned.items():
-            if count < kept[kind]:
-                console.print(f"align {recipe.align}: {count:,} channels ({kind}) stay, not {kept[kind]:,}")
+        for line in map(describe, pools):
+            console.print(line)
     model = load_model(source, recipe.dtype).to(accelerator.device)
     gated = GatedModel(model, source.family, source.sizes, head_unit)
     dense_losses = block_losses(gated, None, blocks.heldout)
@@ -86,7 +80,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
         )
     run = RunState(output, recipe, writes=main)
-    with _Progress(console, recipe, main) as report:
+    with _Progress(console, recipe, 1.0 - pools[0].keep_ratio, main) as report:
         learned = train(gated, blocks.train, recipe, accelerator, run, report)
     masks = {kind: gates.to(accelerator.device) for kind, gates in learned.gates.items()}
     pruned_losses = block_losses(gated, masks, blocks.heldout)
@@ -133,7 +127,8 @@ def routing(learned: Learned, routed_layers: tuple[int, ...]) -> dict[str, Any]:
 class _Progress:
     """A progress bar that takes a step's metrics; silent away from the main process."""
 
-    def __init__(self, console: Console, recipe: Recipe, shown: bool) -> None:
+    def __init__(self, console: Console, recipe: Recipe, wanted: float, shown: bool) -> None:
+        self.wanted = wanted
         self.recipe, self.console, self.lines = recipe, console, not console.is_terminal and shown
         self.bar = Progress(
             TextColumn("{task.description}"),
@@ -164,7 +159,7 @@ class _Progress:
             if name.endswith("_sparsity")
         )
         text = (
-            f"loss {metrics['loss']:.3f} kl {metrics['kl']:.3f} sparsity {sparsity} of {self.recipe.sparsity:.0%} "
+            f"loss {metrics['loss']:.3f} kl {metrics['kl']:.3f} sparsity {sparsity} of {self.wanted:.0%} "
             f"μ {metrics['mu']:.3f} {metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
         )
         self.bar.update(self.task, completed=step, description=phase, text=text)

@@ -17,7 +17,8 @@ from ddp_vllm.errors import SettingError
 CHOICES = {
     "head_unit": ("auto", "kv-group", "query-head"),
     "group": ("global", "layer", "expert"),
-    "budget": ("feedback", "alm"),
+    "budget": ("units", "params", "flops", "kv-bytes"),
+    "controller": ("feedback", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
 
@@ -28,9 +29,16 @@ class Recipe:
 
     model: str
     """Folder or Hugging Face hub name of the dense model."""
-    sparsity: float
-    """Fraction of units (heads, MLP channels; of a mixture of experts, the channels of its routed experts) to remove,
-    the same for every module type; 1 − ρ of Eq. 6."""
+    sparsity: float = 0.0
+    """Fraction to remove of what can be pruned, counted as `budget` says: by default of the units of every module type
+    (heads, MLP channels; of a mixture of experts, the channels of its routed experts), 1 − ρ of Eq. 6."""
+    target: float = 0.0
+    """Instead of `sparsity`: what the whole model, embeddings and all, may have left of what `budget` counts."""
+    budget: str = "units"
+    """What is counted: `units`, separately for each module type as in the paper; or, over all of them together,
+    `params`, `flops` (a token) or `kv-bytes` (of KV cache a token, at 16 bits)."""
+    context_length: int = 2048
+    """Tokens attended to, on which `flops` depend."""
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
     """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file."""
     steps: int = 1000
@@ -51,7 +59,10 @@ class Recipe:
     align: int = 1
     """The MLP width of every layer (in a mixture of experts, that of every expert) becomes a multiple of this: 32, 64
     or 128 suit kernels and quantisation. What is kept is then the largest multiple that is not above the budget."""
-    budget: str = "feedback"
+    tp: int = 1
+    """Tensor-parallel size over which every layer must split without padding; a device's share of the channels is a
+    multiple of `align`."""
+    controller: str = "feedback"
     """How the budget is kept while searching: `feedback` at any number of steps, or the paper's `alm`."""
     polish: float = 0.35
     """Last fraction of the steps, in which the support is frozen and only the scales of what is kept are learned.
@@ -64,9 +75,9 @@ class Recipe:
     polish_learning_rate: float = 2e-2
     """AdamW's rate at the start of the polish, falling linearly to 0."""
     lambda_learning_rate: float = 2e-2
-    """Ascent rate of λ1 and λ3 (Eq. 13 and 15), for `budget="alm"`; λ3 serves both controllers."""
+    """Ascent rate of λ1 and λ3 (Eq. 13 and 15), for `controller="alm"`; λ3 serves both controllers."""
     lambda2_learning_rate: float = 4e-1
-    """Ascent rate of λ2, for `budget="alm"`; the paper uses 8e-1 at higher sparsity."""
+    """Ascent rate of λ2, for `controller="alm"`; the paper uses 8e-1 at higher sparsity."""
     warmup: float = 0.05
     """Fraction of the search over which the rates rise linearly; the paper names a warm-up, not its length."""
     mu_start: float = 0.5
@@ -93,9 +104,14 @@ class Recipe:
                 raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")  # type: ignore[union-attr]
             if kind is float and not math.isfinite(value):
                 raise SettingError(f"{field.name} is {value}; it must be a finite number")
-        if not 0.0 < self.sparsity < 1.0:
+        if self.target:
+            if self.sparsity or self.target < 0:
+                raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
+            if self.budget == "units":
+                raise SettingError("target needs a budget of params, flops or kv-bytes; with units, give a sparsity")
+        elif not 0.0 < self.sparsity < 1.0:
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
-        for name in ("steps", "batch_size", "heldout_blocks", "save_every", "align"):
+        for name in ("steps", "batch_size", "heldout_blocks", "save_every", "align", "tp", "context_length"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seq_len", self.seq_len, 8)
         for name in ("micro_batch_size", "seed", "distillation", "learning_rate", "polish_learning_rate"):
@@ -150,6 +166,18 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
         raise SettingError(
             f"{path or 'the recipe'} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}"
         )
-    if missing := {"model", "sparsity"} - set(values):
+    if missing := {"model", "sparsity"} - set(values) - ({"sparsity"} if "target" in values else set()):
         raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
+    if isinstance(values.get("target"), str):
+        values["target"] = parse_amount(values["target"])
     return Recipe(**values)
+
+
+def parse_amount(text: str) -> float:
+    """Read a number such as 5.5B, 120M, 8G or 1e9; suffixes are powers of 1,000. Raises: SettingError."""
+    suffixes = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+    scale = suffixes.get(text[-1:].upper())
+    try:
+        return float(text if scale is None else text[:-1]) * (scale or 1.0)
+    except ValueError:
+        raise SettingError(f"target is {text!r}; it must be a number such as 5.5B, 120M or 1e9") from None

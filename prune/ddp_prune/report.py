@@ -17,7 +17,7 @@ import numpy as np
 from ddp_prune import pictures
 from ddp_prune.evidence import Evidence, Table, expert_use, expert_widths, gather, kept_scales, tables
 from ddp_prune.recipe import Recipe
-from ddp_prune.summary import removed_parameters, totals
+from ddp_prune.summary import footprint, totals
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import OutputError, SettingError
 
@@ -143,10 +143,8 @@ def _search_steps(recipe: Mapping[str, Any]) -> int | None:
 
 
 def size_table(checkpoint: Checkpoint) -> Table:
-    """Return what is left of each kind of unit."""
-    counts = totals(checkpoint)
-    dense = checkpoint.num_parameters + removed_parameters(checkpoint)
-    rows = [*counts.rows, ("parameters", dense, checkpoint.num_parameters)]
+    """Return what is left of each kind of unit, and of what they cost."""
+    rows = [*totals(checkpoint).rows, *footprint(checkpoint)]
     return ["", "dense", "kept", "removed"], [[n, f"{a:,}", f"{b:,}", f"{1 - b / a:.1%}"] for n, a, b in rows]
 
 

@@ -75,6 +75,17 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
 
 
+def weight_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor of a dense checkpoint, from the headers alone."""
+    from safetensors import safe_open
+
+    shapes: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="numpy") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    return shapes
+
+
 def _check_weights(folder: Path) -> None:
     """Read the headers of all weight files, which also tells whether a file is cut short."""
     from safetensors import SafetensorError, safe_open

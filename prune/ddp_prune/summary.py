@@ -9,7 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ddp_vllm.checkpoint import Checkpoint
+from ddp_prune.costs import dense_layers, prices, whole_model
+from ddp_prune.families import FAMILIES
+from ddp_prune.recipe import Recipe
+from ddp_vllm.checkpoint import MODEL_TYPE_PREFIX, Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,25 +98,47 @@ def routing_notes(checkpoint: Checkpoint) -> list[str]:
 def removed_parameters(checkpoint: Checkpoint) -> int:
     """Return how many parameters of the dense model are gone, from the widths alone (biases included if kept ones are).
 
-    A removed head takes head_dim rows of q and columns of o, a KV head head_dim rows of k and v, a channel a row of
-    gate and up and a column of down; a removed block takes its norm and its output bias too.
+    Beside what units cost, a removed block takes its norms and its output bias.
     """
-    hidden, counts = checkpoint.config["hidden_size"], totals(checkpoint)
-    head_dim = checkpoint.head_dim
-    biases = {name.split(".")[-2] for name in checkpoint.shapes if name.endswith(".bias")}
-    per_query_head = head_dim * (2 * hidden + ("q_proj" in biases))
-    per_kv_head = head_dim * (2 * hidden + ("k_proj" in biases) + ("v_proj" in biases))
-    per_channel = 3 * hidden + ("gate_proj" in biases) + ("up_proj" in biases)
-    per_attention, per_mlp = hidden * (1 + ("o_proj" in biases)), hidden * (1 + ("down_proj" in biases))
-    return (
-        (counts.dense_expert_channels - counts.expert_channels) * 3 * hidden
-        + (counts.dense_query_heads - counts.query_heads) * per_query_head
-        + (counts.dense_kv_heads - counts.kv_heads) * per_kv_head
-        + (counts.dense_channels - counts.channels) * per_channel
-        + sum(not layer.num_kv_heads for layer in checkpoint.layers) * per_attention
-        + sum(not layer.intermediate_size and layer.expert_intermediate_sizes is None for layer in checkpoint.layers)
-        * per_mlp
-    )
+    config, shapes = checkpoint.config, checkpoint.shapes
+    family = FAMILIES[str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)]
+    biases = {name.split(".")[-2] for name in shapes if name.endswith(".bias")}
+    of_heads = {
+        name.split(".")[-2]: prod(shape) for name, shape in shapes.items() if ".self_attn." in name and "_norm." in name
+    }
+    attention = config["hidden_size"] * (len(family.attention_norms) + ("o_proj" in biases)) + sum(of_heads.values())
+    mlp = config["hidden_size"] * (len(family.mlp_norms) + ("down_proj" in biases))
+    without_mlp = [
+        not layer.intermediate_size and layer.expert_intermediate_sizes is None for layer in checkpoint.layers
+    ]
+    without_attention = [not layer.num_kv_heads for layer in checkpoint.layers]
+    return int(_removed("params", checkpoint)) + attention * sum(without_attention) + mlp * sum(without_mlp)
+
+
+def _removed(budget: str, checkpoint: Checkpoint) -> float:
+    """Return what the units that are gone cost, as `budget` counts."""
+    config = checkpoint.config
+    layers = prices(budget, config, checkpoint.shapes, _context(checkpoint))
+    pairs = zip(layers, dense_layers(config), checkpoint.layers, strict=True)
+    return sum(price.of(dense) - price.of(kept) for price, dense, kept in pairs)
+
+
+def _context(checkpoint: Checkpoint) -> int:
+    return int(checkpoint.provenance.get("recipe", {}).get("context_length", Recipe.context_length))
+
+
+def footprint(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
+    """Return (label, dense, left) of the whole model: parameters; a token's FLOPs, and its KV cache at 16 bits."""
+    context = _context(checkpoint)
+    parameters = checkpoint.num_parameters
+    rows = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
+    for budget, label in (
+        ("flops", f"FLOPs a token at {context:,}"),
+        ("kv-bytes", "KV-cache bytes a token"),
+    ):
+        left = whole_model(budget, checkpoint.config, checkpoint.layers, checkpoint.shapes, context)
+        rows.append((label, round(left + _removed(budget, checkpoint)), round(left)))
+    return rows
 
 
 def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
@@ -122,8 +147,9 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
     console.print(_expert_table(checkpoint) if counts.dense_experts else _layer_table(checkpoint))
     for label, dense, kept in counts.rows:
         console.print(_line(label, dense, kept))
+    for label, dense, kept in footprint(checkpoint):
+        console.print(_line(label, dense, kept))
     dense = checkpoint.num_parameters + removed_parameters(checkpoint)
-    console.print(_line("parameters", dense, checkpoint.num_parameters))
     embeddings = sum(prod(shape) for name, shape in checkpoint.shapes.items() if "embed" in name or "lm_head" in name)
     console.print(_line("… without embeddings", dense - embeddings, checkpoint.num_parameters - embeddings))
     print_quality(checkpoint.provenance, console)
@@ -178,7 +204,7 @@ def _bar(share: float) -> str:
 
 
 def _line(label: str, dense: int, kept: int) -> str:
-    return f"{label:>22}  {kept:>13,} of {dense:>13,}   {1 - kept / dense:6.1%} removed"
+    return f"{label:>22}  {kept:>15,} of {dense:>15,}   {1 - kept / dense:6.1%} removed"
 
 
 def print_quality(provenance: Mapping[str, Any], console: Console) -> None:

@@ -16,18 +16,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ddp_prune.budget import (
-    AugmentedLagrangian,
-    aligned_support,
-    exact_support,
-    hold_budget,
-    keep_schedule,
-    keeping_worth,
-    kept_units,
-)
+from ddp_prune.budget import AugmentedLagrangian, hold_budget, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
 from ddp_prune.objective import OutputHead, distilled_loss, negative_log_likelihood
+from ddp_prune.pools import Pool, make_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_vllm.errors import TrainingError
@@ -97,13 +90,12 @@ class Trainer:
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
         self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator
         self.teacher = Teacher(gated, batches) if recipe.distillation > 0 else None
-        self.per_layer = recipe.group != "global"  # a layer or an expert: a row of `_grouped`
         device = accelerator.device
         self.z = nn.ParameterDict({kind: nn.Parameter(torch.ones(shape)) for kind, shape in gated.shapes.items()})
         self.z.to(device)
-        self.kept = {kind: kept_units(z.numel(), recipe.sparsity) for kind, z in self.z.items()}
-        self.keep_ratio = {kind: self.kept[kind] / z.numel() for kind, z in self.z.items()}
-        self.multipliers = AugmentedLagrangian(list(self.z), self.keep_ratio, self.per_layer).to(device)
+        self.pools = pools_of(gated, recipe)
+        self.costs = {pool.name: self._cost(pool) for pool in self.pools}
+        self.multipliers = AugmentedLagrangian({pool.name: pool.keep_ratio for pool in self.pools}).to(device)
         self.saliency = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}
         self.routed = {
             kind: torch.zeros_like(z[..., 0], dtype=torch.int64) for kind, z in self.z.items() if z.dim() == 3
@@ -196,8 +188,9 @@ class Trainer:
         for kind, mask in masks.items():
             mask.backward(gradients[kind])
             self.saliency[kind].lerp_(squares[kind], 1.0 - SALIENCY_DECAY)
-        if not self.support and self.recipe.budget == "alm":
-            self.multipliers({kind: retention_score(self._grouped(z), mu) for kind, z in self.z.items()}).backward()
+        if not self.support and self.recipe.controller == "alm":
+            scores = {pool.name: retention_score(pool.rows(dict(self.z)), mu) for pool in self.pools}
+            self.multipliers(scores, self.costs).backward()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.recipe, group["base"])
         self.optimizer.step()
@@ -205,39 +198,39 @@ class Trainer:
     def _hold(self, progress: float, mu: float) -> None:
         """Keep z within its bounds, and on the budget if that is ours to do."""
         floor = self.recipe.gate_floor
-        for kind, z in self.z.items():
-            if self.recipe.budget == "alm":
+        if self.recipe.controller == "alm":
+            for z in self.z.values():
                 z.data.clamp_(min=floor)
-                continue
-            target = keep_schedule(progress, self.keep_ratio[kind])
-            grouped, curvature = self._grouped(z.detach()), self._grouped(self._saliency(kind))
-            moved = hold_budget(grouped, curvature, mu, target, floor=floor, per_layer=self.per_layer)
-            z.data.copy_(moved.view_as(z))
+            return
+        for pool in self.pools:
+            target = keep_schedule(progress, pool.keep_ratio)
+            z_GN = pool.rows({kind: self.z[kind].detach() for kind in pool.shapes})
+            curvature_GN = pool.rows({kind: self._saliency(kind) for kind in pool.shapes})
+            moved = hold_budget(z_GN, curvature_GN, self.costs[pool.name], mu, target, floor=floor)
+            for kind, values in pool.unrows(moved).items():
+                self.z[kind].data.copy_(values)
 
-    def _grouped(self, values: torch.Tensor) -> torch.Tensor:
-        """Return [L, U] or [L, E, C] as rows on which the budget can hold: layers, or experts."""
-        return values.flatten(0, -2) if self.recipe.group == "expert" else values.flatten(1)
+    def _cost(self, pool: Pool) -> torch.Tensor:
+        """Return what the units of a pool cost, [G, N], in float32; scaled, as only ratios matter."""
+        cost_GN = pool.rows({kind: pool.unit_costs(kind) for kind in pool.shapes})
+        return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
     def _saliency(self, kind: str) -> torch.Tensor:
         """Return the running mean of squared gradients, with no verdict on experts that were never chosen."""
         saliency = self.saliency[kind]
         return neutral_where_idle(saliency, self.routed[kind]) if kind in self.routed else saliency
 
-    def _choose(self, kind: str, worth: torch.Tensor) -> torch.Tensor:
-        """Return the support of highest worth at the exact budget, or as little below it as `align` allows."""
-        grouped, align = self._grouped(worth), self.recipe.align
-        if kind == "attn" or align == 1:
-            return exact_support(grouped, self.kept[kind], per_layer=self.per_layer).view_as(worth)
-        return aligned_support(worth, self.kept[kind], align, groups=len(grouped) if self.per_layer else 1)
-
     @torch.no_grad()
     def round(self) -> None:
         """Freeze the support at the budget by highest saliency, open gates before closed ones."""
+        alive_of = {kind: z > 0 for kind, z in self.z.items()}
+        worth = {
+            kind: self._saliency(kind) * torch.where(alive_of[kind], z.square(), 1.0) for kind, z in self.z.items()
+        }
+        chosen = {kind: mask for pool in self.pools for kind, mask in pool.choose(worth, alive_of).items()}
         for kind, z in self.z.items():
             self.searched_z[kind] = z.detach().clone()
-            alive = z > 0
-            worth = keeping_worth(self._saliency(kind) * torch.where(alive, z.square(), 1.0), alive)
-            support = self._choose(kind, worth)
+            alive, support = alive_of[kind], chosen[kind]
             z[support & ~alive] = 0.5
             self.support[kind] = support
             self.rounding[kind] = {
@@ -253,9 +246,14 @@ class Trainer:
             alive = self.support[kind] if self.support else z > 0
             values[f"{kind}_sparsity"] = 1.0 - float(alive.float().mean())
             values[f"{kind}_score"] = float(retention_score(z.detach(), mu).mean())
-            if self.recipe.budget == "alm":
+        for pool in self.pools:
+            if pool.name not in self.z:
+                alive = {kind: self.support.get(kind, self.z[kind] > 0).float() for kind in pool.shapes}
+                shares_G = kept_share(pool.rows(alive), self.costs[pool.name])
+                values[f"{pool.name}_sparsity"] = 1.0 - float(shares_G.mean())
+            if self.recipe.controller == "alm":
                 for name in ("lambda1", "lambda2", "lambda3"):
-                    values[f"{kind}_{name}"] = float(getattr(self.multipliers, name)[kind].detach())
+                    values[f"{pool.name}_{name}"] = float(getattr(self.multipliers, name)[pool.name].detach())
         return values
 
     def learned(self) -> Learned:
@@ -295,6 +293,13 @@ class Trainer:
                 getattr(self, group)[rest] = value.to(device)
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": optimizer})
         self.rounding = rounding
+
+
+def pools_of(gated: GatedModel, recipe: Recipe) -> list[Pool]:
+    """Return the constraints of a run on a loaded model. Raises: SettingError as `make_pools`."""
+    shapes = {name: list(parameter.shape) for name, parameter in gated.model.named_parameters()}
+    config: Any = gated.model.config
+    return make_pools(config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
 
 
 def train(

@@ -83,7 +83,7 @@ def _assert_same(first: Learned, second: Learned) -> None:
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"group": "layer"}, {"group": "expert"}, {"budget": "alm"}, {"budget": "alm", "group": "expert"},
+    {}, {"group": "layer"}, {"group": "expert"}, {"controller": "alm"}, {"controller": "alm", "group": "expert"},
     {"polish": 0.0},
 ]  # fmt: skip
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_prune.gates import _Scale, binarisation, gate, retention_score, sharpness_at
+from ddp_prune.gates import _Scale, gate, retention_score, sharpness_at
 
 mus = st.floats(0.01, 1.0)
 
@@ -49,11 +49,6 @@ def test_annealing_starts_and_ends_where_the_paper_says() -> None:
     assert sharpness_at(0.0, 0.5, 0.05) == 0.5
     assert sharpness_at(1.0, 0.5, 0.05) == pytest.approx(0.05)
     assert sharpness_at(0.25, 0.5, 0.05) == pytest.approx(0.275)
-
-
-def test_binarisation_is_0_only_for_binary_scores() -> None:
-    assert binarisation(torch.tensor([0.0, 1.0, 1.0])) == 0
-    assert binarisation(torch.tensor([0.0, 0.5])) == pytest.approx(0.125)
 
 
 @pytest.mark.parametrize("columns", [1, 3])

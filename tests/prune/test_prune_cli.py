@@ -20,6 +20,7 @@ from ddp_prune.export import read_masks
 from ddp_prune.recipe import Recipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.remote_code.widths import tensor_parallel_sizes
 
 SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16"]
 
@@ -75,7 +76,7 @@ def test_prune_says_what_it_read_did_and_what_to_do_next(pruned: tuple[Path, Res
 def test_aligned_widths_reach_the_checkpoint(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     result = _prune(tiny_model, tiny_text, tmp_path / "out", "--align", "32")
     assert result.exit_code == 0, result.output
-    assert "align 32: 160 channels (mlp) stay, not 173" in result.stdout
+    assert "173 of 288 mlp units stay, rounded down to 160 in blocks of 32" in result.stdout
     widths = [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers]
     assert sum(widths) == 160 and not any(width % 32 for width in widths)
 
@@ -148,6 +149,44 @@ def test_an_interrupted_prune_goes_on(
     assert same[0] == same[1]
 
 
+@pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
+def test_a_target_in_parameters_is_that_of_the_checkpoint(
+    head_unit: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    arguments = ["prune", str(tiny_model), "--target-params", "70K", "--data", str(tiny_text), "-o"]
+    options = [*SMALL, "--head-unit", head_unit, "--group", "layer", "--controller", "alm"]
+    result = CliRunner().invoke(main, [*arguments, str(tmp_path / "out"), *options])
+    assert result.exit_code == 0, (result.output, result.exception)
+    checkpoint = read_checkpoint(tmp_path / "out")
+    gone = sum(2 - bool(layer.num_kv_heads) - bool(layer.intermediate_size) for layer in checkpoint.layers)
+    assert 70_000 - 3 * 64 - gone * 64 < checkpoint.num_parameters <= 70_000
+    assert checkpoint.provenance["recipe"]["budget"] == "params"
+    page, card = ((tmp_path / "out" / name).read_text() for name in ("report.html", "README.md"))
+    for text in (result.stdout, page, card):  # all four, always
+        for words in ("KV heads", "MLP channels", "parameters", "FLOPs a token at 2,048", "KV-cache bytes a token"):
+            assert words in text, words
+    row = next(line for line in result.stdout.splitlines() if "KV-cache bytes a token" in line)
+    kv_heads = sum(layer.num_kv_heads for layer in checkpoint.layers)
+    assert f"{kv_heads * 2 * 8 * 2:,} of" in row and f"{12 * 2 * 8 * 2:,}" in row
+
+
+def test_widths_that_split_over_devices(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    result = _prune(tiny_model, tiny_text, tmp_path / "out", "--tp", "2")
+    assert result.exit_code == 0, (result.output, result.exception)
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert 2 in tensor_parallel_sizes(checkpoint.layers, checkpoint.config)
+    assert re.search(r"without padding: 1, 2", (tmp_path / "out" / "README.md").read_text())
+
+
+def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:
+    masks = str(pruned[0] / "ddp_masks.safetensors")
+    arguments = ["apply", str(tiny_model), "--masks", masks, "-o", str(tmp_path / "out"), "--tp", "8"]
+    _refused(
+        CliRunner().invoke(main, arguments), 2, "tp is 8, over which layer", "KV heads", "valid sizes: 1", "--tp 8"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line must name
     "sparsity 0": (["--sparsity", "0"], ["sparsity is 0.0", "between 0 and 1"]),
     "sparsity 1": (["--sparsity", "1"], ["sparsity is 1.0", "between 0 and 1"]),
@@ -156,6 +195,12 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line m
     "sparsity not a number": (["--sparsity", "nan"], ["sparsity is nan"]),
     "sparsity removes nothing": (["--sparsity", "0.001"], ["keeps 12 of 12"]),
     "sparsity removes all": (["--sparsity", "0.99"], ["keeps 0 of 12"]),
+    "target and sparsity": (["--target-params", "50K"], ["target is 50000.0 and sparsity 0.4", "give one"]),
+    "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
+    "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
+    "target no number": (["--target-params", "many"], ["target is 'many'", "5.5B"]),
+    "devices that do not divide": (["--tp", "3"], ["tp is 3", "layer 0", "valid sizes: 1, 2, 4, 8"]),
+    "two alignments": (["--quant-friendly", "--align", "64"], ["--align 128", "--align 64"]),
     "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
     "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
     "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
@@ -308,5 +353,6 @@ def test_options_are_the_documented_ones() -> None:
     flags = {option for parameter in verbs.prune.params for option in parameter.opts if option.startswith("-")}
     assert flags == {
         "--sparsity", "-o", "--output", "--data", "--steps", "--batch-size", "--seq-len", "--seed", "--head-unit",
-        "--align", "--group", "--budget", "--recipe", "--tracker", "--overwrite",
+        "--align", "--quant-friendly", "--tp", "--group", "--budget", "--target-params", "--target-flops",
+        "--target-kv-bytes", "--controller", "--recipe", "--tracker", "--overwrite",
     }  # fmt: skip

@@ -47,7 +47,11 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("seed", -1, "at least 0"),
     ("head_unit", "head", "auto, kv-group, query-head"),
     ("group", "block", "global, layer"),
-    ("budget", "pid", "feedback, alm"),
+    ("budget", "pid", "units, params, flops, kv-bytes"),
+    ("controller", "pid", "feedback, alm"),
+    ("target", 5.5e9, "give one"),
+    ("tp", 0, "at least 1"),
+    ("context_length", 0, "at least 1"),
     ("dtype", "int8", "auto, float32, bfloat16, float16"),
     ("model", None, "must be a str"),
 ]

@@ -58,7 +58,7 @@ class _Page(HTMLParser):
 @pytest.fixture(scope="module")
 def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    (folder / "r.toml").write_text('budget = "alm"\nhead_unit = "query-head"\n')
+    (folder / "r.toml").write_text('controller = "alm"\nhead_unit = "query-head"\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDP_VLLM_CACHE", str(folder / "cache"))
         result = CliRunner().invoke(

@@ -54,13 +54,14 @@ def test_with_a_margin_the_relaxed_budget_is_the_count(margin: float, share: flo
 def test_multipliers_ascend_and_gates_descend(per_layer: bool) -> None:
     """λ1 follows the sign of s̄ − ρ, λ2 and λ3 only grow; with λ > 0 the pull on z is towards the budget."""
     for kept_too_much in (True, False):
-        alm = AugmentedLagrangian(["mlp"], {"mlp": 0.3 if kept_too_much else 0.7}, per_layer)
+        alm = AugmentedLagrangian({"mlp": 0.3 if kept_too_much else 0.7})
         z = nn.Parameter(torch.full((3, 8), 0.5))  # s = 0.5 at μ = 0.5
         ascent = torch.optim.SGD(alm.parameters(), lr=0.1, maximize=True)
         for _ in range(3):
             ascent.zero_grad()
             z.grad = None
-            alm({"mlp": retention_score(z, 0.5)}).backward()
+            score = retention_score(z if per_layer else z.reshape(1, -1), 0.5)
+            alm({"mlp": score}, {"mlp": torch.ones_like(score)}).backward()
             ascent.step()
         assert math.copysign(1, alm.lambda1["mlp"].item()) == (1 if kept_too_much else -1)
         assert alm.lambda2["mlp"].item() > 0 and alm.lambda3["mlp"].item() > 0
@@ -70,16 +71,16 @@ def test_multipliers_ascend_and_gates_descend(per_layer: bool) -> None:
 
 def test_binarisation_pulls_scores_apart() -> None:
     z = torch.tensor([[0.3, 0.7]], requires_grad=True)  # below and above s = ½ at μ = 0.5
-    alm = AugmentedLagrangian(["mlp"], {"mlp": 0.5}, per_layer=False)
+    alm = AugmentedLagrangian({"mlp": 0.5})
     nn.init.ones_(alm.lambda3["mlp"])
-    alm({"mlp": retention_score(z, 0.5)}).backward()
+    alm({"mlp": retention_score(z, 0.5)}, {"mlp": torch.ones(1, 2)}).backward()
     assert z.grad is not None and z.grad[0, 0] > 0 > z.grad[0, 1]
 
 
 def _solve(kept: int, *, binarise: bool) -> tuple[torch.Tensor, float]:
     """Minimise Σ c_k (m_k − 1)² under the paper's penalty, rates and 1,000 steps; return final z and Σs."""
     z = nn.Parameter(torch.ones(1, UNITS))
-    alm = AugmentedLagrangian(["mlp"], {"mlp": kept / UNITS}, per_layer=False)
+    alm = AugmentedLagrangian({"mlp": kept / UNITS})
     rates = [(z, 2e-2, False), (alm.lambda1["mlp"], 2e-2, True), (alm.lambda2["mlp"], 4e-1, True)]
     rates += [(alm.lambda3["mlp"], 2e-2, True)] if binarise else []
     optimizer = torch.optim.AdamW(
@@ -90,7 +91,9 @@ def _solve(kept: int, *, binarise: bool) -> tuple[torch.Tensor, float]:
     for step in range(1000):
         mu = sharpness_at((step + 1) / 1000, 0.5, 0.05)
         optimizer.zero_grad()
-        loss = (COST * (gate(z) - 1).square()).sum() + alm({"mlp": retention_score(z, mu)})
+        loss = (COST * (gate(z) - 1).square()).sum() + alm(
+            {"mlp": retention_score(z, mu)}, {"mlp": torch.ones(1, UNITS)}
+        )
         loss.backward()
         optimizer.step()
         schedule.step()

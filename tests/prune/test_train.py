@@ -68,7 +68,7 @@ def _assert_same(first: Learned, second: Learned) -> None:
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"budget": "alm"}, {"group": "layer"}, {"budget": "alm", "group": "layer"}, {"polish": 0.0},
+    {}, {"controller": "alm"}, {"group": "layer"}, {"controller": "alm", "group": "layer"}, {"polish": 0.0},
     {"distillation": 0.0},
 ]  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_alignment_polishes_the_support_it_chose(lab: Lab) -> None:
     assert (aligned.gates["mlp"][alive] != 0.5).all()  # and were polished: where they start, none is left
 
 
-@pytest.mark.parametrize("changes", [{}, {"budget": "alm"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"controller": "alm"}], ids=str)
 @pytest.mark.parametrize("stop", [3, 5, 8, 9, 11])
 def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[str, Any], lab: Lab) -> None:
     """Stops right after a save, between saves, at the end of the search, and in the polish."""
@@ -201,7 +201,7 @@ def test_micro_batches_do_not_change_the_result(size: int, lab: Lab) -> None:
 
 def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
     seen: list[dict[str, float]] = []
-    lab.run("out", seen.append, budget="alm")
+    lab.run("out", seen.append, controller="alm")
     assert len(seen) == STEPS
     for metrics in seen:
         assert metrics["loss"] == pytest.approx(metrics["ce"] + 2 * metrics["kl"], rel=1e-5)

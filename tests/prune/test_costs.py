@@ -1,0 +1,102 @@
+"""Prices against real models: their parameters, the operations torch counts, the cache they fill."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_families import CASES, SIZES
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config
+
+from ddp_prune.costs import attended, dense_layers, prices, whole_model
+
+CONTEXT = 9  # tokens attended to, the newest among them; longer than the windows of 6
+MODELS = {
+    **{name: CASES[name] for name in ("llama", "qwen2", "granite", "phi3", "gemma2", "gemma3_text")},
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def _model(name: str) -> tuple[Any, dict[str, Any], dict[str, list[int]]]:
+    model = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="eager").eval()
+    return model, MODELS[name].to_dict(), {key: list(value.shape) for key, value in model.named_parameters()}
+
+
+def _totals(name: str, budget: str) -> float:
+    _, config, shapes = _model(name)
+    return whole_model(budget, config, dense_layers(config), shapes, CONTEXT)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    assert _totals(name, "params") == _model(name)[0].num_parameters()
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2", "granite", "phi3", "gemma2", "gemma3_text"])
+def test_flops_and_kv_bytes_are_those_of_one_more_token(name: str) -> None:
+    """Operations as torch counts them in matrix products; the cache in float32 is twice as large as at 16 bits."""
+    model, config, _shapes = _model(name)
+    cache = DynamicCache(config=None)  # keeps every token, as the prices of a KV cache assume
+    tokens = torch.randint(1, 96, (1, CONTEXT))
+    with torch.no_grad():
+        model(tokens[:, :-1], past_key_values=cache)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens[:, -1:], past_key_values=cache)
+    unseen = 0.0  # eager attention masks what is outside a window, but multiplies it all the same
+    for seen in attended(config, CONTEXT):
+        unseen += 4.0 * config["num_attention_heads"] * model.model.layers[0].self_attn.head_dim * (CONTEXT - seen)
+    positions = 2 * model.model.rotary_emb.inv_freq.numel() if hasattr(model.model.rotary_emb, "inv_freq") else 0
+    counted = counter.get_total_flops() - unseen
+    assert _totals(name, "flops") == pytest.approx(counted, abs=max(200, 8 * positions))
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / CONTEXT
+    assert 2 * _totals(name, "kv-bytes") == held
+
+
+def test_a_mixture_of_experts_meets_only_the_experts_it_is_sent_to() -> None:
+    _, config, shapes = _model("mixtral")
+    everything = sum(
+        shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1) for shape in shapes.values() if len(shape) > 1
+    )
+    experts = 4 * 4 * 3 * 64 * 72
+    attention = 4 * CONTEXT * 64 * 4
+    embedding = 96 * 64
+    assert _totals("mixtral", "flops") == 2 * (everything - embedding - experts / 2) + attention
+    assert prices("flops", config, shapes, CONTEXT)[0].expert_channel == 6 * 64 / 2
+
+
+@pytest.mark.parametrize("budget", ["params", "flops", "kv-bytes"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_in_no_price_does_not_depend_on_widths(name: str, budget: str) -> None:
+    """All prices together are what the model loses when everything goes."""
+    _, config, shapes = _model(name)
+    layers = dense_layers(config)
+    priced = sum(
+        price.of(widths) for price, widths in zip(prices(budget, config, shapes, CONTEXT), layers, strict=True)
+    )
+    gone = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "qkv_proj",
+        "o_proj.weight",
+        "gate_proj",
+        "up_proj",
+        "down_proj.weight",
+        "experts",
+    )
+    left = {key: shape for key, shape in shapes.items() if not any(part in key for part in gone)}
+    empty = [type(layer)(query_heads_per_kv_head=(), intermediate_size=0) for layer in layers]
+    whole = _totals(name, budget)
+    assert whole - priced == pytest.approx(
+        whole_model(budget, config, empty, left, CONTEXT) if budget != "kv-bytes" else 0
+    )
+
+
+def test_windows_shorten_what_a_layer_attends_to() -> None:
+    assert attended(CASES["gemma2"].to_dict(), 9) == [6, 9, 6, 9]
+    plain = {key: value for key, value in CASES["gemma2"].to_dict().items() if key != "layer_types"}
+    assert attended(plain, 9) == [6, 9, 6, 9]  # as the class has it, when the file does not say
+    assert attended(plain | {"model_type": "ddp_gemma2", "ddp_layers": None}, 4) == [4, 4, 4, 4]
+    assert attended(MistralConfig(**SIZES, sliding_window=6).to_dict(), 9) == [6] * 4
+    assert attended(Qwen2Config(**SIZES, sliding_window=6).to_dict(), 9) == [9] * 4
