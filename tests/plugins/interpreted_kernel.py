@@ -31,8 +31,11 @@ def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tiles", [None, SMALL], ids=["chosen", "small"])
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [(torch.float32, SMALL), (torch.bfloat16, None)],
+    ids=["fp32, small tiles", "bf16, chosen tiles"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name: str, tiles: Tiles | None, dtype: torch.dtype) -> None:
     problem = draw(CASES[name], dtype)

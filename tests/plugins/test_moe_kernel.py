@@ -25,7 +25,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_kernel.py")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent.parent)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 60  # type: ignore[index]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 35  # type: ignore[index]
     assert "skipped" not in result.stdout
 
 
