@@ -63,6 +63,7 @@ def hold_budget(
     keep_ratio: float,
     *,
     floor: float,
+    count_open: bool = False,
 ) -> torch.Tensor:
     """Let z flow along −c·∂s/∂z, slowed where the loss is curved, until each row keeps `keep_ratio`; return moved z.
 
@@ -71,7 +72,9 @@ def hold_budget(
     Gates that are clearly open or matter much hardly move; gates near the threshold that matter little for what they
     cost do. A row is a place where the budget holds: the model, a layer or an expert. `curvature_GN` is the running
     mean of squared gradients (diagonal Fisher), `cost_GN` what the units cost. Deterministic; Σ c·s / Σ c ends within
-    1e-3 of `keep_ratio` unless `floor` forbids it.
+    1e-3 of `keep_ratio` unless `floor` forbids it. With `count_open`, for the end of a search, open gates (z > 0) are
+    counted instead of scores, which are below 1 where z is below 2μ: gates are closed until the cost of those still
+    open is at most `keep_ratio`, and none is opened.
     """
     metric_GN = curvature_GN.pow(METRIC_POWER)
     speed_GN = mu * cost_GN / (metric_GN + 1e-3 * metric_GN.mean(-1, keepdim=True) + 1e-30)
@@ -86,10 +89,13 @@ def hold_budget(
         return moved
 
     def excess(length_G1: torch.Tensor) -> torch.Tensor:
-        return kept_share(retention_score(flow(length_G1), mu), cost_GN)[:, None] - keep_ratio
+        moved = flow(length_G1)
+        score_GN = (moved > 0).float() if count_open else retention_score(moved, mu)
+        slack = 1e-6 if count_open else 0.0  # float32 does not know every share exactly
+        return kept_share(score_GN, cost_GN)[:, None] - keep_ratio - slack
 
     low = z_GN.new_zeros(z_GN.shape[0], 1)
-    sign = torch.where(excess(low) > 0, 1.0, -1.0)
+    sign = torch.where(excess(low) > 0, 1.0, 0.0 if count_open else -1.0)
     high = torch.full_like(low, 1e-3)
     for _ in range(40):  # double until the budget is passed
         short = excess(sign * high) * sign > 0

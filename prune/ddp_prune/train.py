@@ -207,6 +207,9 @@ class Trainer:
             z_GN = pool.rows({kind: self.z[kind].detach() for kind in pool.shapes})
             curvature_GN = pool.rows({kind: self._saliency(kind) for kind in pool.shapes})
             moved = hold_budget(z_GN, curvature_GN, self.costs[pool.name], mu, target, floor=floor)
+            if progress == 1.0:
+                cost_GN = self.costs[pool.name]
+                moved = hold_budget(moved, curvature_GN, cost_GN, mu, target, floor=floor, count_open=True)
             for kind, values in pool.unrows(moved).items():
                 self.z[kind].data.copy_(values)
 

@@ -23,6 +23,23 @@ def test_feedback_hits_the_budget(keep_ratio: float, mu: float, per_layer: bool,
     torch.testing.assert_close(shares, torch.full((rows[0],), keep_ratio), atol=2e-3, rtol=0)
 
 
+@settings(deadline=None)
+@given(st.floats(0.1, 0.95), st.floats(0.05, 0.5), st.booleans(), st.integers(0, 2**31))
+def test_counting_closes_gates_until_the_open_ones_fit(keep_ratio: float, mu: float, priced: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    z, curvature = torch.rand(3, 300, generator=generator) * 1.2 - 0.2, torch.rand(3, 300, generator=generator) + 0.01
+    z = z.clamp_min(0.0)
+    cost = torch.where(torch.rand(3, 300, generator=generator) < 0.1, 5.0, 1.0) if priced else torch.ones(3, 300)
+    moved = hold_budget(z, curvature, cost, mu, keep_ratio, floor=0.0, count_open=True)
+    before, after = kept_share((z > 0).float(), cost), kept_share((moved > 0).float(), cost)
+    assert not ((moved > 0) & (z == 0)).any()
+    for index in range(3):
+        if before[index] <= keep_ratio:
+            assert torch.equal(moved[index], z[index])
+        else:
+            assert keep_ratio - 5.0 / 300 <= after[index] <= keep_ratio + 2e-6
+
+
 def test_feedback_moves_the_unimportant_first() -> None:
     z, curvature = torch.full((1, 4), 0.5), torch.tensor([[100.0, 1.0, 100.0, 1.0]])
     moved = hold_budget(z, curvature, torch.ones(1, 4), 0.25, 0.7, floor=0.0)[0]
