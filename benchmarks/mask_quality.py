@@ -5,11 +5,14 @@
 Every method prunes the same numbers of units of the same model; learning methods see the same blocks of TEXT in the
 same order for the same number of steps. Perplexity is on the first 16×512 tokens of the test text, which nothing may
 learn on. `fisher+scales` keeps the units Fisher keeps and learns only their scales for the whole run: the control.
+For mixtures of experts: `camera`, `heapr`, `uniform` (every expert equally wide, channels by activation energy) and
+`whole-experts` (by frequency × mean weighted output); `ddp-layer` and `ddp-expert` hold the budget in each of them.
 The last line on stdout is JSON.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import platform
@@ -17,13 +20,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.baselines import magnitude, taylor_and_fisher
+from ddp_prune.baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
@@ -36,10 +40,18 @@ from ddp_prune.train import Batches, Trainer, perplexity, train
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 VARIANTS: dict[str, dict[str, Any]] = {  # learning methods -> what they change in the recipe
     "ddp": {},
+    "ddp-layer": {"group": "layer"},
+    "ddp-expert": {"group": "expert"},
     "ddp-no-polish": {"polish": 0.0},
     "ddp-no-distillation": {"distillation": 0.0},
     "paper-alm": {"controller": "alm", "polish": 0.0},
     "alm+polish": {"controller": "alm"},
+}
+EXPERT_SCORES: dict[str, tuple[str, Callable[[ExpertUse], torch.Tensor]]] = {  # where the budget holds, and the score
+    "camera": ("layer", ExpertUse.camera),
+    "heapr": ("global", ExpertUse.heapr),
+    "uniform": ("expert", ExpertUse.channel_energy),
+    "whole-experts": ("layer", ExpertUse.whole_experts),
 }
 
 
@@ -53,6 +65,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=64, help="Blocks that one-shot scores are calibrated on.")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default="magnitude,taylor,fisher,fisher+scales,ddp")
     parser.add_argument("--set", action="append", default=[], help="name=value of the recipe, for learning methods")
@@ -66,9 +79,11 @@ def main() -> None:
     dense = perplexity(gated, None, test)
     print(f"dense {dense:.2f}", flush=True)
     settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)}
-    known = {*VARIANTS, "random", "magnitude", "taylor", "fisher", "fisher+scales"}
+    known = {*VARIANTS, "random", "magnitude", "taylor", "fisher", "fisher+scales", *EXPERT_SCORES}
     if unknown := set(arguments.methods.split(",")) - known:
         parser.error(f"unknown method {min(unknown)}; known: {', '.join(sorted(known))}")
+    if "experts" not in gated.shapes and {*EXPERT_SCORES, "ddp-expert"} & set(arguments.methods.split(",")):
+        parser.error(f"{', '.join(EXPERT_SCORES)} and ddp-expert are for mixtures of experts")
     for seed in range(arguments.seeds):
         recipe = Recipe(
             model=arguments.model, sparsity=arguments.sparsity, data=arguments.data, steps=arguments.steps,
@@ -80,7 +95,7 @@ def main() -> None:
         )  # fmt: skip
         for method in arguments.methods.split(","):
             began, cpu = time.perf_counter(), time.process_time()
-            gates, extra = run(method, gated, source.family, recipe, blocks.train)
+            gates, extra = run(method, gated, source.family, recipe, blocks.train, arguments.samples)
             row = {"perplexity": perplexity(gated, gates, test), "seconds": time.perf_counter() - began}
             row |= {
                 "cpu_seconds": time.process_time() - cpu,
@@ -106,7 +121,7 @@ def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool) -> torch.T
 
 
 def run(
-    method: str, gated: GatedModel, family: Any, recipe: Recipe, train_blocks: torch.Tensor
+    method: str, gated: GatedModel, family: Any, recipe: Recipe, train_blocks: torch.Tensor, samples: int
 ) -> tuple[Masks, dict[str, float]]:
     """Return the gates a method ends with, and what is worth saying of them."""
     kept = {kind: round((1.0 - recipe.sparsity) * math.prod(shape)) for kind, shape in gated.shapes.items()}
@@ -117,14 +132,17 @@ def run(
             learned = train(gated, train_blocks, recipe, Accelerator(cpu=True), state, _progress(recipe))
         raw = {f"raw_{kind}": change["raw_sparsity"] for kind, change in learned.rounding.items()}
         return learned.gates, raw
+    if method in EXPERT_SCORES:
+        group, score = EXPERT_SCORES[method]
+        worth = score(_measure_once(gated, train_blocks, samples))
+        return {"experts": even_support(worth, kept["experts"], group).float()}, {}
     if method == "magnitude":
         scores = magnitude(gated, family)
     elif method == "random":
         generator = torch.Generator().manual_seed(recipe.seed)
         scores = {kind: torch.rand(shape, generator=generator) for kind, shape in gated.shapes.items()}
     else:
-        samples = train_blocks[:64].split(1)
-        first, second = taylor_and_fisher(gated, samples)
+        first, second = taylor_and_fisher(gated, train_blocks[:samples].split(1))
         scores = first if method == "taylor" else second
     supports = {kind: exact_support(score, kept[kind]) for kind, score in scores.items()}
     if method == "fisher+scales":
@@ -135,6 +153,20 @@ def run(
             _progress(recipe)(trainer.step(step))
         return trainer.learned().gates, {}
     return {kind: support.float() for kind, support in supports.items()}, {}
+
+
+@functools.lru_cache(maxsize=1)
+def _measure_once(gated: GatedModel, train_blocks: torch.Tensor, samples: int) -> ExpertUse:
+    """Return the statistics that four methods share."""
+    return measure_experts(gated, train_blocks[:samples].split(1))
+
+
+def even_support(worth_LEC: torch.Tensor, kept: int, group: str) -> torch.Tensor:
+    """Return the bool mask of the `kept` channels of highest worth, evenly spread over layers or experts."""
+    rows = {"global": worth_LEC.reshape(1, -1), "layer": worth_LEC.flatten(1), "expert": worth_LEC.flatten(0, 1)}[group]
+    counts = [kept // len(rows) + (index < kept % len(rows)) for index in range(len(rows))]
+    chosen = [exact_support(row, count) for row, count in zip(rows, counts, strict=True)]
+    return torch.stack(chosen).view_as(worth_LEC)
 
 
 def _progress(recipe: Recipe) -> Any:
