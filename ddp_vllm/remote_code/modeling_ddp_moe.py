@@ -173,6 +173,8 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     """DeepSeekMoE (v1), dense."""
 
     config_class = DeepseekConfig
+    # transformers would inherit what it found out about Llama, if one was loaded before: that it has no experts
+    _can_set_experts_implementation_cached_value = True
 
     def __init__(self, config: DeepseekConfig) -> None:
         LlamaPreTrainedModel.__init__(self, config)  # LlamaForCausalLM's own would build a Llama first

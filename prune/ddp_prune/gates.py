@@ -116,6 +116,7 @@ class GatedModel:
             layers[index].get_submodule(EXPERTS).ddp_gates = partial(self._expert_gates, row)  # type: ignore[assignment]
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
+        assert model.config._experts_implementation == IMPLEMENTATION  # transformers is silent where it fails
 
     def _expert_gates(self, row: int) -> LayerGates:
         if self._masks is None:

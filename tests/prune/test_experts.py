@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    LlamaForCausalLM,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -29,7 +30,7 @@ from ddp_prune.summary import removed_parameters, totals
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
-from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+from ddp_vllm.remote_code.modeling_ddp_moe import DeepseekForCausalLM, register_deepseek
 from ddp_vllm.remote_code.widths import is_routed
 
 NUM_EXPERTS, CHANNELS = 8, 24
@@ -385,3 +386,9 @@ def test_a_dense_model_without_a_tensor_of_an_expert(dense: Any, tmp_path: Path)
         ModelError, match=r"lacks the tensor model\.layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight"
     ):
         open_source(str(folder))
+
+
+def test_a_llama_loaded_before_does_not_keep_gates_from_deepseek() -> None:
+    """transformers caches on the class what it found out about Llama, and DeepSeek (v1) is a subclass here."""
+    assert not LlamaForCausalLM._can_set_experts_implementation()
+    assert DeepseekForCausalLM._can_set_experts_implementation()
