@@ -85,13 +85,14 @@ def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:
 @click.option("--masks", type=click.Path(path_type=Path), required=True, help="A ddp_masks.safetensors.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--tp", type=int, default=1, help="Refuse masks that do not split over this many devices. [default: 1]")
+@click.option("--align", type=int, default=1, help="Move channels until widths are multiples of this. [default: 1]")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
-def apply(model: str, masks: Path, output: Path, tp: int, overwrite: bool) -> None:
+def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
     """Cut MODEL again from published masks alone; no text and no training needed."""
     check_output(output, overwrite=overwrite)
     from ddp_prune.export import apply_masks
 
-    apply_masks(model, masks, output, tp=tp, overwrite=overwrite)
+    apply_masks(model, masks, output, tp=tp, align=align, overwrite=overwrite)
     click.echo(f"written: {output}")
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from ddp_prune.families import Family
 from ddp_prune.gates import Masks, unit_shapes
+from ddp_prune.rounding import realign
 from ddp_prune.source import COMPANIONS, Source, check_spares_source, open_source, weight_files
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, MODEL_TYPE_PREFIX, atomic_folder, read_checkpoint
@@ -115,14 +116,15 @@ def export(
     *,
     head_unit: str,
     provenance: Mapping[str, Any],
-    z: Masks | None = None,
+    evidence: Mapping[str, Masks] | None = None,
     overwrite: bool = False,
     extra_files: Mapping[str, str] | None = None,
 ) -> None:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card.
 
     `gates` are float32 of `unit_shapes` with 0 for what goes; `head_unit` says what an attention unit is;
-    `extra_files` maps file names to their text. The output appears whole or not at all.
+    `evidence` is kept beside them in the masks file, by name; `extra_files` maps file names to their text. The output
+    appears whole or not at all.
     Raises: OutputError if it exists and `overwrite` is off.
     """
     from ddp_prune.card import model_card
@@ -136,7 +138,8 @@ def export(
             shutil.copyfile(file, folder / file.name)
         _write_weights(source, Slicer(gates, source, head_unit), folder)
         tensors = {f"{kind}.gates": value for kind, value in gates.items()}
-        tensors |= {f"{kind}.z": value for kind, value in (z or {}).items()}
+        for name, values in (evidence or {}).items():
+            tensors |= {f"{kind}.{name}": value for kind, value in values.items()}
         provenance = {"ddp_vllm": __version__, "head_unit": head_unit, **provenance}
         save_file(tensors, folder / MASKS_FILE, {"ddp": json.dumps(provenance)})
         for name, text in (extra_files or {}).items():
@@ -226,11 +229,11 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     return gates, provenance
 
 
-def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1) -> None:
-    """Cut `model` again from a masks file alone; the widths are those of the masks.
+def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1, align: int = 1) -> None:
+    """Cut `model` again from a masks file alone; the widths are those of the masks unless `align` asks for others.
 
-    Raises: CheckpointError if the masks are of a model of other sizes; SettingError if what they leave does not split
-        over `tp` devices; else as `open_source` and `export`.
+    Raises: CheckpointError if the masks are of a model of other sizes, or lack what aligning needs; SettingError if
+        what is left does not split over `tp` devices or is less than a block; else as `open_source` and `export`.
     """
     source = open_source(model)
     check_spares_source(output, source)
@@ -247,8 +250,30 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
                 f"{masks} holds {kind} gates of shape {list(gates[kind].shape)}, {model} needs {list(shape)}; "
                 "they were learned on another model"
             )
+    if align != 1:
+        gates, provenance = _aligned(gates, provenance, masks, align)
     check_splits(layer_widths(gates, source, head_unit), source.config, tp)
     export(source, gates, output, head_unit=head_unit, provenance=provenance, overwrite=overwrite)
+
+
+def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int) -> tuple[Masks, dict[str, Any]]:
+    """Return aligned gates, and the provenance without what was measured before."""
+    kind = "experts" if "experts" in gates else "mlp"
+    group = provenance.get("recipe", {}).get("group", "global")
+    if group != "global":
+        raise SettingError(f"{path} holds a budget of every {group}, which aligning would break; prune with --align")
+    kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
+    if not 0 < align <= min(kept, units):
+        raise SettingError(f"align is {align}; {kept:,} channels in rows of {units:,} allow 1 to {min(kept, units):,}")
+    with safe_open(path, framework="pt") as file:
+        name = f"{kind}.saliency"
+        if name not in file.keys():  # noqa: SIM118 (no mapping)
+            raise CheckpointError(f"{path} holds no {name}, which says what to move; prune again with --align")
+        saliency = file.get_tensor(name)
+    if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
+        raise CheckpointError(f"{path} holds {name} of another shape, negative or no numbers; learn the masks again")
+    rest = {key: value for key, value in provenance.items() if key not in ("perplexity", "rounding")}
+    return gates | {kind: realign(gates[kind], saliency, align)}, rest | {"aligned_after": align}
 
 
 def check_splits(layers: Sequence[LayerWidths], config: Mapping[str, Any], num_ranks: int) -> None:

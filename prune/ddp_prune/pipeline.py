@@ -104,7 +104,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         output,
         head_unit=head_unit,
         provenance=provenance,
-        z=learned.z,
+        evidence={"z": learned.z, "saliency": learned.saliency},
         overwrite=overwrite,
         extra_files={f"ddp_{METRICS_FILE}": run.metrics.read_text(encoding="utf-8")},
     )

@@ -38,6 +38,8 @@ class Learned:
     """float32 [L, U] a module type; exactly P positive entries, the rest 0."""
     z: Masks
     """The logits of the gates before rounding and polish."""
+    saliency: Masks
+    """Float32 as the gates: what closing an open one would cost, or opening a closed one gain (squared gradients)."""
     rounding: dict[str, dict[str, float]]
     """What the rounding changed, a module type: raw sparsity, units revived, units dropped."""
     routed: Masks
@@ -224,12 +226,15 @@ class Trainer:
         return neutral_where_idle(saliency, self.routed[kind]) if kind in self.routed else saliency
 
     @torch.no_grad()
+    def _worth(self, kind: str, gates: torch.Tensor) -> torch.Tensor:
+        """Return the saliency of moving each gate between 0 and its scale, 1 where it is closed."""
+        return self._saliency(kind) * torch.where(gates > 0, gates.square(), 1.0)
+
+    @torch.no_grad()
     def round(self) -> None:
         """Freeze the support at the budget by highest saliency, open gates before closed ones."""
         alive_of = {kind: z > 0 for kind, z in self.z.items()}
-        worth = {
-            kind: self._saliency(kind) * torch.where(alive_of[kind], z.square(), 1.0) for kind, z in self.z.items()
-        }
+        worth = {kind: self._worth(kind, z) for kind, z in self.z.items()}
         chosen = {kind: mask for pool in self.pools for kind, mask in pool.choose(worth, alive_of).items()}
         for kind, z in self.z.items():
             self.searched_z[kind] = z.detach().clone()
@@ -267,7 +272,8 @@ class Trainer:
             gates = {kind: mask.detach().float().cpu() for kind, mask in self.forward_masks().items()}
         z = {kind: value.float().cpu() for kind, value in self.searched_z.items()}
         routed = {kind: counts.cpu() for kind, counts in self.routed.items()}
-        return Learned(gates=gates, z=z, rounding=self.rounding, routed=routed)
+        saliency = {kind: self._worth(kind, mask).cpu() for kind, mask in self.forward_masks().items()}
+        return Learned(gates=gates, z=z, saliency=saliency, rounding=self.rounding, routed=routed)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors."""

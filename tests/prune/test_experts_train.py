@@ -202,7 +202,7 @@ def test_prune_inspect_and_apply(model: Path, tiny_text: Path, tmp_path: Path, m
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "pruned")]
     assert weights[0] == weights[1]
     with safe_open(masks, framework="pt") as file:
-        assert {"experts.gates", "experts.z"} == set(file.keys())
+        assert {"experts.gates", "experts.z", "experts.saliency"} == set(file.keys())
     tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", trust_remote_code=True).generate(
         torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, pad_token_id=0
     )

@@ -119,6 +119,35 @@ def test_apply_cuts_the_same_model_from_the_masks(
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
 
 
+def test_apply_aligns_by_the_saliency_of_the_masks(
+    pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path
+) -> None:
+    masks = pruned[0] / "ddp_masks.safetensors"
+
+    def apply(align: str, path: Path = masks) -> Result:
+        arguments = ["apply", str(tiny_model), "--masks", str(path), "-o", str(tmp_path / "out"), "--align", align]
+        return CliRunner().invoke(main, arguments)
+
+    result = apply("32")
+    assert result.exit_code == 0, result.output
+    checkpoint = read_checkpoint(tmp_path / "out")
+    widths = [layer.intermediate_size for layer in checkpoint.layers]
+    assert sum(widths) == 160 and not any(width % 32 for width in widths)
+    assert "perplexity" not in checkpoint.provenance  # it was that of other widths
+    before, after = load_file(masks), load_file(tmp_path / "out" / "ddp_masks.safetensors")
+    assert torch.equal(before["attn.gates"], after["attn.gates"])
+    stayed = (before["mlp.gates"] > 0) & (after["mlp.gates"] > 0)
+    assert torch.equal(before["mlp.gates"][stayed], after["mlp.gates"][stayed])
+    assert (after["mlp.gates"][(before["mlp.gates"] == 0) & (after["mlp.gates"] > 0)] == 1).all()
+    shutil.rmtree(tmp_path / "out")
+    _refused(apply("97"), 2, "align is 97", "1 to 96")
+    _refused(apply("0"), 2, "align is 0")
+    provenance = json.dumps(read_checkpoint(pruned[0]).provenance)
+    save_file({name: before[name] for name in ("attn.gates", "mlp.gates")}, tmp_path / "bare", {"ddp": provenance})
+    _refused(apply("32", tmp_path / "bare"), 7, "no mlp.saliency", "prune again with --align")
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
 def test_inspect_shows_widths_totals_and_quality(pruned: tuple[Path, Result]) -> None:
     result = CliRunner().invoke(main, ["inspect", str(pruned[0])])
     assert result.exit_code == 0, result.output
