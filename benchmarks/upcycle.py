@@ -197,7 +197,7 @@ def main() -> None:
             quality[name]["toy"] = perplexity(gated, None, text)
         result = {
             "plan": vars(plan), "perplexity": quality, "cpu_seconds": cpu_seconds,
-            "parameters": model.num_parameters(), "routing": routing(gated, blocks.heldout),
+            "parameters": model.num_parameters(), "routing": routing(gated, blocks.heldout), "overlap": overlap(model),
         }  # fmt: skip
         (folder / "README.md").write_text(card(result, source.folder.name), encoding="utf-8")
     print(json.dumps(result))
@@ -216,10 +216,22 @@ def routing(gated: GatedModel, blocks: torch.Tensor) -> dict[str, float]:
     return {name: round(float(shares.quantile(point)), 4) for name, point in points.items()}
 
 
+def overlap(model: Any) -> float:
+    """Return what share of its channels an expert has in common with another of its layer, on average."""
+    shared = []
+    for layer in model.model.layers:
+        gate_ECH = layer.mlp.experts.gate_up_proj.detach().chunk(2, dim=1)[0]
+        num_experts, size, _ = gate_ECH.shape
+        holders = gate_ECH.flatten(0, 1).unique(dim=0, return_counts=True)[1]  # a row of the gate tells a channel
+        shared.append(int((holders * (holders - 1)).sum()) / (num_experts * (num_experts - 1) * size))
+    return sum(shared) / len(shared)
+
+
 def card(result: dict[str, Any], parent: str) -> str:
     """Return the model card: what this is, and what it is not."""
     plan, quality = Plan(**result["plan"]), result["perplexity"]
     rows = "\n".join(f"| {name} | {row['parent']:.2f} | {row['toy']:.2f} |" for name, row in quality.items())
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in result["routing"].items())
     return f"""# An upcycled toy
 
 A Qwen2-MoE made of {parent} by `benchmarks/upcycle.py` of ddp-vllm, without training. Of each MLP the
@@ -233,7 +245,8 @@ trained as a mixture, so what pruning does to it says little about pretrained on
 |---|---|---|
 {rows}
 
-Share of tokens an expert sees: {", ".join(f"{name} {share:.1%}" for name, share in result["routing"].items())}.
+Two experts of a layer have {result["overlap"]:.0%} of their channels in common. Share of tokens an expert sees:
+{shares}.
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from upcycle import Plan, choose_channels, membership, split_mlp, upcycle
+from upcycle import Plan, choose_channels, membership, overlap, split_mlp, upcycle
 
 HIDDEN, CHANNELS, LAYERS = 32, 44, 2
 PLAN = Plan(num_experts=4, expert_size=16, shared_size=20, num_chosen=2)  # of 24 channels an expert has 16
@@ -36,6 +36,7 @@ def test_where_experts_lose_no_channel_the_mixture_is_its_parent(parent: Any) ->
     """Whatever the router says: routing weights of a token add up to 1."""
     whole = dataclasses.replace(PLAN, expert_size=24)
     assert _difference(parent, whole) < 1e-4
+    assert overlap(upcycle(parent, BLOCKS, whole)) == 1.0
     assert _difference(parent, PLAN) > 1e-2
 
 
@@ -48,6 +49,7 @@ def test_a_block_is_the_parents_mlp_with_channels_weighted_by_routing(parent: An
     parent(BLOCKS)
     hook.remove()
     split = split_mlp(mlp, inputs[0], PLAN)
+    assert 0.5 <= overlap(model) < 1.0  # two choices of 16 among 24 have at least 8 in common
     weights, chosen = (x @ split.router.T).softmax(-1).topk(PLAN.num_chosen, dim=-1)
     weights = weights / weights.sum(1, keepdim=True)
     share = torch.zeros(50, CHANNELS)
