@@ -100,7 +100,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _check_index(folder: Path) -> None:
-    """The index may only name safetensors files of this folder, and each of them must be there."""
+    """The index may only name the weight files that are checked here, and each of them must be there."""
     if not any(folder.glob("model*.safetensors")):
         raise CheckpointError(f"{folder} holds no model*.safetensors; only safetensors weights are read")
     if not (folder / INDEX_FILE).exists():
@@ -110,9 +110,9 @@ def _check_index(folder: Path) -> None:
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{folder / INDEX_FILE} is no index: it has no weight_map; copy the folder again, whole")
     for file in sorted(set(map(str, weight_map.values()))):
-        if Path(file).name != file or not file.endswith(".safetensors"):
+        if Path(file).name != file or not Path(file).match("model*.safetensors"):
             raise CheckpointError(
-                f"{folder / INDEX_FILE} names {file!r}, which is not a safetensors file of this folder"
+                f"{folder / INDEX_FILE} names {file!r}, which is no model*.safetensors of this folder; export it again"
             )
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder} lacks the weight file {file} of its index; copy the folder again, whole")
@@ -146,9 +146,11 @@ def read_provenance(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
         provenance = json.loads(metadata.get("ddp", "{}"))
+        if not isinstance(provenance, dict):
+            raise ValueError("its provenance is no object")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
-    return dict(provenance)
+    return provenance
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:

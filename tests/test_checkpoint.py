@@ -98,6 +98,11 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     "too few layers": (lambda f: _edit(f, lambda c: c["ddp_layers"].pop()), ["2 entries", "3 layers"]),
     "layers no list": (lambda f: _edit(f, lambda c: c.update(ddp_layers="x")), ["ddp_layers", "list"]),
     "no widths": (lambda f: _edit(f, lambda c: c.pop("ddp_layers")), ["not a pruned checkpoint"]),
+    "no heads": (
+        lambda f: _edit(f, lambda c: c.update(num_attention_heads=0, num_key_value_heads=0)),
+        ["num_attention_heads is 0", "positive integer"],
+    ),
+    "dense field a word": (lambda f: _edit(f, lambda c: c.update(head_dim="x")), ["head_dim is 'x'"]),
     "dense field missing": (lambda f: _edit(f, lambda c: c.pop("num_hidden_layers")), ["num_hidden_layers"]),
     "widths of another checkpoint": (_first("intermediate_size", 8), ["layers.0.mlp", "7", "asks for 8"]),
     "heads of another checkpoint": (_first("query_heads_per_kv_head", [1, 1]), ["layers.0.self_attn", "asks for 8"]),
@@ -116,6 +121,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     "index outside the folder": (_index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "this folder"]),
     "index to an absolute path": (_index({O_PROJ: "/etc/x.safetensors"}), ["'/etc/x.safetensors'"]),
     "index to a pickle": (_index({O_PROJ: "model.bin"}), ["'model.bin'", "safetensors"]),
+    "index to weights nobody checked": (_index({O_PROJ: "other.safetensors"}), ["'other.safetensors'", "model*."]),
     "index to a missing shard": (_index({O_PROJ: "model-2.safetensors"}), ["lacks", "model-2.safetensors"]),
     "index no object": (_index([1, 2]), ["index"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["holds no model*.safetensors"]),
@@ -128,6 +134,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json", "cannot be read"]),
     "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ["not a pruned checkpoint"]),
     "config missing": (lambda f: (f / "config.json").unlink(), ["config.json", "missing"]),
+    "provenance no object": (
+        lambda f: save_file({"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": "[1]"}),
+        ["ddp_masks.safetensors", "no object"],
+    ),
     "masks file broken": (lambda f: (f / "ddp_masks.safetensors").write_bytes(b"no"), ["ddp_masks.safetensors"]),
 }
 
@@ -216,5 +226,5 @@ def test_output_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> Non
 def test_a_link_to_another_folder_is_not_followed_by_the_index(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder.parent / "model-9.safetensors")
     _index({O_PROJ: str(folder.parent / "model-9.safetensors")})(folder)
-    with pytest.raises(CheckpointError, match="not a safetensors file of this folder"):
+    with pytest.raises(CheckpointError, match=r"no model\*.safetensors of this folder"):
         read_checkpoint(folder)

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
+_OPTIONAL = ("num_key_value_heads", "hidden_size", "head_dim", "moe_intermediate_size", *EXPERT_COUNT_KEYS)
 EXPERT_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second is Mixtral's
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(weight|bias)$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
@@ -113,8 +115,11 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
 
     Raises: WidthsError, naming the layer, the value and its limit.
     """
-    entries = config.get("ddp_layers")
-    num_layers = config["num_hidden_layers"]
+    for name in (*_REQUIRED, *(name for name in _OPTIONAL if config.get(name))):
+        size = config.get(name)
+        if type(size) is not int or size < 1:
+            raise WidthsError(f"config.json: {name} is {size!r}, not a positive integer; export the checkpoint again")
+    entries, num_layers = config.get("ddp_layers"), config["num_hidden_layers"]
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise WidthsError("config.json: ddp_layers must be a list with one entry a layer; export the checkpoint again")
     if len(entries) != num_layers:
