@@ -278,6 +278,8 @@ def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int
 
 def check_splits(layers: Sequence[LayerWidths], config: Mapping[str, Any], num_ranks: int) -> None:
     """Refuse widths that need padding on `num_ranks` devices. Raises: SettingError, naming a layer and what works."""
+    if num_ranks < 1:
+        raise SettingError(f"tp is {num_ranks}; it must be at least 1")
     valid = tensor_parallel_sizes(layers, config)
     if num_ranks not in valid:
         index = next((i for i, layer in enumerate(layers) if not layer.splits_over(num_ranks)), 0)

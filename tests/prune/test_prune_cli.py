@@ -210,6 +210,7 @@ def test_widths_that_split_over_devices(tiny_model: Path, tiny_text: Path, tmp_p
 def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:
     masks = str(pruned[0] / "ddp_masks.safetensors")
     arguments = ["apply", str(tiny_model), "--masks", masks, "-o", str(tmp_path / "out"), "--tp", "8"]
+    _refused(CliRunner().invoke(main, [*arguments[:-1], "0"]), 2, "tp is 0", "at least 1")
     _refused(
         CliRunner().invoke(main, arguments), 2, "tp is 8, over which layer", "KV heads", "valid sizes: 1", "--tp 8"
     )
