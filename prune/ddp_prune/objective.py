@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-CHUNK_BYTES = 64 << 20  # of float32 logits held at once, for each of student and teacher
+# Of float32 logits held at once, for each of student and teacher. On one CPU core 16 MiB are as fast as 64 (0.80 and
+# 0.87 s for 510 tokens of SmolLM2) and take half the memory; 4 MiB are slower. A GPU wants more rows a product.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 16 << 20, 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,10 @@ class OutputHead:
         return gradient_NV.to(self.weight.dtype) @ self.weight / self.divisor
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Return how many tokens' float32 logits fit in CHUNK_BYTES; at least 16."""
-    return max(16, CHUNK_BYTES // (4 * vocab_size))
+def chunk_rows(weight_VH: torch.Tensor) -> int:
+    """Return how many tokens' float32 logits fit into a chunk on the device of the head; at least 16."""
+    size = CHUNK_BYTES if weight_VH.device.type == "cpu" else GPU_CHUNK_BYTES
+    return max(16, size // (4 * len(weight_VH)))
 
 
 class _DistilledHead(torch.autograd.Function):
@@ -79,7 +82,7 @@ class _DistilledHead(torch.autograd.Function):
         cross_entropy = torch.zeros((), device=student_NH.device)
         divergence = torch.zeros((), device=student_NH.device)
         distil = teacher_NH is not None and eta > 0
-        rows = chunk_rows(head.weight.shape[0])
+        rows = chunk_rows(head.weight)
         for start in range(0, num_tokens, rows):
             chunk = slice(start, start + rows)
             log_p, slope = head.log_probabilities(student_NH[chunk])
@@ -122,7 +125,7 @@ def distilled_loss(
 @torch.no_grad()
 def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N: torch.Tensor) -> float:
     """Return the summed cross-entropy of the labels in nats, in chunks; shapes as `distilled_loss`."""
-    total, rows = 0.0, chunk_rows(head.weight.shape[0])
+    total, rows = 0.0, chunk_rows(head.weight)
     for hidden, labels in zip(hidden_NH.split(rows), labels_N.split(rows), strict=True):
         total += F.cross_entropy(head.logits(hidden), labels, reduction="sum").item()
     return total
