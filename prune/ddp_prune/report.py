@@ -129,7 +129,7 @@ def _curves(evidence: Evidence) -> Figure:
         caption="Losses: every step in grey, a running mean over a twentieth of the steps in black. At the upright "
         "line the support is rounded and frozen; from there on only scales are learned.",
         draw=pictures.training_curves(
-            evidence.metrics, target=recipe.get("sparsity"), rounded_after=_search_steps(recipe)
+            evidence.metrics, target=recipe.get("sparsity") or None, rounded_after=_search_steps(recipe)
         ),
         height=pictures.height_of_curves(evidence.metrics),
     )
@@ -222,7 +222,7 @@ def _html(evidence: Evidence, drawn: Sequence[tuple[Figure, str]], files: Iterab
         )
     if provenance.get("rounding"):
         body += ["<h2>What rounding changed</h2>", _html_table(rounding_table(evidence))]
-        body.append('<p class="small">To the exact number of units, by saliency; in units of each module type.</p>')
+        body.append('<p class="small">To the budget, by saliency; in units of each module type.</p>')
     body += ["<h2>Pictures</h2>", '<div class="pictures">']
     for figure, vector in drawn:
         image = vector.replace("<svg ", f'<svg role="img" aria-label="{escape(figure.title)}" ', 1)

@@ -194,6 +194,8 @@ def test_a_target_in_parameters_is_that_of_the_checkpoint(
     for text in (result.stdout, page, card):  # all four, always
         for words in ("KV heads", "MLP channels", "parameters", "FLOPs a token at 2,048", "KV-cache bytes a token"):
             assert words in text, words
+    curves = page.partition('<figure id="curves">')[2].partition("</figure>")[0]
+    assert ">sparsity<" in curves and ">target<" not in curves  # no line at 0 %: the recipe states no share
     row = next(line for line in result.stdout.splitlines() if "KV-cache bytes a token" in line)
     kv_heads = sum(layer.num_kv_heads for layer in checkpoint.layers)
     assert f"{kv_heads * 2 * 8 * 2:,} of" in row and f"{12 * 2 * 8 * 2:,}" in row
