@@ -5,6 +5,7 @@ Nothing here imports torch, transformers or vLLM; the parts' own `cli.py` files 
 
 import importlib
 import importlib.util
+import os
 from typing import Any
 
 import click
@@ -46,7 +47,8 @@ class _Lazy(click.Group):
         except DdpError as error:
             if ctx.params["debug"]:
                 raise
-            click.echo(f"ddp-vllm: {' '.join(str(error).split())}", err=True)
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes on a machine one speaks
+                click.echo(f"ddp-vllm: {' '.join(str(error).split())}", err=True)
             ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):

@@ -41,6 +41,7 @@ from ddp_vllm.errors import SettingError
 @click.option(
     "--controller", type=click.Choice(CHOICES["controller"]), help="How the budget is held. [default: feedback]"
 )
+@click.option("--shard", is_flag=True, default=None, help="Cut the frozen weights over all processes (FSDP2).")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
@@ -50,7 +51,8 @@ def prune(
     """Learn what MODEL can do without and write the pruned checkpoint.
 
     MODEL is a folder or a Hugging Face hub name. Its weights are frozen; gates on heads and channels are learned on
-    text, those that close are removed. Interrupted, the same command goes on where it was.
+    text, those that close are removed. Interrupted, the same command goes on where it was. On several devices:
+    accelerate launch -m ddp_vllm prune …
     """
     recipe = load_recipe(recipe_file, _settings(**settings) | {"model": model})
     check_output(output, overwrite=overwrite)

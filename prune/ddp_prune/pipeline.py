@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
@@ -14,14 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ddp_prune.export import export
 from ddp_prune.families import choose_head_unit
-from ddp_prune.gates import GatedModel, unit_shapes
-from ddp_prune.pools import describe, make_pools
+from ddp_prune.gates import GatedModel
+from ddp_prune.pools import Pool, describe, make_pools
+from ddp_prune.processes import failing_together
 from ddp_prune.recipe import Recipe
 from ddp_prune.report import write_report
 from ddp_prune.run_state import METRICS_FILE, RunState
-from ddp_prune.source import check_spares_source, load_model, open_source, weight_shapes
+from ddp_prune.sharding import check_shares, load_sharded
+from ddp_prune.source import Source, check_spares_source, load_model, open_source, weight_shapes
 from ddp_prune.summary import print_checkpoint
-from ddp_prune.tokens import load_blocks, load_tokenizer
+from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
 from ddp_prune.train import Learned, block_losses, train
 from ddp_vllm.checkpoint import check_output, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError
@@ -37,26 +40,15 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     if tracker and tracker not in trackers:
         known = ", ".join(trackers) or "none; for example pip install tensorboard"
         raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
-    source = open_source(recipe.model)
-    check_spares_source(output, source)
-    head_unit = choose_head_unit(recipe.head_unit, source.sizes)
-    shapes = unit_shapes(source.sizes, head_unit)
-    if recipe.group == "expert" and "experts" not in shapes:
-        raise SettingError(
-            f"group is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
-        )
-    pools = make_pools(source.config, weight_shapes(source.folder), source.sizes, head_unit, recipe)
-    tokenizer = load_tokenizer(str(source.folder))
-    blocks = load_blocks(
-        recipe.data,
-        tokenizer,
-        seq_len=recipe.seq_len,
-        train_blocks=recipe.steps * recipe.batch_size,
-        heldout_blocks=recipe.heldout_blocks,
-        min_train_blocks=recipe.batch_size,
-        seed=recipe.seed,
-    )
-    accelerator = Accelerator(log_with=tracker, project_dir=str(output.parent))
+    # not told that it is a CPU's, accelerate takes a process that torchrun started for the only one
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent))
+    if recipe.shard:
+        check_shares(recipe.batch_size, accelerator.num_processes)
+    for first in (True, False):  # of a machine's processes: what it downloads and caches, the others find
+        with failing_together(accelerator):
+            if accelerator.is_local_main_process == first:
+                source, head_unit, pools, blocks = _prepare(recipe, output)
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipe.to_dict())
     set_seed(recipe.seed)
@@ -67,11 +59,14 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
             f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
             f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
         )
-        unit = "expert channel" if "experts" in shapes else head_unit
+        unit = "expert channel" if source.sizes.num_experts else head_unit
         console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}")
         for line in map(describe, pools):
             console.print(line)
-    model = load_model(source, recipe.dtype).to(accelerator.device)
+    if recipe.shard:
+        model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
+    else:
+        model = load_model(source, recipe.dtype).to(accelerator.device)
     gated = GatedModel(model, source.family, source.sizes, head_unit)
     dense_losses = block_losses(gated, None, blocks.heldout)
     dense = math.exp(statistics.fmean(dense_losses))
@@ -116,6 +111,28 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
         f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
     )
+
+
+def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blocks]:
+    """Find the model and the text, and check that the recipe suits them."""
+    source = open_source(recipe.model)
+    check_spares_source(output, source)
+    head_unit = choose_head_unit(recipe.head_unit, source.sizes)
+    if recipe.group == "expert" and not source.sizes.num_experts:
+        raise SettingError(
+            f"group is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
+        )
+    pools = make_pools(source.config, weight_shapes(source.folder), source.sizes, head_unit, recipe)
+    blocks = load_blocks(
+        recipe.data,
+        load_tokenizer(str(source.folder)),
+        seq_len=recipe.seq_len,
+        train_blocks=recipe.steps * recipe.batch_size,
+        heldout_blocks=recipe.heldout_blocks,
+        min_train_blocks=recipe.batch_size,
+        seed=recipe.seed,
+    )
+    return source, head_unit, pools, blocks
 
 
 def routing(learned: Learned, routed_layers: tuple[int, ...]) -> dict[str, Any]:

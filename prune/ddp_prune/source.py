@@ -144,9 +144,8 @@ def _download(model: str) -> Path:
         ) from error
 
 
-def load_model(source: Source, dtype: str) -> Any:
-    """Load the stock transformers model, frozen, in eval mode."""
-    from transformers import AutoModelForCausalLM
+def prepare_transformers(source: Source) -> None:
+    """Teach transformers the family that it does not know, and silence its progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -154,6 +153,13 @@ def load_model(source: Source, dtype: str) -> Any:
         from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
         register_deepseek()
+
+
+def load_model(source: Source, dtype: str) -> Any:
+    """Load the stock transformers model, frozen, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    prepare_transformers(source)
     model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)
     model.requires_grad_(False)
     return model.eval()

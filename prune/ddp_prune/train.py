@@ -16,11 +16,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ddp_prune.activations import fit_activations
 from ddp_prune.budget import AugmentedLagrangian, hold_budget, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
 from ddp_prune.objective import OutputHead, distilled_loss, negative_log_likelihood
 from ddp_prune.pools import Pool, make_pools
+from ddp_prune.processes import load_run
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_vllm.errors import TrainingError
@@ -70,7 +72,10 @@ class Teacher:
         self.gated = gated
         tokens, hidden = batches.blocks.numel(), gated.sizes.hidden_size
         self.cache: dict[int, torch.Tensor] | None = None
-        if batches.repeats and tokens * hidden * 2 <= TEACHER_CACHE_BYTES * batches.accelerator.num_processes:
+        world = batches.accelerator.num_processes
+        # only then does a block come back to the same process, and all hit or miss together, as shared weights ask
+        shared = len(batches.blocks) % world == 0 and batches.size % world == 0
+        if batches.repeats and shared and tokens * hidden * 2 <= TEACHER_CACHE_BYTES * world:
             self.cache = {}
 
     @torch.no_grad()
@@ -158,8 +163,7 @@ class Trainer:
             tokens = self.batches.blocks[numbers].to(self.accelerator.device)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            with self.gated.counting(routed.get("experts")):
-                losses += self._backward(tokens, numbers, leaves, parts) * (len(numbers) / size)
+            losses += self._backward(tokens, numbers, leaves, parts, routed.get("experts")) * (len(numbers) / size)
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad * (len(numbers) / size)
@@ -172,12 +176,15 @@ class Trainer:
         total = {kind: reduce(value, "sum") for kind, value in gradients.items()}
         return cross_entropy, divergence, total, {kind: reduce(value, "sum") for kind, value in squares.items()}
 
-    def _backward(self, tokens: torch.Tensor, numbers: list[int], leaves: Masks, squares: Masks) -> torch.Tensor:
+    def _backward(
+        self, tokens: torch.Tensor, numbers: list[int], leaves: Masks, squares: Masks, counts: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run one micro-batch forward and backward into the leaves; return [CE, KL] in nats a token."""
         model: Any = self.gated.model
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
         with self.gated.masks(leaves, squares):
-            student = final_hidden(model, tokens)
+            with self.gated.counting(counts):  # forward alone: checkpointed layers run again in backward
+                student = final_hidden(model, tokens)
             loss, cross_entropy, divergence = distilled_loss(
                 student, teacher, OutputHead.of(model), tokens[:, 1:].reshape(-1), self.recipe.distillation
             )
@@ -325,8 +332,9 @@ def train(
     seconds). Raises: TrainingError if the loss is not a number; the last saved masks stay in the run's folder.
     """
     batches = Batches(blocks, recipe, accelerator)
+    fit_activations(gated, recipe.activation_checkpointing, batches.micro * recipe.seq_len, accelerator)
     trainer = Trainer(gated, batches, recipe, accelerator)
-    first, saved = 0, run.load()
+    first, saved = 0, load_run(run, accelerator)
     if saved is None:
         run.start()
     else:

@@ -1,6 +1,7 @@
 """Defaults of the paper, limits of every setting, and what overrides what."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_toml_is_overridden_by_the_command_line(tmp_path: Path) -> None:
 
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     recipe = Recipe(**GIVEN | {"steps": 7, "data": "a.jsonl"})
-    lines = [f"{name} = {value!r}\n" for name, value in recipe.to_dict().items()]
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in recipe.to_dict().items()]
     (tmp_path / "r.toml").write_text("".join(lines))
     assert load_recipe(tmp_path / "r.toml", {}) == recipe
     assert set(recipe.to_dict()) == {field.name for field in dataclasses.fields(Recipe)}

@@ -1,0 +1,58 @@
+"""What the frozen model keeps between forward and backward, and how to keep less of it.
+
+Linear layers with frozen weights keep nothing; what is kept is what norms, attention, activation functions and gates
+need. With checkpointing a layer keeps its input alone, and runs forward again in backward.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import get_max_memory
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ddp_prune.gates import GatedModel
+
+SHARE_OF_FREE = 0.5  # of free memory for activations; the rest is for the head's chunks, the teacher and fragmentation
+
+
+def fit_activations(gated: GatedModel, setting: str, num_tokens: int, accelerator: Accelerator) -> None:
+    """Switch checkpointing `on` or `off`; `auto` asks whether half of free memory holds `num_tokens` tokens."""
+    if setting == "auto":
+        if accelerator.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(accelerator.device)
+        else:
+            free = get_max_memory()["cpu"] // accelerator.num_processes
+        setting = "on" if num_tokens * activation_bytes(gated) > SHARE_OF_FREE * free else "off"
+    checkpoint_layers(gated.model, setting == "on")
+
+
+def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
+    """Switch checkpointing of the decoder layers on or off.
+
+    transformers checkpoints layers in training mode only; the modules inside stay in eval mode, so nothing drops out.
+    The reentrant kind would lose gradients: the gates are no arguments of the layers.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = layer.training = wanted
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def activation_bytes(gated: GatedModel) -> int:
+    """Return about how many bytes a token keeps for backward in all layers, without checkpointing.
+
+    A layer keeps two norms' inputs in float32, queries, keys, values and the output of attention, and four rows of MLP
+    channels (before and after the activation function, the other factor, and the product that is gated). Routed
+    experts keep 4·C + H a slot (`experts.py`); kernels that copy keep a little more.
+    """
+    sizes, itemsize = gated.sizes, next(gated.model.parameters()).dtype.itemsize
+    queries, keys = sizes.num_query_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    attention = 3 * queries + 2 * keys
+    routed = len(sizes.routed_layers)
+    slots: Any = getattr(gated.model.config, "num_experts_per_tok", 0)
+    channels = (sizes.num_layers - routed) * 4 * sizes.intermediate_size
+    experts = routed * slots * (4 * sizes.expert_intermediate_size + sizes.hidden_size)
+    return sizes.num_layers * (8 * sizes.hidden_size + itemsize * attention) + itemsize * (channels + experts)

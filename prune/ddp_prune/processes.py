@@ -1,0 +1,35 @@
+"""Several processes with one fate, whatever starts them: accelerate launch, or torchrun on a CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from ddp_prune.run_state import RunState
+from ddp_vllm.errors import DdpError
+
+
+@contextmanager
+def failing_together(accelerator: Accelerator) -> Iterator[None]:
+    """Wait for all processes after the block, and raise in each the DdpError that any of them met there.
+
+    Without it the others would wait for the failed one in their next exchange. The block itself must not wait for
+    other processes. Any other exception ends its process at once, and what launched them ends the rest.
+    """
+    own: DdpError | None = None
+    try:
+        yield
+    except DdpError as error:
+        own = error
+    met: list[DdpError | None] = gather_object([own])
+    if first := own or next(filter(None, met), None):
+        raise first
+
+
+def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Return what the main process finds of an interrupted run; the others may not see its disk."""
+    found = [run.load() if accelerator.is_main_process else None]
+    return broadcast_object_list(found)[0] if accelerator.num_processes > 1 else found[0]

@@ -1,0 +1,119 @@
+"""Checkpointed layers run twice, count once, keep little, and give the same gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ddp_prune import activations
+from ddp_prune.activations import activation_bytes, checkpoint_layers, fit_activations
+from ddp_prune.families import FAMILIES, dimensions_of
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState
+from ddp_prune.train import Learned, train
+
+LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
+SIZES = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "attention_dropout": 0.5,
+}  # fmt: skip
+
+
+def _gated(model: PreTrainedModel) -> GatedModel:
+    model.requires_grad_(False).eval()
+    config = model.config.to_dict()
+    return GatedModel(model, FAMILIES[config["model_type"]], dimensions_of(config), "kv-group")
+
+
+@pytest.fixture(params=["dense", "experts"])
+def gated(request: pytest.FixtureRequest) -> GatedModel:
+    torch.manual_seed(0)
+    if request.param == "dense":
+        return _gated(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    routing = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return _gated(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **routing)))
+
+
+def _gradients(gated: GatedModel) -> tuple[Masks, Masks, torch.Tensor, int]:
+    """Return gradients and squares of the masks, the hidden states, and the bytes kept for backward."""
+    masks = {kind: torch.full(shape, 0.8).requires_grad_() for kind, shape in gated.shapes.items()}
+    squares = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in gated.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with gated.masks(masks, squares):
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = gated.model.get_decoder()(TOKENS, use_cache=False).last_hidden_state
+        hidden.square().sum().backward()
+    gradients = {kind: mask.grad for kind, mask in masks.items() if mask.grad is not None}
+    assert gradients.keys() == masks.keys()
+    return gradients, squares, hidden.detach(), sum(kept.values())
+
+
+def test_gradients_and_their_squares_are_the_same_to_the_bit(gated: GatedModel) -> None:
+    """Attention dropout is on in the config, and must stay off."""
+    checkpoint_layers(gated.model, False)
+    plain = _gradients(gated)
+    checkpoint_layers(gated.model, True)
+    again = _gradients(gated)
+    assert torch.equal(plain[2], again[2])
+    for before, after in zip(plain[:2], again[:2], strict=True):
+        for kind in gated.shapes:
+            assert torch.equal(before[kind], after[kind]) and before[kind].any(), kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_kept_is_what_the_arithmetic_says(dtype: torch.dtype, gated: GatedModel) -> None:
+    gated.model.to(dtype)
+    num_tokens = TOKENS.numel()
+    checkpoint_layers(gated.model, False)
+    assert _gradients(gated)[3] / num_tokens == pytest.approx(activation_bytes(gated), rel=0.1)
+    checkpoint_layers(gated.model, True)
+    inputs = LAYERS * SIZES["hidden_size"] * dtype.itemsize
+    final_norm = SIZES["hidden_size"] * 4
+    assert _gradients(gated)[3] / num_tokens == pytest.approx(inputs + final_norm, rel=0.15)
+
+
+def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
+    gated: GatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, needed = gated.model.get_decoder().layers, 1000 * activation_bytes(gated)
+
+    def runs_again(setting: str, free: int) -> bool:
+        monkeypatch.setattr(activations, "get_max_memory", lambda: {"cpu": free})
+        fit_activations(gated, setting, 1000, Accelerator(cpu=True))
+        switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
+        assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
+        assert len(set(switches.copy().pop())) == 1  # both on or both off
+        return bool(layers[0].training)
+
+    assert runs_again("auto", int(1.9 * needed)) and not runs_again("auto", int(2.1 * needed))
+    assert runs_again("on", 10**15) and not runs_again("off", 0)
+
+
+def test_a_run_learns_the_same(gated: GatedModel, tmp_path: Path) -> None:
+    """Gates, what was squared, and how often experts were chosen: nothing counts twice."""
+
+    def run(setting: str) -> Learned:
+        recipe = Recipe(
+            model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, learning_rate=0.1,
+            activation_checkpointing=setting,
+        )  # fmt: skip
+        return train(gated, TOKENS, recipe, Accelerator(cpu=True), RunState(tmp_path / setting, recipe), lambda _: None)
+
+    plain, again = run("off"), run("on")
+    for kind in gated.shapes:
+        assert torch.equal(plain.gates[kind], again.gates[kind]) and torch.equal(plain.z[kind], again.z[kind])
+        assert torch.equal(plain.saliency[kind], again.saliency[kind])
+    for kind, counts in plain.routed.items():
+        assert torch.equal(counts, again.routed[kind]) and int(counts.sum()) == 6 * LAYERS * 2 * TOKENS.numel()
