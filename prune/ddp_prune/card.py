@@ -42,7 +42,8 @@ def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation", license=None
     )
-    dense = str(checkpoint.provenance.get("recipe", {}).get("model") or source.folder.name)
+    provenance = checkpoint.provenance
+    dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or source.folder.name)
     if "/" in dense and not dense.startswith((".", "/")) and dense.count("/") == 1:
         data.base_model = dense
     text = TEXT.format(
@@ -81,7 +82,11 @@ def _quality(checkpoint: Checkpoint) -> str:
     quality = checkpoint.provenance.get("perplexity")
     if not quality:
         return "Quality was not measured when this checkpoint was written."
+    recipe = checkpoint.provenance.get("recipe", {})
+    where = ""
+    if "applied_to" in checkpoint.provenance:
+        where = f" Measured on {recipe.get('model', 'another model')}, where the masks were learned."
     return (
-        f"Perplexity on held-out text of {checkpoint.provenance['recipe']['data'].rsplit('/', 1)[-1]} "
-        f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}."
+        f"Perplexity on held-out text of {recipe.get('data', 'unknown origin').rsplit('/', 1)[-1]} "
+        f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}.{where}"
     )

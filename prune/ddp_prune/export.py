@@ -215,10 +215,10 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     """Return the gates of a masks file (a tensor a module type) and its provenance. Raises: CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
-            provenance = json.loads((file.metadata() or {})["ddp"])
+            provenance = dict(json.loads((file.metadata() or {})["ddp"]))
             kinds = ("experts",) if "experts.gates" in file.keys() else ("attn", "mlp")  # noqa: SIM118 (no mapping)
             gates = {kind: file.get_tensor(f"{kind}.gates").float() for kind in kinds}
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} is no masks file ({reason}); pass the {MASKS_FILE} of a pruned folder"
@@ -253,6 +253,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)
     check_splits(layer_widths(gates, source, head_unit), source.config, tp)
+    provenance = provenance | {"applied_to": model}
     export(source, gates, output, head_unit=head_unit, provenance=provenance, overwrite=overwrite)
 
 

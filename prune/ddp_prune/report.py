@@ -209,16 +209,18 @@ def _html(evidence: Evidence, drawn: Sequence[tuple[Figure, str]], files: Iterab
     provenance = checkpoint.provenance
     recipe = provenance.get("recipe", {})
     name = escape(checkpoint.folder.resolve().name)
-    dense = escape(str(recipe.get("model", "its dense model")))
-    body = [f"<h1>{name}: what was removed</h1>", f"<p>From {dense}, by masks learned on frozen weights.</p>"]
+    learned_on = escape(str(recipe.get("model", "its dense model")))
+    dense = escape(str(provenance.get("applied_to") or recipe.get("model", "its dense model")))
+    body = [f"<h1>{name}: what was removed</h1>"]
+    body.append(f"<p>From {dense}, by masks learned on the frozen weights of {learned_on}.</p>")
     body += ["<h2>Size</h2>", _html_table(size_table(checkpoint))]
     if quality := provenance.get("perplexity"):
         body += ["<h2>Perplexity on held-out text</h2>", _html_table(perplexity_table(quality))]
         blocks = len(quality.get("block_losses", {}).get("dense", ())) or "some"
         body.append(
             f'<p class="small">{quality["tokens"]:,} tokens of {escape(str(recipe.get("data", "text")))} in {blocks} '
-            "blocks that were not learned on. Errors are over blocks; the ratio's is that of the blocks' differences, "
-            "for both models read the same ones.</p>"
+            f"blocks that were not learned on, by {learned_on} and what was left of it. Errors are over blocks; the "
+            "ratio's is that of the blocks' differences, for both models read the same ones.</p>"
         )
     if provenance.get("rounding"):
         body += ["<h2>What rounding changed</h2>", _html_table(rounding_table(evidence))]

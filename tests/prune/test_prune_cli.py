@@ -117,6 +117,13 @@ def test_apply_cuts_the_same_model_from_the_masks(
     assert result.exit_code == 0, result.output
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (pruned[0] / "model.safetensors").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
+    other = shutil.copytree(tiny_model, tmp_path / "other")  # the same masks on another model: quality is not its own
+    result = CliRunner().invoke(main, ["apply", str(other), "--masks", masks, "-o", str(tmp_path / "cut")])
+    assert result.exit_code == 0, result.output
+    card = (tmp_path / "cut" / "README.md").read_text()
+    assert (
+        "\nother with structure removed" in card and f"Measured on {tiny_model}, where the masks were learned" in card
+    )
 
 
 def test_apply_aligns_by_the_saliency_of_the_masks(
