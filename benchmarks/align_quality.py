@@ -3,7 +3,7 @@
     python benchmarks/align_quality.py MODEL --data TEXT --test WIKITEXT --detokenise --steps 60 --align 1,64,128
 
 One search; its end is rounded at every alignment and each support is polished on the same text in the same order.
-`N after` aligns what was learned without alignment, by its own saliency and with no polish after. Ratios are to
+`N after` aligns what was learned without alignment as `apply --align` does, with no polish after. Ratios are to
 align 1, with the standard error of the blocks' differences. The last line on stdout is JSON.
 """
 
@@ -24,11 +24,11 @@ from accelerate import Accelerator
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
+from ddp_prune.rounding import realign
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import load_blocks, load_tokenizer
 from ddp_prune.train import Batches, Trainer, block_losses
-
-TEST_BLOCKS, TEST_LENGTH = 16, 512
+from mask_quality import read_test_blocks
 
 
 def main() -> None:
@@ -55,7 +55,8 @@ def main() -> None:
         recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
         heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
     )  # fmt: skip
-    tests = {"test": _test_blocks(arguments, tokenizer), "heldout": blocks.heldout}
+    test = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
+    tests = {"test": test, "heldout": blocks.heldout}
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
 
     def trainer(align: int) -> Trainer:
@@ -70,11 +71,12 @@ def main() -> None:
         run = trainer(align)
         run.restore({name: value.clone() for name, value in state.items()}, {})  # a run moves its state in place
         _steps(run, recipe.search_steps, recipe.steps)
-        candidates = {f"{align}": run.learned().gates}
+        learned = run.learned()
+        candidates = {f"{align}": learned.gates}
         if align == 1:
-            plain, saliency = candidates["1"], run.saliency
+            plain, saliency = learned.gates, learned.saliency
         else:
-            candidates[f"{align} after"] = _realign(trainer(align), plain, saliency)
+            candidates[f"{align} after"] = plain | {"mlp": realign(plain["mlp"], saliency["mlp"], align)}
         for label, gates in candidates.items():
             alive = gates["mlp"] > 0
             results[label] = {name: block_losses(gated, gates, test) for name, test in tests.items()}
@@ -87,16 +89,6 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "results": results,
     }))  # fmt: skip
-
-
-def _test_blocks(arguments: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
-    text = arguments.test.read_text(encoding="utf-8")
-    if arguments.detokenise:
-        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-
-        text = wikitext_detokenizer({"page": text})
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    return torch.tensor(ids[: TEST_BLOCKS * TEST_LENGTH]).view(TEST_BLOCKS, TEST_LENGTH)
 
 
 def _search(trainer: Trainer, recipe: Recipe, kept: Path | None) -> dict[str, torch.Tensor]:
@@ -117,15 +109,6 @@ def _steps(trainer: Trainer, first: int, end: int) -> None:
         metrics = trainer.step(step)
         if (step + 1) % 10 == 0:
             print(f"  step {step + 1} loss {metrics['loss']:.3f} {time.perf_counter() - began:.0f} s", file=sys.stderr)
-
-
-def _realign(run: Trainer, gates: Masks, saliency: Masks) -> Masks:
-    """Move whole blocks between the layers of learned gates as rounding would; what comes back has scale 1."""
-    for kind, z in run.z.items():
-        z.data.copy_(gates[kind])
-        run.saliency[kind] = saliency[kind]
-    run.round()
-    return {kind: torch.where(gates[kind] > 0, gates[kind], 1.0) * run.support[kind].cpu() for kind in gates}
 
 
 def _sentence(label: str, results: dict[str, Any]) -> str:
