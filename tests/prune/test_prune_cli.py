@@ -393,5 +393,5 @@ def test_options_are_the_documented_ones() -> None:
     assert flags == {
         "--sparsity", "-o", "--output", "--data", "--steps", "--batch-size", "--seq-len", "--seed", "--head-unit",
         "--align", "--quant-friendly", "--tp", "--group", "--budget", "--target-params", "--target-flops",
-        "--target-kv-bytes", "--controller", "--recipe", "--tracker", "--overwrite",
+        "--target-kv-bytes", "--controller", "--shard", "--recipe", "--tracker", "--overwrite",
     }  # fmt: skip
