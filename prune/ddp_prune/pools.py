@@ -116,6 +116,13 @@ class Pool:
             raise SettingError(
                 f"sparsity keeps {self.kept:.0f} of {units} units; choose one that keeps some and removes some"
             )
+        shared = {"attn": 0.0 if self.opening is None else self.opening}
+        cheapest = min(float((cost_L + shared.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
+        if self.kept < cheapest:
+            raise SettingError(
+                f"{self.kept:,.0f} {self.name} of what can be pruned may stay, less than any unit costs "
+                f"({cheapest:,.0f}); remove less"
+            )
         for kind, block in self.blocks.items():
             shape = self.shapes[kind]
             if block > shape[-1] or block * float(self.costs[kind].min()) > self.kept:

@@ -118,6 +118,13 @@ def test_a_budget_that_removes_all_or_nothing_is_refused(sparsity: float) -> Non
         _pools(sparsity=sparsity)
 
 
+@pytest.mark.parametrize("budget", ["params", "flops"])
+def test_a_budget_below_the_cheapest_unit_is_refused(budget: str) -> None:
+    with pytest.raises(SettingError, match=rf"184 {budget} of what can be pruned .* any unit costs \(192\)"):
+        _pools(MOE, budget=budget, sparsity=0.995)
+    assert _choose(_pools(MOE, budget=budget, sparsity=0.994))["experts"].sum() == 1
+
+
 def test_open_gates_stay_before_closed_ones_whatever_they_cost() -> None:
     (pool,) = _pools(budget="params", sparsity=0.5)
     generator = torch.Generator().manual_seed(0)
