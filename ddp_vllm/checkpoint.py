@@ -148,6 +148,9 @@ def read_provenance(path: Path) -> dict[str, Any]:
         provenance = json.loads(metadata.get("ddp", "{}"))
         if not isinstance(provenance, dict):
             raise ValueError("its provenance is no object")
+        for part in ("recipe", "rounding", "routing", "perplexity"):
+            if not isinstance(provenance.get(part, {}), dict):
+                raise ValueError(f"its {part} is no object")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
     return provenance

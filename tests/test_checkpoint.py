@@ -138,6 +138,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         lambda f: save_file({"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": "[1]"}),
         ["ddp_masks.safetensors", "no object"],
     ),
+    "recipe no object": (
+        lambda f: save_file({"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"recipe": [1]}'}),
+        ["ddp_masks.safetensors", "its recipe is no object"],
+    ),
     "masks file broken": (lambda f: (f / "ddp_masks.safetensors").write_bytes(b"no"), ["ddp_masks.safetensors"]),
 }
 

@@ -13,6 +13,7 @@ from ddp_prune.costs import dense_layers, prices, whole_model
 from ddp_prune.families import FAMILIES
 from ddp_prune.recipe import Recipe
 from ddp_vllm.checkpoint import MODEL_TYPE_PREFIX, Checkpoint
+from ddp_vllm.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +99,15 @@ def routing_notes(checkpoint: Checkpoint) -> list[str]:
 def removed_parameters(checkpoint: Checkpoint) -> int:
     """Return how many parameters of the dense model are gone, from the widths alone (biases included if kept ones are).
 
-    Beside what units cost, a removed block takes its norms and its output bias.
+    Beside what units cost, a removed block takes its norms and its output bias. Raises: CheckpointError for a family
+    without a row.
     """
     config, shapes = checkpoint.config, checkpoint.shapes
-    family = FAMILIES[str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)]
+    family = FAMILIES.get(str(config.get("model_type")).removeprefix(MODEL_TYPE_PREFIX))
+    if family is None:
+        raise CheckpointError(
+            f"{checkpoint.folder}: model_type {config.get('model_type')!r} is unknown; a newer ddp-vllm wrote it?"
+        )
     biases = {name.split(".")[-2] for name in shapes if name.endswith(".bias")}
     of_heads = {
         name.split(".")[-2]: prod(shape) for name, shape in shapes.items() if ".self_attn." in name and "_norm." in name

@@ -163,6 +163,14 @@ def test_inspect_shows_widths_totals_and_quality(pruned: tuple[Path, Result]) ->
     assert "held-out perplexity" in result.stdout and "rounding of mlp" in result.stdout
 
 
+def test_inspect_and_report_refuse_a_family_without_a_row(pruned: tuple[Path, Result], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pruned[0], tmp_path / "newer"))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "ddp_newlm"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for verb in ("inspect", "report"):
+        _refused(CliRunner().invoke(main, [verb, str(folder)]), 7, "model_type 'ddp_newlm' is unknown")
+
+
 def test_an_interrupted_prune_goes_on(
     pruned: tuple[Path, Result], tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
