@@ -52,6 +52,8 @@ def gather(checkpoint: Checkpoint) -> Evidence:
             tensors = load_file(folder / MASKS_FILE)
         if (path := folder / f"ddp_{METRICS_FILE}").exists():
             metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if not all(isinstance(row, dict) and "step" in row for row in metrics):
+                raise ValueError(f"a line of {path.name} states no step")
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
     gates = {name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")}

@@ -179,9 +179,10 @@ def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path
     save_file(masks, folder / "ddp_masks.safetensors", {"ddp": "{}"})
     result = CliRunner().invoke(main, ["report", str(folder)])
     assert result.exit_code == 7 and "different checkpoints" in result.stderr
-    (folder / "ddp_metrics.jsonl").write_text("{")
-    result = CliRunner().invoke(main, ["report", str(folder)])
-    assert result.exit_code == 7 and "cannot be read" in result.stderr
+    for line in ("{", "[1]", '{"loss": 1}'):
+        (folder / "ddp_metrics.jsonl").write_text(line)
+        result = CliRunner().invoke(main, ["report", str(folder)])
+        assert result.exit_code == 7 and "cannot be read" in result.stderr, line
 
 
 def test_pictures_repeat_to_the_byte() -> None:
