@@ -1,13 +1,13 @@
 """One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
 
 import math
-import statistics
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from rich.console import Console
@@ -25,7 +25,7 @@ from ddp_prune.sharding import check_shares, load_sharded
 from ddp_prune.source import Source, check_spares_source, load_model, open_source, weight_shapes
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
-from ddp_prune.train import Learned, block_losses, train
+from ddp_prune.train import Learned, block_losses, perplexity_of, train
 from ddp_vllm.checkpoint import check_output, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError
 
@@ -42,7 +42,9 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
     # not told that it is a CPU's, accelerate takes a process that torchrun started for the only one
     on_cpu = not torch.accelerator.is_available()
-    accelerator = Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent))
+    # other ranks wait while the first downloads and tokenises; torch would give up after ten minutes
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    accelerator = Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[patience])
     if recipe.shard:
         check_shares(recipe.batch_size, accelerator.num_processes)
     for first in (True, False):  # of a machine's processes: what it downloads and caches, the others find
@@ -69,7 +71,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         model = load_model(source, recipe.dtype).to(accelerator.device)
     gated = GatedModel(model, source.family, source.sizes, head_unit)
     dense_losses = block_losses(gated, None, blocks.heldout)
-    dense = math.exp(statistics.fmean(dense_losses))
+    dense = perplexity_of(dense_losses)
     if not math.isfinite(dense):
         raise ModelError(
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
@@ -88,7 +90,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         **routing(learned, source.sizes.routed_layers),
         "perplexity": {
             "dense": dense,
-            "pruned": math.exp(statistics.fmean(pruned_losses)),
+            "pruned": perplexity_of(pruned_losses),
             "tokens": blocks.heldout.numel(),
             "block_losses": {"dense": dense_losses, "pruned": pruned_losses},
         },

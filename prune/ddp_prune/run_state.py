@@ -1,9 +1,11 @@
 """What a run keeps on disk while it learns, so that an interrupted run goes on where it was.
 
 `<output>.run/` holds `state.safetensors` (replaced as a whole, never half written) and `metrics.jsonl` (one line a
-step). The same command finds it and goes on; the folder is removed when the checkpoint is written.
+step). The same command finds it and goes on; the folder is removed when the checkpoint is written. Another command
+for the same output starts anew and keeps what it finds as `<output>.run.old`.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -34,7 +36,7 @@ class RunState:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError, KeyError, ValueError):
             return None
-        if header["recipe"] != self.recipe.to_dict():
+        if _settings(header["recipe"]) != _settings(self.recipe.to_dict()):
             return None
         if self.writes:
             lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
@@ -42,10 +44,15 @@ class RunState:
         return header["step"], tensors, header["extra"]
 
     def start(self) -> None:
-        """Forget an older run."""
-        if self.writes:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+        """Put an older run aside."""
+        if not self.writes:
+            return
+        if self.state.exists():
+            old = self.folder.with_name(f"{self.folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self.folder, old)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Replace the saved state; `step` is the next one to do."""
@@ -66,3 +73,9 @@ class RunState:
         """Delete the folder, after the checkpoint is safe."""
         if self.writes:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides a run; settings that an older version did not know have their defaults."""
+    known = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    return known | recipe | {"save_every": None}

@@ -8,7 +8,7 @@ those of routed experts are [L, E, C]: E experts with C channels each.
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -388,5 +388,11 @@ def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, b
 
 
 def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> float:
-    """Return exp of the mean of `block_losses`."""
-    return math.exp(statistics.fmean(block_losses(gated, masks, blocks, batch)))
+    """Return `perplexity_of` the `block_losses`."""
+    return perplexity_of(block_losses(gated, masks, blocks, batch))
+
+
+def perplexity_of(losses: Sequence[float]) -> float:
+    """Return exp of the mean loss in nats a token; infinite where a float cannot hold it."""
+    mean = statistics.fmean(losses)
+    return math.exp(mean) if mean < 700 else math.inf

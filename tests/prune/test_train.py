@@ -1,6 +1,7 @@
 """The loop on a tiny model: repeatable to the bit, resumable, exact in its counts, and it touches no weight."""
 
 import json
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Learned, learning_rate, perplexity, train
+from ddp_prune.train import Learned, learning_rate, perplexity, perplexity_of, train
 from ddp_vllm.errors import TrainingError
 
 STEPS = 12  # 8 of search, 4 of polish
@@ -235,3 +236,31 @@ def test_perplexity_is_that_of_plain_transformers(lab: Lab) -> None:
         hidden = model.model.norm(model.model.embed_tokens(BLOCKS[:5, :-1]))  # nothing is left but the embedding
         losses = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), BLOCKS[:5, 1:].flatten())
     assert perplexity(lab.gated, closed, BLOCKS[:5]) == pytest.approx(losses.exp().item(), rel=1e-4)
+
+
+def test_another_recipe_puts_an_older_run_aside(lab: Lab) -> None:
+    recipe = lab.recipe()
+    old = RunState(lab.folder / "out", recipe)
+    old.start()
+    old.save(3, {"z.mlp": torch.ones(2)}, {})
+    assert RunState(lab.folder / "out", lab.recipe(save_every=7)).load() is not None  # decides nothing
+    other = RunState(lab.folder / "out", lab.recipe(sparsity=0.3))
+    assert other.load() is None
+    other.start()
+    assert not other.state.exists() and (lab.folder / "out.run.old" / "state.safetensors").exists()
+
+
+def test_a_run_of_an_older_version_goes_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunState(lab.folder / "out", lab.recipe())
+    run.start()
+    fewer = {name: value for name, value in lab.recipe().to_dict().items() if name != "align"}
+    monkeypatch.setattr(Recipe, "to_dict", lambda _: fewer)
+    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    monkeypatch.undo()
+    assert RunState(lab.folder / "out", lab.recipe()).load() is not None
+    assert RunState(lab.folder / "out", lab.recipe(align=8)).load() is None
+
+
+def test_perplexity_of_a_broken_model_is_infinite() -> None:
+    assert perplexity_of([1.0, 3.0]) == pytest.approx(math.exp(2.0))
+    assert perplexity_of([1e4]) == perplexity_of([math.nan]) == math.inf
