@@ -62,14 +62,6 @@ BROKEN: dict[str, tuple[Any, str]] = {  # how to break a checkpoint, and what th
         lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=65)),
         r"ddp_layers\[1\].intermediate_size is 65, outside 0…64",
     ),
-    "negative": (
-        lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=-1)),
-        r"ddp_layers\[1\].intermediate_size is -1, outside 0…64",
-    ),
-    "fractional": (
-        lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=17.5)),
-        r"ddp_layers\[1\].intermediate_size is 17.5, not an integer",
-    ),
     "other width": (
         lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=18)),
         r"tensor model.layers.1.mlp.\w+.\w+ has shape \[.*17.*\], but ddp_layers asks for 18 along axis",
