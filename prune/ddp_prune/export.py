@@ -250,11 +250,23 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
                 f"{masks} holds {kind} gates of shape {list(gates[kind].shape)}, {model} needs {list(shape)}; "
                 "they were learned on another model"
             )
+    evidence = read_evidence(masks)
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)
     check_splits(layer_widths(gates, source, head_unit), source.config, tp)
     provenance = provenance | {"applied_to": model}
-    export(source, gates, output, head_unit=head_unit, provenance=provenance, overwrite=overwrite)
+    export(source, gates, output, head_unit=head_unit, provenance=provenance, evidence=evidence, overwrite=overwrite)
+
+
+def read_evidence(path: Path) -> dict[str, Masks]:
+    """Return what a masks file keeps beside its gates: z and saliency of each module type, if they were learned."""
+    evidence: dict[str, Masks] = {}
+    with safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 (no mapping)
+            kind, _, name = key.partition(".")
+            if name in ("z", "saliency"):
+                evidence.setdefault(name, {})[kind] = file.get_tensor(key)
+    return evidence
 
 
 def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int) -> tuple[Masks, dict[str, Any]]:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_prune import export as export_module
-from ddp_prune.export import apply_masks, export
+from ddp_prune.export import apply_masks, export, read_evidence, read_masks
 from ddp_prune.gates import GatedModel, Masks, unit_shapes
 from ddp_prune.source import Source, load_model, open_source
 from ddp_prune.summary import removed_parameters, totals
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import MASKS_FILE, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError
 
 TOKENS = torch.randint(1, 320, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -232,10 +232,25 @@ def test_the_model_card_states_the_widths(pruned: Path) -> None:
 
 def test_masks_alone_cut_the_same_checkpoint(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     apply_masks(str(tiny_model), pruned / "ddp_masks.safetensors", tmp_path / "again", overwrite=False)
-    for name in ("model.safetensors", "config.json", "ddp_masks.safetensors"):
+    for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (pruned / name).read_bytes(), name
-    with safe_open(pruned / "ddp_masks.safetensors", framework="pt") as file:
-        assert sorted(file.keys()) == ["attn.gates", "mlp.gates"]
+    (first, said), (second, says) = (read_masks(path / MASKS_FILE) for path in (pruned, tmp_path / "again"))
+    assert all(torch.equal(first[kind], second[kind]) for kind in ("attn", "mlp")) and len(first) == len(second) == 2
+    assert says == said | {"applied_to": str(tiny_model)}
+
+
+def test_applied_masks_keep_what_aligning_needs(tiny_model: Path, tmp_path: Path) -> None:
+    source = open_source(str(tiny_model))
+    gates = _gates(source, "query-head", "")
+    evidence = {
+        name: {kind: values + add for kind, values in gates.items()} for name, add in (("z", 1), ("saliency", 2))
+    }
+    export(source, gates, tmp_path / "first", head_unit="query-head", provenance={}, evidence=evidence, overwrite=False)
+    apply_masks(str(tiny_model), tmp_path / "first" / MASKS_FILE, tmp_path / "again", overwrite=False)
+    kept = read_evidence(tmp_path / "again" / MASKS_FILE)
+    for name, masks in evidence.items():
+        for kind, values in masks.items():
+            assert torch.equal(kept[name][kind], values), (name, kind)
 
 
 def test_masks_of_another_model_are_refused(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
