@@ -395,4 +395,4 @@ def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, bat
 def perplexity_of(losses: Sequence[float]) -> float:
     """Return exp of the mean loss in nats a token; infinite where a float cannot hold it."""
     mean = statistics.fmean(losses)
-    return math.inf if mean >= 700 else math.exp(mean)  # nan stays nan
+    return math.exp(mean) if mean < 700 else math.inf
