@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from ddp_prune.cli import prune
 from ddp_vllm import __version__, cli, errors
 from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError
@@ -91,3 +92,13 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         assert ("Traceback" in result.stderr) is shown and "sparsity is 1.5" in result.stderr
         assert result.returncode == (1 if shown else 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_prune_are_the_documented_ones() -> None:
+    """Flags are a promise: scripts of users hold them."""
+    flags = {option for parameter in prune.params for option in parameter.opts if option.startswith("-")}
+    assert flags == {
+        "--sparsity", "-o", "--output", "--data", "--steps", "--batch-size", "--seq-len", "--seed", "--head-unit",
+        "--align", "--quant-friendly", "--tp", "--group", "--budget", "--target-params", "--target-flops",
+        "--target-kv-bytes", "--controller", "--shard", "--recipe", "--tracker", "--overwrite",
+    }  # fmt: skip

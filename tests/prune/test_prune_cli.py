@@ -15,7 +15,6 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import cli as verbs
 from ddp_prune.export import read_masks
 from ddp_prune.recipe import Recipe
 from ddp_vllm.checkpoint import read_checkpoint
@@ -393,13 +392,3 @@ def test_checkpoints_and_masks_that_contradict_themselves(
     _refused(result, 7, "no masks file")
     _refused(_prune(folder, "a.jsonl", tmp_path / "out"), 3, "pruned already")
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-def test_options_are_the_documented_ones() -> None:
-    """Flags are a promise: scripts of users hold them."""
-    flags = {option for parameter in verbs.prune.params for option in parameter.opts if option.startswith("-")}
-    assert flags == {
-        "--sparsity", "-o", "--output", "--data", "--steps", "--batch-size", "--seq-len", "--seed", "--head-unit",
-        "--align", "--quant-friendly", "--tp", "--group", "--budget", "--target-params", "--target-flops",
-        "--target-kv-bytes", "--controller", "--shard", "--recipe", "--tracker", "--overwrite",
-    }  # fmt: skip
