@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MixtralConfig
 
@@ -68,17 +68,19 @@ def _cost(budget: str, layers: list[LayerWidths]) -> float:
     st.sampled_from(["params", "flops", "kv-bytes"]), st.sampled_from(["kv-group", "query-head"]),
     st.sampled_from(["global", "layer"]), st.floats(0.05, 0.95), st.integers(0, 2**31),
 )  # fmt: skip
+@example("params", "kv-group", "layer", 0.15625, 0)  # a layer keeps every channel and has no room for a KV group
 def test_a_budget_is_met_from_below_within_one_unit(
     budget: str, head_unit: str, group: str, sparsity: float, seed: int
 ) -> None:
     """By the widths that are exported, whichever the unit: a KV head goes only with its last query head."""
     pools = _pools(head_unit=head_unit, budget=budget, group=group, sparsity=sparsity)
     layers = _widths(_choose(pools, seed), head_unit)
-    wanted = (1 - sparsity) * _cost(budget, dense_layers(DENSE))
-    price = prices(budget, DENSE, SHAPES, 2048)[0]
-    some_channel_left_out = any(layer.intermediate_size < 96 for layer in layers)
-    unit = price.channel if some_channel_left_out else 2 * price.query_head + price.kv_head
-    assert wanted - unit - 1 < _cost(budget, layers) <= wanted
+    wanted, price = (1 - sparsity) * _cost(budget, dense_layers(DENSE)), prices(budget, DENSE, SHAPES, 2048)[0]
+    assert _cost(budget, layers) <= wanted
+    for row in [layers] if group == "global" else [[layer] for layer in layers]:
+        some_channel_left_out = any(layer.intermediate_size < 96 for layer in row)
+        unit = price.channel if some_channel_left_out else 2 * price.query_head + price.kv_head
+        assert wanted * len(row) / len(layers) - unit - 1 < sum(price.of(layer) for layer in row)
     if budget == "kv-bytes":
         assert all(layer.intermediate_size == 96 for layer in layers)  # channels have no cache
         assert all(count == 2 for layer in layers for count in layer.query_heads_per_kv_head)  # nothing gained by less
