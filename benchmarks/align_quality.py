@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.batches import Batches
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.perplexity import block_losses
 from ddp_prune.recipe import Recipe
 from ddp_prune.rounding import realign
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import load_blocks, load_tokenizer
-from ddp_prune.train import Batches, Trainer, block_losses
+from ddp_prune.train import Trainer
 from mask_quality import read_test_blocks
 
 

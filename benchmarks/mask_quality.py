@@ -28,14 +28,16 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
+from ddp_prune.batches import Batches
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.perplexity import perplexity
 from ddp_prune.recipe import Recipe
 from ddp_prune.rounding import exact_support
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import load_blocks, load_tokenizer
-from ddp_prune.train import Batches, Trainer, perplexity, train
+from ddp_prune.train import Trainer, train
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 VARIANTS: dict[str, dict[str, Any]] = {  # learning methods -> what they change in the recipe

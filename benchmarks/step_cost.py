@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 
+from ddp_prune.batches import Batches
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel
 from ddp_prune.objective import OutputHead, distilled_loss
+from ddp_prune.perplexity import final_hidden
 from ddp_prune.recipe import Recipe
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Batches, Trainer, final_hidden
+from ddp_prune.train import Trainer
 
 Step = Callable[[], Any]
 GOALS = [  # (what, numerator, denominator, at most)

@@ -28,9 +28,9 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel
+from ddp_prune.perplexity import perplexity
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import load_blocks, load_tokenizer
-from ddp_prune.train import perplexity
 from ddp_vllm.checkpoint import atomic_folder
 from ddp_vllm.registry import fetch_conversations, fetch_model
 from mask_quality import read_test_blocks

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ddp_prune.export import export
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel
+from ddp_prune.perplexity import block_losses, perplexity_of
 from ddp_prune.pools import Pool, describe, make_pools
 from ddp_prune.processes import failing_together
 from ddp_prune.recipe import Recipe
@@ -25,7 +26,7 @@ from ddp_prune.sharding import check_shares, load_sharded
 from ddp_prune.source import Source, check_spares_source, load_model, open_source, weight_shapes
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
-from ddp_prune.train import Learned, block_losses, perplexity_of, train
+from ddp_prune.train import Learned, train
 from ddp_vllm.checkpoint import check_output, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError
 

@@ -1,14 +1,13 @@
 """The loop: search the support, round it exactly, polish the scales of what is kept.
 
 Weights are frozen and get no gradients; the only parameters are z (and, for the paper's budget, λ).
-Legend: B sequences of a micro-batch, L layers, U units of a layer, H hidden size. Where masks are said to be [L, U],
+Legend: L layers, U units of a layer. Where masks are said to be [L, U],
 those of routed experts are [L, E, C]: E experts with C channels each.
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from ddp_prune.activations import fit_activations
+from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import AugmentedLagrangian, hold_budget, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
-from ddp_prune.objective import OutputHead, distilled_loss, negative_log_likelihood
+from ddp_prune.objective import OutputHead, distilled_loss
+from ddp_prune.perplexity import final_hidden
 from ddp_prune.pools import Pool, make_pools
 from ddp_prune.processes import load_run
 from ddp_prune.recipe import Recipe
@@ -29,7 +30,6 @@ from ddp_vllm.errors import TrainingError
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit while polishing; at 0 it would be lost to the budget
 SALIENCY_DECAY = 0.98  # of the running mean of squared gradients: about the last 50 steps
-TEACHER_CACHE_BYTES = 4 << 30  # of host memory for the teacher's hidden states, when the text is gone over again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,49 +46,6 @@ class Learned:
     """What the rounding changed, a module type: raw sparsity, units revived, units dropped."""
     routed: Masks
     """`experts`: int64 [L, E], how often each expert was chosen while learning; empty for a dense model."""
-
-
-class Batches:
-    """Deterministic micro-batches; which sequences make a step does not depend on the number of processes."""
-
-    def __init__(self, blocks: torch.Tensor, recipe: Recipe, accelerator: Accelerator) -> None:
-        self.blocks, self.size, self.accelerator = blocks, recipe.batch_size, accelerator
-        in_flight = 8192 if accelerator.device.type == "cuda" else 1024  # tokens a forward pass
-        self.micro = recipe.micro_batch_size or max(1, in_flight // recipe.seq_len)
-        self.repeats = recipe.steps * recipe.batch_size > len(blocks)
-
-    def step(self, step: int) -> Iterator[list[int]]:
-        """Yield the block numbers of this process's micro-batches."""
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = [(step * self.size + i) % len(self.blocks) for i in range(rank, self.size, world)]
-        for start in range(0, len(mine), self.micro):
-            yield mine[start : start + self.micro]
-
-
-class Teacher:
-    """Final hidden states of the dense model; kept in host memory if the same text comes again and fits."""
-
-    def __init__(self, gated: GatedModel, batches: Batches) -> None:
-        self.gated = gated
-        tokens, hidden = batches.blocks.numel(), gated.sizes.hidden_size
-        self.cache: dict[int, torch.Tensor] | None = None
-        world = batches.accelerator.num_processes
-        # only then does a block come back to the same process, and all hit or miss together, as shared weights ask
-        shared = len(batches.blocks) % world == 0 and batches.size % world == 0
-        if batches.repeats and shared and tokens * hidden * 2 <= TEACHER_CACHE_BYTES * world:
-            self.cache = {}
-
-    @torch.no_grad()
-    def hidden(self, tokens: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-        """Return [B·(seq_len−1), H] for the blocks `numbers`, which `tokens` holds."""
-        if self.cache is not None and all(number in self.cache for number in numbers):
-            states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
-            return states.flatten(0, 1)
-        states = final_hidden(self.gated.model, tokens)
-        if self.cache is not None:
-            for number, state in zip(numbers, states.unflatten(0, (len(numbers), -1)), strict=True):
-                self.cache[number] = state.cpu()
-        return states
 
 
 class Trainer:
@@ -364,35 +321,3 @@ def learning_rate(step: int, recipe: Recipe, base: float) -> float:
     warmup = max(1, round(recipe.warmup * recipe.search_steps))
     progress = max(0.0, (step - warmup) / max(1, recipe.search_steps - warmup))
     return base * min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states that predict the next tokens: [B·(seq_len−1), H], after the last norm."""
-    hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
-    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
-
-
-@torch.no_grad()
-def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> list[float]:
-    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
-    model: Any = gated.model
-    head = OutputHead.of(model)
-    predicted = blocks.shape[1] - 1
-    losses = []
-    with gated.masks(masks):
-        for tokens in blocks.to(head.weight.device).split(batch):
-            states = final_hidden(model, tokens).split(predicted)
-            for hidden, labels in zip(states, tokens[:, 1:], strict=True):
-                losses.append(negative_log_likelihood(hidden, head, labels) / predicted)
-    return losses
-
-
-def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> float:
-    """Return `perplexity_of` the `block_losses`."""
-    return perplexity_of(block_losses(gated, masks, blocks, batch))
-
-
-def perplexity_of(losses: Sequence[float]) -> float:
-    """Return exp of the mean loss in nats a token; infinite where a float cannot hold it."""
-    mean = statistics.fmean(losses)
-    return math.exp(mean) if mean < 700 else math.inf

@@ -11,12 +11,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from ddp_prune import train as train_module
+from ddp_prune import batches as batches_module
 from ddp_prune.gates import GatedModel
+from ddp_prune.perplexity import perplexity, perplexity_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Learned, learning_rate, perplexity, perplexity_of, train
+from ddp_prune.train import Learned, learning_rate, train
 from ddp_vllm.errors import TrainingError
 
 STEPS = 12  # 8 of search, 4 of polish
@@ -178,7 +179,7 @@ def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyP
     """16 blocks, 48 sequences: three passes, the teacher's in the first alone."""
     cached = lab.run("cached", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == STEPS + 4
-    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == 2 * STEPS
     _assert_same(cached, plain)
@@ -187,7 +188,7 @@ def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyP
 def test_passes_that_end_within_a_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 blocks, 4 a step: cached and new blocks meet in one micro-batch."""
     cached = lab.run("cached", blocks=BLOCKS[:10])
-    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:10])
     for kind in ("attn", "mlp"):
         torch.testing.assert_close(cached.gates[kind], plain.gates[kind], atol=1e-4, rtol=0)
