@@ -109,11 +109,12 @@ class Trainer:
         """Return CE, KL, dloss/dm [L, U] and the mean over tokens of its part's square, summed over processes.
 
         The squares are the diagonal of the empirical Fisher matrix with tokens as samples: 256 times as many as
-        sequences, and the same however a step is cut into micro-batches.
+        sequences, and the same however a step is cut into micro-batches. Summed in float64: AdamW makes much of the
+        smallest gradients, so an order of sums that depends on the number of processes would show in the gates.
         """
         losses = torch.zeros(2, device=self.accelerator.device)
-        gradients = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
-        squares = {kind: torch.zeros_like(mask) for kind, mask in masks.items()}
+        gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
+        squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         routed = {kind: torch.zeros_like(counts) for kind, counts in self.routed.items()}
         size, tokens_each = self.recipe.batch_size, self.recipe.seq_len - 1
         for numbers in self.batches.step(step):
@@ -123,15 +124,15 @@ class Trainer:
             losses += self._backward(tokens, numbers, leaves, parts, routed.get("experts")) * (len(numbers) / size)
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
-                gradients[kind] += leaf.grad * (len(numbers) / size)
+                gradients[kind] += leaf.grad.double() * (len(numbers) / size)
                 # the loss is a mean over the micro-batch; a token's own loss has this many times its gradient
-                squares[kind] += parts[kind] * ((len(numbers) * tokens_each) ** 2 / (size * tokens_each))
+                squares[kind] += parts[kind].double() * ((len(numbers) * tokens_each) ** 2 / (size * tokens_each))
         reduce = self.accelerator.reduce
         cross_entropy, divergence = reduce(losses, "sum").tolist()
         for kind, counts in routed.items():
             self.routed[kind] += reduce(counts, "sum")
-        total = {kind: reduce(value, "sum") for kind, value in gradients.items()}
-        return cross_entropy, divergence, total, {kind: reduce(value, "sum") for kind, value in squares.items()}
+        total = {kind: reduce(value, "sum").float() for kind, value in gradients.items()}
+        return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
 
     def _backward(
         self, tokens: torch.Tensor, numbers: list[int], leaves: Masks, squares: Masks, counts: torch.Tensor | None
