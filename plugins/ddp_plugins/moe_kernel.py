@@ -118,6 +118,19 @@ def _ends_of_tiles(count_ptr, columns, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.co
 
 
 @triton.jit
+def _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The place a tile belongs to, its slots in `order` and which of them are that place's, and its columns."""
+    place = tl.sum((ends <= tile).to(tl.int32))
+    within = tile - tl.sum(tl.where(ends <= tile, tiles, 0))
+    count = tl.load(count_ptr + place)
+    pair_blocks = (count + PAIRS - 1) // PAIRS
+    # neighbours in time share a tile of weights: the pairs run fastest
+    row = within % pair_blocks * PAIRS + tl.arange(0, PAIRS)
+    column = within // pair_blocks * COLUMNS + tl.arange(0, COLUMNS)
+    return place, tl.load(first_ptr + place) + row, row < count, column
+
+
+@triton.jit
 def _multiply(a, b, sum_, UPCAST: tl.constexpr):
     """sum + a @ b in float32; float32 operands keep all their bits.
 
@@ -157,17 +170,8 @@ def gate_up(
     tiles, ends = _ends_of_tiles(count_ptr, (widths + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
     up_start = num_rows.to(tl.int64) * H
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
-        place = tl.sum((ends <= tile).to(tl.int32))
-        within = tile - tl.sum(tl.where(ends <= tile, tiles, 0))
-        width = tl.load(width_ptr + place)
-        count = tl.load(count_ptr + place)
-        pair_blocks = (count + PAIRS - 1) // PAIRS
-        # neighbours in time share a tile of weights: the pairs run fastest
-        row = within % pair_blocks * PAIRS + tl.arange(0, PAIRS)
-        column = within // pair_blocks * COLUMNS + tl.arange(0, COLUMNS)
-        has_row = row < count
-        has_column = column < width
-        slot = tl.load(first_ptr + place) + row
+        place, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
+        has_column = column < tl.load(width_ptr + place)
         pair = tl.load(order_ptr + slot, mask=has_row, other=0)
         depth = tl.arange(0, DEPTH)
         x_ptrs = x_ptr + (pair // num_slots).to(tl.int64)[:, None] * x_stride + depth[None, :]
@@ -208,16 +212,9 @@ def down(
     """Each program takes every n-th tile of pairs × hidden units; the inner sum ends with the expert's width."""
     tiles, ends = _ends_of_tiles(count_ptr, (H + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
-        place = tl.sum((ends <= tile).to(tl.int32))
-        within = tile - tl.sum(tl.where(ends <= tile, tiles, 0))
+        place, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
         width = tl.load(width_ptr + place)
-        count = tl.load(count_ptr + place)
-        pair_blocks = (count + PAIRS - 1) // PAIRS
-        row = within % pair_blocks * PAIRS + tl.arange(0, PAIRS)
-        column = within // pair_blocks * COLUMNS + tl.arange(0, COLUMNS)
-        has_row = row < count
         has_column = column < H
-        slot = tl.load(first_ptr + place) + row
         depth = tl.arange(0, DEPTH)
         h_ptrs = hidden_ptr + slot.to(tl.int64)[:, None] * hidden_stride + depth[None, :]
         w_ptrs = w2_ptr + (tl.load(offset_ptr + place) + depth).to(tl.int64)[:, None] * H + column[None, :]
