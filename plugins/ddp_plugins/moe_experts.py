@@ -11,6 +11,7 @@ S rows of all experts together, w the width of one expert.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -171,16 +172,7 @@ def _launch(
     return moe_kernel.ragged_moe(x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map)
 
 
-def _fake(
-    x_TH: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    layout_3E: torch.Tensor,
-    max_width: int,
-    topk_weights_TK: torch.Tensor,
-    topk_ids_TK: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _fake(x_TH: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
 
 
