@@ -9,6 +9,24 @@ from typing import Any
 import pytest
 
 Serve = Callable[..., list[dict[str, Any]]]
+LOGPROB_TOLERANCE = 1e-4
+
+
+def job(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return what `serve` is given to serve a folder with vLLM's options."""
+    return {"folder": str(folder), "options": options}
+
+
+def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert "error" not in result, result
+    assert_same_outputs(result["outputs"], reference["outputs"])
+
+
+def assert_same_outputs(outputs: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
+    for got, expected in zip(outputs, references, strict=True):
+        assert got["tokens"] == expected["tokens"]
+        if got["logprobs"] is not None:  # the job asked for none
+            assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Serve
+from conftest import Serve, assert_same, job
 from tiny_models import NOTHING_LAST, RAGGED_LAYERS, edit_config, edit_weights, make_checkpoint
 
 pytestmark = pytest.mark.vllm
@@ -35,7 +35,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "smollm3": {"family": "SmolLM3", "layers": RAGGED_LAYERS, "no_rope_layer_interval": 2},  # layers without positions
     "phi3": {"family": "Phi3", "layers": RAGGED_LAYERS},  # q, k, v in one tensor; gate and up in one
 }
-LOGPROB_TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="session")
@@ -43,18 +42,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     """Each checkpoint's folder, and what transformers makes of it."""
     root = tmp_path_factory.mktemp("models")
     return {name: (root / name, make_checkpoint(root / name, **settings)) for name, settings in CHECKPOINTS.items()}
-
-
-def job(folder: Path, **options: Any) -> dict[str, Any]:
-    return {"folder": str(folder), "options": options}
-
-
-def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert "error" not in result, result
-    for got, expected in zip(result["outputs"], reference["outputs"], strict=True):
-        assert got["tokens"] == expected["tokens"]
-        if got["logprobs"] is not None:
-            assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
 
 
 BROKEN: dict[str, tuple[Any, str]] = {  # how to break a checkpoint, and what the user reads

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Serve
+from conftest import Serve, assert_same_outputs
 from peft import LoraConfig, get_peft_model
 from quantised import quantise, state_quantisation
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
@@ -25,7 +25,6 @@ ALIGNED_LAYERS = [  # every input and output a multiple of 32, as the INT4 kerne
     {"query_heads_per_kv_head": [2], "intermediate_size": 64},
 ]
 NUM_DRAFTS, NUM_LONGER = 3, 25  # one token after the prompt, then 6 steps of 3 drafted tokens and one of the target's
-LOGPROB_TOLERANCE = 1e-4
 REFUSED = {  # what cannot be served, and what the user reads before any worker starts
     "five ranks": r"tensor_parallel_size=5 does not divide the 12 query heads .* use one of \[1, 2, 3, 4, 6, 12\]",
     "adapters on two ranks": r"=2 does not divide layer 1 .* LoRA adapters cannot be padded; use one of \[1\]",
@@ -123,21 +122,15 @@ def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
     return dict(zip(jobs, serve(list(jobs.values())), strict=True))
 
 
-def assert_same(outputs: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
-    for got, expected in zip(outputs, references, strict=True):
-        assert got["tokens"] == expected["tokens"]
-        assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
-
-
 def test_an_adapter_answers_as_in_peft_and_the_model_alone_as_before(
     served: dict[str, Any], made: dict[str, Any]
 ) -> None:
     first, alone, *_, again = served["ragged"]["adapted"]
-    assert_same(first["outputs"], made["adapted"])
-    assert_same(alone["outputs"], made["ragged"])
-    assert_same(again["outputs"], made["adapted"])  # the refused ones left nothing behind
+    assert_same_outputs(first["outputs"], made["adapted"])
+    assert_same_outputs(alone["outputs"], made["ragged"])
+    assert_same_outputs(again["outputs"], made["adapted"])  # the refused ones left nothing behind
     assert made["adapted"][1]["tokens"] != made["ragged"][1]["tokens"]
-    assert_same(served["phi3"]["adapted"][0]["outputs"], made["adapted phi3"])  # q, k, v in one tensor
+    assert_same_outputs(served["phi3"]["adapted"][0]["outputs"], made["adapted phi3"])  # q, k, v in one tensor
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -147,7 +140,7 @@ def test_an_adapter_made_for_other_widths_is_refused(name: str, served: dict[str
 
 
 def test_chunked_prefill_and_cached_prefixes_change_nothing(served: dict[str, Any], made: dict[str, Any]) -> None:
-    assert_same(served["ragged"]["outputs"], made["ragged"])  # 140 tokens of a prompt in steps of at most 64
+    assert_same_outputs(served["ragged"]["outputs"], made["ragged"])  # 140 tokens of a prompt in steps of at most 64
     # a block of 128 tokens is found again by the round without and by the second with the adapter, by no other
     assert served["ragged"]["counters"]["vllm:prefix_cache_hits"] == 2 * 128
 
@@ -155,7 +148,7 @@ def test_chunked_prefill_and_cached_prefixes_change_nothing(served: dict[str, An
 def test_drafts_of_a_pruned_model_leave_the_dense_models_greedy_tokens_as_they_are(
     served: dict[str, Any], made: dict[str, Any]
 ) -> None:
-    assert_same(served["drafted"]["outputs"], made["dense"])
+    assert_same_outputs(served["drafted"]["outputs"], made["dense"])
     counters = served["drafted"]["counters"]
     assert 0 < counters["vllm:spec_decode_num_accepted_tokens"] < counters["vllm:spec_decode_num_draft_tokens"]
 
@@ -171,7 +164,7 @@ def test_a_pruned_model_drafts_what_it_would_say_itself(served: dict[str, Any], 
 
 
 def test_int8_weights_and_activations_of_any_width(served: dict[str, Any], made: dict[str, Any]) -> None:
-    assert_same(served["int8"]["outputs"][:1], made["int8"])
+    assert_same_outputs(served["int8"]["outputs"][:1], made["int8"])
 
 
 def test_int4_weights_of_aligned_widths(served: dict[str, Any], made: dict[str, Any]) -> None:

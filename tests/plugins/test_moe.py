@@ -9,27 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Serve
+from conftest import Serve, assert_same, job
 from tiny_experts import FAMILIES, make_expert_checkpoint, ragged_layers
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, edit_config, edit_weights
 
 from ddp_benchmarks.engine import Server
 
 pytestmark = pytest.mark.vllm
-
-LOGPROB_TOLERANCE = 1e-4
-
-
-def job(folder: Path, **options: Any) -> dict[str, Any]:
-    return {"folder": str(folder), "options": options}
-
-
-def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert "error" not in result, result
-    for got, expected in zip(result["outputs"], reference["outputs"], strict=True):
-        assert got["tokens"] == expected["tokens"]
-        if got["logprobs"] is not None:
-            assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
 
 
 @pytest.fixture(scope="session")
