@@ -1,13 +1,17 @@
-"""Text in, blocks of tokens out: read, shuffle, tokenise, pack across documents, hold some out, cache.
+"""Text in, blocks of tokens out: read, shuffle, take excerpts, tokenise, pack, hold some out, cache.
 
-Reading is `datasets`' work: a hub name is streamed, a local file may be .txt, .jsonl, .json or .parquet, plain or
-compressed with gz, xz or zst. The cache is keyed by content: same text, tokenizer and sizes, same file.
+A short run must not spend itself on the few documents it meets first. So the documents of a file take turns: each
+gives an excerpt of about one block, then each another, until there is enough. Reading is `datasets`' work: a hub name
+is streamed, a local file may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. The cache is
+keyed by content: same text, tokenizer and sizes, same file.
 """
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from ddp_vllm.registry import cache_folder
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
+EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -30,7 +35,7 @@ class Blocks:
     train: torch.Tensor
     """int64 [num_blocks, seq_len]"""
     heldout: torch.Tensor
-    """int64 [heldout_blocks, seq_len], of documents that `train` does not hold (up to one shared at the border)."""
+    """int64 [heldout_blocks, seq_len], of documents that `train` does not hold; of other excerpts if they are few."""
     found: int
     """Tokens read; reading stops when the run has enough."""
 
@@ -56,50 +61,86 @@ def load_blocks(
 ) -> Blocks:
     """Read, tokenise and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
 
-    Documents are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
+    Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
     Raises: TextError if the text cannot be read or holds fewer than `min_train_blocks + heldout_blocks` blocks.
     """
     path = cache_folder() / "tokens" / f"{_key(data, tokenizer, seq_len, train_blocks, heldout_blocks, seed)}.npy"
     if path.exists():
         blocks = np.load(path)
     else:
-        wanted = (train_blocks + heldout_blocks) * seq_len
-        stream = _pack(read_documents(data, tokenizer, seed), tokenizer, wanted)
-        blocks = stream[: len(stream) // seq_len * seq_len].reshape(-1, seq_len)
-        found = len(stream)
-        if len(blocks) < min_train_blocks + heldout_blocks:
-            need = (min_train_blocks + heldout_blocks) * seq_len
+        excerpts = read_excerpts(data, tokenizer, seed, size=EXCERPT * seq_len, few=4 * heldout_blocks)
+        heldout, last = np.empty(0, np.int32), 0
+        while len(heldout) < heldout_blocks * seq_len and (numbered := next(excerpts, None)):
+            last, text = numbered
+            heldout = np.concatenate([heldout, _pack([text], tokenizer, heldout_blocks * seq_len - len(heldout))])
+        train = _pack((text for number, text in excerpts if number > last), tokenizer, train_blocks * seq_len)
+        found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * seq_len
+        if len(train) < min_train_blocks * seq_len:
             raise TextError(
                 f"{data} holds {found:,} tokens, but one step and the held-out text need {need:,}; "
                 "give more text or lower --batch-size or --seq-len"
             )
+        blocks = np.concatenate([heldout, train[: len(train) // seq_len * seq_len]]).reshape(-1, seq_len)
         _save(path, blocks)
     tokens = torch.from_numpy(blocks.astype(np.int64))
     return Blocks(train=tokens[heldout_blocks:], heldout=tokens[:heldout_blocks], found=blocks.size)
 
 
-def read_documents(data: str, tokenizer: Any, seed: int) -> Iterator[str]:
-    """Yield the documents of a hub dataset or a local file, shuffled by `seed` where the whole is at hand.
+def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -> Iterator[tuple[int, str]]:
+    """Yield the number of a document and an excerpt of it.
 
     A row is a document: its `text`, or its `conversations`/`messages` rendered with the tokenizer's chat template.
-    Raises: TextError.
+    Those of a local file are shuffled by `seed` and take turns, `size` characters each time; of fewer than `few`, every
+    piece counts as a document. Those of a hub dataset are streamed whole, once, in its own order. Raises: TextError.
     """
     import datasets
 
     path = Path(data)
     try:
         if path.exists() or _kind(path):
-            rows = _read_file(path)
-            rows = rows.shuffle(seed=seed)
+            rows = _read_file(path).shuffle(seed=seed)
+            if len(rows) >= few:
+                yield from _take_turns(lambda number: _document(rows[number], tokenizer, data), len(rows), size, seed)
+            else:
+                pieces = [text for row in rows for text in _cut(_document(row, tokenizer, data), size)]
+                random.Random(seed).shuffle(pieces)
+                yield from enumerate(pieces)
         else:
             name, _, configuration = data.partition(":")
             rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-        yield from filter(None, (_document(row, tokenizer, data) for row in rows))
+            yield from enumerate(filter(None, (_document(row, tokenizer, data) for row in rows)))
     except TextError:
         raise
     except Exception as error:  # datasets raises dozens of kinds, from pyarrow's to the hub's
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         raise TextError(f"{data} cannot be read as text ({reason}); give a hub dataset or a {_kinds()} file") from error
+
+
+def _take_turns(document: Callable[[int], str], count: int, size: int, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield an excerpt of every document, then another of every one that has more, each from a place of its own on."""
+    numbers: Iterable[int] = range(count)
+    for turn in itertools.count():
+        left = []
+        for number in numbers:
+            pieces = _cut(document(number), size)
+            if turn < len(pieces):
+                left.append(number)
+                yield number, pieces[(random.Random(f"{seed} {number}").randrange(len(pieces)) + turn) % len(pieces)]
+        if not left:
+            return
+        numbers = left
+
+
+def _cut(text: str, size: int) -> list[str]:
+    """Cut a text at blanks into equal pieces of about `size` characters; the empty text into none."""
+    count = max(1, round(len(text) / size))
+    borders = [0, *(_next_blank(text, len(text) * i // count) for i in range(1, count)), len(text)]
+    return [text[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
+
+
+def _next_blank(text: str, start: int) -> int:
+    blank = text.find(" ", start, start + 64)
+    return start if blank < 0 else blank
 
 
 def _kinds() -> str:
@@ -178,7 +219,7 @@ def _tokenise(batch: list[str], tokenizer: Any, stream: list[np.ndarray]) -> int
 
 def _key(data: str, tokenizer: Any, *sizes: int) -> str:
     """Hash of what the blocks depend on: the file's bytes (a hub dataset's name), the vocabulary, the sizes."""
-    digest = hashlib.sha256(json.dumps([sizes, tokenizer.eos_token_id, tokenizer.chat_template]).encode())
+    digest = hashlib.sha256(json.dumps([EXCERPT, sizes, tokenizer.eos_token_id, tokenizer.chat_template]).encode())
     if Path(data).is_file():
         with open(data, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from ddp_prune import tokens
-from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
+from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer, read_excerpts
 from ddp_vllm.errors import ModelError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
@@ -90,14 +91,41 @@ def test_every_format_gives_the_same_blocks(
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_text_file_is_one_document(compression: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_all_of_a_text_file_is_given_once(compression: str, tokenizer: Any, tmp_path: Path) -> None:
     text = "\n\n".join(DOCUMENTS)
     file = tmp_path / f"book.txt{compression}"
     file.write_bytes(COMPRESSIONS[compression](text.encode()))
-    expected = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    excerpts = [excerpt for _, excerpt in read_excerpts(str(file), tokenizer, 0, size=80, few=12)]
+    assert sorted("".join(excerpts)) == sorted(text) and all(excerpt in text for excerpt in excerpts)
+    assert len(set(excerpts)) == len(excerpts) == round(len(text) / 80)
     blocks = _load(file, tokenizer)
-    stream = torch.cat([blocks.heldout, blocks.train]).flatten().tolist()
-    assert stream == expected[: len(expected) // SEQ_LEN * SEQ_LEN]
+    stream = [*_documents(tokenizer, blocks.heldout), *_documents(tokenizer, blocks.train)]
+    assert len(stream) >= len(excerpts) - 4 and set(stream) <= {excerpt.removeprefix(" ") for excerpt in excerpts}
+
+
+def test_the_documents_of_a_file_take_turns(tokenizer: Any, tmp_path: Path) -> None:
+    """Two thirds are long. All give one excerpt before one gives a second, and each starts somewhere else."""
+    texts = [f"{i} " + " ".join(f"{i}.{j}" for j in range(100 if i % 3 else 3)) for i in range(60)]
+    file = _write(tmp_path / "long.jsonl", [{"text": text} for text in texts])
+    numbered = list(read_excerpts(str(file), tokenizer, 0, size=80, few=12))
+    first, later = numbered[:60], numbered[60:]
+    assert [number for number, _ in first] == list(range(60)) and [number for number, _ in later[:40]] == sorted(
+        {number for number, _ in later}
+    )
+    assert sum(excerpt.startswith(f"{i} ") for _, excerpt in first for i in range(60)) < 40  # 20 are short and whole
+    whole = {number: sorted("".join(e for n, e in numbered if n == number)) for number in range(60)}
+    assert sorted(map(str, whole.values())) == sorted(str(sorted(text)) for text in texts)
+
+
+def test_no_document_is_both_held_out_and_learned_on(tokenizer: Any, tmp_path: Path) -> None:
+    texts = [f"<{i}> " * 200 for i in range(20)]
+    file = _write(tmp_path / "long.jsonl", [{"text": text} for text in texts])
+    blocks = _load(file, tokenizer, train_blocks=200)
+    heldout, train = (
+        set(re.findall(r"<\d+>", tokenizer.decode(part.flatten()))) for part in (blocks.heldout, blocks.train)
+    )
+    assert 1 <= len(heldout) <= 3 and len(train) == 20 - len(heldout) and not heldout & train
+    assert len(blocks.train) == 200  # more than a turn of the other documents
 
 
 def test_local_text_is_read_without_network(jsonl: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +144,8 @@ def test_documents_are_whole_shuffled_and_joined_by_eos(jsonl: Path, tokenizer: 
     orders = []
     for seed in (0, 1, 0):
         blocks = _load(jsonl, tokenizer, seed=seed)
-        documents = _documents(tokenizer, torch.cat([blocks.heldout, blocks.train]))
-        assert len(set(documents)) == len(documents) >= len(DOCUMENTS) - 2 and set(documents) <= set(DOCUMENTS)
+        documents = [*_documents(tokenizer, blocks.heldout), *_documents(tokenizer, blocks.train)]
+        assert len(set(documents)) == len(documents) >= len(DOCUMENTS) - 4 and set(documents) <= set(DOCUMENTS)
         orders.append(documents)
     assert orders[0] == orders[2] != orders[1]
 
@@ -161,7 +189,7 @@ def test_the_cache_is_keyed_by_content(
     assert again.found == first.found
     _write(jsonl, [{"text": text.replace("fox", "cat")} for text in DOCUMENTS])
     changed = _load(jsonl, tokenizer)
-    assert "cat" in tokenizer.decode(changed.train[0]) and len(list((cache / "tokens").iterdir())) == 2
+    assert "cat" in tokenizer.decode(changed.train.flatten()) and len(list((cache / "tokens").iterdir())) == 2
     _load(jsonl, tokenizer, seq_len=8)
     assert len(list((cache / "tokens").iterdir())) == 3
 
