@@ -7,7 +7,6 @@ One search; its end is rounded at every alignment and each support is polished o
 align 1, with the standard error of the blocks' differences. The last line on stdout is JSON.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -28,35 +27,20 @@ from ddp_prune.perplexity import block_losses
 from ddp_prune.recipe import Recipe
 from ddp_prune.rounding import realign
 from ddp_prune.source import load_model, open_source
-from ddp_prune.tokens import load_blocks, load_tokenizer
+from ddp_prune.tokens import load_tokenizer
 from ddp_prune.train import Trainer
-from mask_quality import read_test_blocks
+from mask_quality import make_parser, prepare_run, read_test_blocks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--test", required=True, type=Path)
-    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
-    parser.add_argument("--sparsity", type=float, default=0.2)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser = make_parser(__doc__, steps=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--align", default="64,128", help="alignments, measured after none")
     parser.add_argument("--state", type=Path, help="Keep the search's end here, and start from it if it is there.")
     arguments = parser.parse_args()
     source, tokenizer = open_source(arguments.model), load_tokenizer(arguments.model)
     gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, choose_head_unit("auto", source.sizes))
-    recipe = Recipe(
-        model=arguments.model, sparsity=arguments.sparsity, data=arguments.data, steps=arguments.steps,
-        batch_size=arguments.batch_size, seq_len=arguments.seq_len, seed=arguments.seed,
-    )  # fmt: skip
-    blocks = load_blocks(
-        recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
-        heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
-    )  # fmt: skip
+    recipe, blocks = prepare_run(arguments, tokenizer, arguments.seed)
     test = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
     tests = {"test": test, "heldout": blocks.heldout}
     accelerator = Accelerator(cpu=not torch.cuda.is_available())

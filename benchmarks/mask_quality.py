@@ -36,7 +36,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.rounding import exact_support
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
-from ddp_prune.tokens import load_blocks, load_tokenizer
+from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
 from ddp_prune.train import Trainer, train
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
@@ -58,15 +58,7 @@ EXPERT_SCORES: dict[str, tuple[str, Callable[[ExpertUse], torch.Tensor]]] = {  #
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--test", required=True, type=Path)
-    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
-    parser.add_argument("--sparsity", type=float, default=0.2)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser = make_parser(__doc__, steps=250)
     parser.add_argument("--samples", type=int, default=64, help="Blocks that one-shot scores are calibrated on.")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", default="magnitude,taylor,fisher,fisher+scales,ddp")
@@ -87,14 +79,7 @@ def main() -> None:
     if "experts" not in gated.shapes and {*EXPERT_SCORES, "ddp-expert"} & set(arguments.methods.split(",")):
         parser.error(f"{', '.join(EXPERT_SCORES)} and ddp-expert are for mixtures of experts")
     for seed in range(arguments.seeds):
-        recipe = Recipe(
-            model=arguments.model, sparsity=arguments.sparsity, data=arguments.data, steps=arguments.steps,
-            batch_size=arguments.batch_size, seq_len=arguments.seq_len, seed=seed, **settings,
-        )  # fmt: skip
-        blocks = load_blocks(
-            recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
-            heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
-        )  # fmt: skip
+        recipe, blocks = prepare_run(arguments, tokenizer, seed, **settings)
         for method in arguments.methods.split(","):
             began, cpu = time.perf_counter(), time.process_time()
             gates, extra = run(method, gated, source.family, recipe, blocks.train, arguments.samples)
@@ -109,6 +94,33 @@ def main() -> None:
                 arguments.save.mkdir(parents=True, exist_ok=True)
                 torch.save(gates, arguments.save / f"{method}-{arguments.sparsity}-{seed}.pt")
     print(json.dumps(report(arguments, dense, rows)))
+
+
+def make_parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
+    """Return the options of a script that learns masks and judges them on a test text."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--test", required=True, type=Path)
+    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
+    parser.add_argument("--sparsity", type=float, default=0.2)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=256)
+    return parser
+
+
+def prepare_run(arguments: argparse.Namespace, tokenizer: Any, seed: int, **settings: Any) -> tuple[Recipe, Blocks]:
+    """Return the recipe of one run, and the blocks it learns on."""
+    recipe = Recipe(
+        model=arguments.model, sparsity=arguments.sparsity, data=arguments.data, steps=arguments.steps,
+        batch_size=arguments.batch_size, seq_len=arguments.seq_len, seed=seed, **settings,
+    )  # fmt: skip
+    blocks = load_blocks(
+        recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
+        heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
+    )  # fmt: skip
+    return recipe, blocks
 
 
 def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool) -> torch.Tensor:
