@@ -18,7 +18,14 @@ from ddp_prune.gates import Masks, unit_shapes
 from ddp_prune.rounding import realign
 from ddp_prune.source import COMPANIONS, Source, check_spares_source, open_source, weight_files
 from ddp_vllm import __version__
-from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, MODEL_TYPE_PREFIX, atomic_folder, read_checkpoint
+from ddp_vllm.checkpoint import (
+    INDEX_FILE,
+    MASKS_FILE,
+    MODEL_TYPE_PREFIX,
+    atomic_folder,
+    read_checkpoint,
+    read_provenance,
+)
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
@@ -213,16 +220,13 @@ def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Te
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     """Return the gates of a masks file (a tensor a module type) and its provenance. Raises: CheckpointError."""
+    provenance = read_provenance(path)
     try:
         with safe_open(path, framework="pt") as file:
-            provenance = dict(json.loads((file.metadata() or {})["ddp"]))
             kinds = ("experts",) if "experts.gates" in file.keys() else ("attn", "mlp")  # noqa: SIM118 (no mapping)
             gates = {kind: file.get_tensor(f"{kind}.gates").float() for kind in kinds}
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{path} is no masks file ({reason}); pass the {MASKS_FILE} of a pruned folder"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
     for kind, values in gates.items():
         if not (values.isfinite() & (values >= 0)).all():
             raise CheckpointError(f"{path} holds {kind} gates that are negative or no numbers; learn them again")
