@@ -27,7 +27,7 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
 
 from ddp_plugins.limits import check_adapters
-from ddp_plugins.tensor_parallel import fit, is_padded, pad
+from ddp_plugins.tensor_parallel import fit, pad
 from ddp_vllm.checkpoint import head_dim
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, parse_layers
@@ -214,7 +214,7 @@ class NonUniform:
                 names.add(name)
             if ".layers." in name:
                 widths = self.widths[extract_layer_index(name)]
-                if is_padded(widths, num_ranks):
+                if not widths.splits_over(num_ranks):
                     tensor = pad(name, tensor, widths, num_ranks, size)
             yield name, tensor
 

@@ -27,10 +27,11 @@ class Limits(VerifyAndUpdateConfig):
                 f"tensor_parallel_size={num_ranks} does not divide the {num_heads} query heads of the dense model's "
                 f"layers, as vLLM asks; use one of {valid}"
             )
-        layers = parse_layers(vars(model.hf_config))
+        config = vars(model.hf_config)
+        layers = parse_layers(config)
         for present, what in ((model.quantization, "quantised weights"), (vllm_config.lora_config, "LoRA adapters")):
             if present is not None:
-                check_ranks(layers, num_ranks, num_heads, what)
+                check_ranks(layers, num_ranks, config, what)
 
 
 def check_adapters(manager: Any, layers: Sequence[LayerWidths], hidden_size: int, head_dim: int) -> None:

@@ -5,13 +5,14 @@ with zero rows, which add nothing: a zero query head meets zero columns of `o_pr
 `down_proj`. With one rank nothing is padded. Routed experts have storage and a kernel of ours: their shares may differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,25 +47,19 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def is_padded(widths: LayerWidths, num_ranks: int) -> bool:
-    """Whether the tensors of this layer differ from those on disk; uneven groups stay compact on one rank."""
-    return not widths.splits_over(num_ranks)
-
-
-def check_ranks(layers: Sequence[LayerWidths], num_ranks: int, num_heads: int, why: str) -> None:
+def check_ranks(layers: Sequence[LayerWidths], num_ranks: int, config: Mapping[str, Any], why: str) -> None:
     """Refuse a tensor-parallel size that would need padding where `why` forbids it.
 
-    Raises: SettingError, naming the first such layer and the sizes that work.
+    config: the checkpoint's, as plain data. Raises: SettingError, naming the first such layer and the sizes that work.
     """
-    padded = next((index for index, widths in enumerate(layers) if is_padded(widths, num_ranks)), None)
+    padded = next((index for index, widths in enumerate(layers) if not widths.splits_over(num_ranks)), None)
     if padded is None:
         return
-    valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and not any(is_padded(w, n) for w in layers)]
     widths = layers[padded]
     raise SettingError(
         f"tensor_parallel_size={num_ranks} does not divide layer {padded} ({widths.num_kv_heads} KV heads for "
         f"{list(widths.query_heads_per_kv_head)} query heads, intermediate_size {widths.intermediate_size}), and "
-        f"{why} cannot be padded; use one of {valid}, or export with a suitable --tp"
+        f"{why} cannot be padded; use one of {tensor_parallel_sizes(layers, config)}, or export with a suitable --tp"
     )
 
 

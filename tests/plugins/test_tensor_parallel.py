@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_plugins.tensor_parallel import check_expert_ranks, check_ranks, fit, is_padded, pad, share_channels
+from ddp_plugins.tensor_parallel import check_expert_ranks, check_ranks, fit, pad, share_channels
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -32,13 +32,6 @@ def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: t
     fitted = fit(widths(*kept), num_ranks)
     assert (fitted.num_kv_heads, fitted.query_heads_per_kv_head, fitted.intermediate_size) == expected
     assert fitted.num_query_heads % num_ranks == 0
-
-
-def test_nothing_is_padded_on_one_rank_or_where_the_widths_divide() -> None:
-    assert not is_padded(widths(3, 2, 1), 1)
-    assert not is_padded(widths(2, 2, intermediate_size=16), 2)
-    assert is_padded(widths(2, 2, intermediate_size=17), 2)
-    assert not is_padded(widths(intermediate_size=0), 2)
 
 
 @given(st.lists(st.integers(1, 6), max_size=8), st.integers(0, 40), st.integers(1, 12))
@@ -85,12 +78,13 @@ def test_tensors_that_pruning_leaves_alone_pass_through() -> None:
 
 def test_a_size_that_cannot_be_padded_names_the_layer_and_the_sizes_that_work() -> None:
     layers = [widths(2, 2, 2, 2, intermediate_size=32), widths(2, 2, intermediate_size=32)]
-    check_ranks(layers, 2, 8, "LoRA adapters")
+    config = {"num_attention_heads": 8}
+    check_ranks(layers, 2, config, "LoRA adapters")
     layers += [widths(2, 1, intermediate_size=32)]
     with pytest.raises(SettingError, match=r"tensor_parallel_size=2 does not divide layer 2 .*one of \[1\]"):
-        check_ranks(layers, 2, 8, "LoRA adapters")
+        check_ranks(layers, 2, config, "LoRA adapters")
     with pytest.raises(SettingError, match=r"divide layer 1 .*one of \[1, 2, 4\]"):
-        check_ranks(layers[:2], 8, 8, "quantised weights")
+        check_ranks(layers[:2], 8, config, "quantised weights")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
