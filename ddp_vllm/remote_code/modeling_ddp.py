@@ -170,7 +170,10 @@ class NonUniform:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """As in transformers; a local folder's shapes are checked first. Raises: WidthsError."""
+        """As in transformers; with `config`, as AutoModel calls it, a local folder's shapes are checked first.
+
+        By hub name they are not: there transformers alone compares each shape as it loads. Raises: WidthsError.
+        """
         if config is not None and config.ddp_layers is not None and Path(pretrained_model_name_or_path).is_dir():
             layers = parse_layers(vars(config))
             shapes = folder_shapes(Path(pretrained_model_name_or_path))

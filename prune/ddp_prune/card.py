@@ -19,7 +19,8 @@ vllm serve ./{name} --trust-remote-code
 ```
 
 In plain transformers, with no ddp-vllm installed:
-`AutoModelForCausalLM.from_pretrained("./{name}", trust_remote_code=True)`.
+`AutoModelForCausalLM.from_pretrained("./{name}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
+reads the config first, whose class is in this folder, and without it asks on stdin.
 
 | | dense | pruned | removed |
 |---|---|---|---|
