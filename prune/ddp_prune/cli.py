@@ -25,7 +25,7 @@ from ddp_vllm.errors import SettingError
     "types together. [default: units]",
 )
 @click.option("--target-params", metavar="N", help="Instead of a fraction: parameters of the whole model, as 5.5B.")
-@click.option("--target-flops", metavar="N", help="The same in FLOPs a token, at 2,048 tokens of context.")
+@click.option("--target-flops", metavar="N", help="The same in FLOPs a token, at the recipe's context_length (2,048).")
 @click.option("--target-kv-bytes", metavar="N", help="The same in bytes of KV cache a token, at 16 bits.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--data", help="Hub dataset (name or name:configuration) or a .txt/.jsonl/.json/.parquet file.")
