@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_prune import export as export_module
@@ -18,6 +19,7 @@ from ddp_prune.gates import GatedModel, Masks, unit_shapes
 from ddp_prune.source import Source, load_model, open_source
 from ddp_prune.summary import removed_parameters, totals
 from ddp_vllm.checkpoint import MASKS_FILE, read_checkpoint
+from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
 
 TOKENS = torch.randint(1, 320, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -104,8 +106,6 @@ def test_what_is_evaluated_is_what_is_exported(case: str, head_unit: str, source
 
 
 def test_loads_where_ddp_vllm_is_not_installed(pruned: Path, source: Source) -> None:
-    from safetensors.torch import save_file
-
     save_file({"tokens": TOKENS}, pruned.parent / "tokens.safetensors")
     command = [sys.executable, "-I", "-c", LOAD]
     result = subprocess.run(command, capture_output=True, text=True, cwd=pruned.parent)
@@ -266,8 +266,6 @@ def test_masks_of_another_model_are_refused(pruned: Path, tiny_model: Path, tmp_
 
 
 def test_masks_that_are_no_gates_are_refused(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     with safe_open(pruned / "ddp_masks.safetensors", framework="pt") as file:
         metadata, gates = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for value in (float("nan"), float("inf"), -0.5):
@@ -275,6 +273,24 @@ def test_masks_that_are_no_gates_are_refused(pruned: Path, tiny_model: Path, tmp
         save_file(gates, tmp_path / "masks.safetensors", metadata)
         with pytest.raises(CheckpointError, match=r"mlp gates.*learn them again"):
             apply_masks(str(tiny_model), tmp_path / "masks.safetensors", tmp_path / "out", overwrite=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--align", "32"]], ids=["", "aligned"])
+@pytest.mark.parametrize(
+    ("provenance", "words"),
+    [('{"recipe": [1]}', "its recipe is no object"), ("[1]", "its provenance is no object"), ("{", "Expecting")],
+)
+def test_masks_that_say_nonsense_of_their_making_are_refused(
+    provenance: str, words: str, more: list[str], pruned: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    masks = tmp_path / "masks.safetensors"
+    save_file(load_file(pruned / MASKS_FILE), masks, {"ddp": provenance})
+    arguments = ["apply", str(tiny_model), "--masks", str(masks), "-o", str(tmp_path / "out"), *more]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 7, (result.output, result.exception)
+    assert result.stderr.startswith(f"ddp-vllm: {masks} is no masks file (") and result.stderr.count("\n") == 1
+    assert words in result.stderr and f"pass the {MASKS_FILE} of a pruned folder" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -154,21 +154,6 @@ def test_apply_aligns_by_the_saliency_of_the_masks(
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
 
-@pytest.mark.parametrize("more", [[], ["--align", "32"]], ids=["", "aligned"])
-@pytest.mark.parametrize(
-    ("provenance", "words"),
-    [('{"recipe": [1]}', "its recipe is no object"), ("[1]", "its provenance is no object"), ("{", "Expecting")],
-)
-def test_apply_refuses_masks_that_say_nonsense_of_their_making(
-    provenance: str, words: str, more: list[str], pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path
-) -> None:
-    masks = tmp_path / "masks.safetensors"
-    save_file(load_file(pruned[0] / "ddp_masks.safetensors"), masks, {"ddp": provenance})
-    arguments = ["apply", str(tiny_model), "--masks", str(masks), "-o", str(tmp_path / "out"), *more]
-    _refused(CliRunner().invoke(main, arguments), 7, "no masks file", words, "pass the ddp_masks.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["masks.safetensors"]
-
-
 def test_inspect_shows_widths_totals_and_quality(pruned: tuple[Path, Result]) -> None:
     result = CliRunner().invoke(main, ["inspect", str(pruned[0])])
     assert result.exit_code == 0, result.output
