@@ -7,6 +7,7 @@ same order for the same number of steps. Perplexity is on the first 16×512 toke
 learn on. `fisher+scales` keeps the units Fisher keeps and learns only their scales for the whole run: the control.
 For mixtures of experts: `camera`, `heapr`, `uniform` (every expert equally wide, channels by activation energy) and
 `whole-experts` (by frequency × mean weighted output); `ddp-layer` and `ddp-expert` hold the budget in each of them.
+A masks file (…/ddp_masks.safetensors) is a method too: it is judged as it is.
 The last line on stdout is JSON.
 """
 
@@ -29,6 +30,7 @@ from accelerate import Accelerator
 
 from ddp_prune.baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.batches import Batches
+from ddp_prune.export import read_masks
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.perplexity import perplexity
@@ -38,6 +40,7 @@ from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
 from ddp_prune.train import Trainer, train
+from ddp_vllm.checkpoint import MASKS_FILE
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 VARIANTS: dict[str, dict[str, Any]] = {  # learning methods -> what they change in the recipe
@@ -61,20 +64,22 @@ def main() -> None:
     parser = make_parser(__doc__, steps=250)
     parser.add_argument("--samples", type=int, default=64, help="Blocks that one-shot scores are calibrated on.")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--head-unit", default="auto", help="auto, kv-group or query-head")
     parser.add_argument("--methods", default="magnitude,taylor,fisher,fisher+scales,ddp")
     parser.add_argument("--set", action="append", default=[], help="name=value of the recipe, for learning methods")
     parser.add_argument("--save", type=Path, help="Folder for the learned gates.")
     arguments = parser.parse_args()
     source = open_source(arguments.model)
     tokenizer = load_tokenizer(arguments.model)
-    gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, choose_head_unit("auto", source.sizes))
+    head_unit = choose_head_unit(arguments.head_unit, source.sizes)
+    gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, head_unit)
     test = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
     rows: dict[str, list[dict[str, float]]] = {}
     dense = perplexity(gated, None, test)
     print(f"dense {dense:.2f}", flush=True)
     settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)}
     known = {*VARIANTS, "random", "magnitude", "taylor", "fisher", "fisher+scales", *EXPERT_SCORES}
-    if unknown := set(arguments.methods.split(",")) - known:
+    if unknown := {method for method in arguments.methods.split(",") if not method.endswith(MASKS_FILE)} - known:
         parser.error(f"unknown method {min(unknown)}; known: {', '.join(sorted(known))}")
     if "experts" not in gated.shapes and {*EXPERT_SCORES, "ddp-expert"} & set(arguments.methods.split(",")):
         parser.error(f"{', '.join(EXPERT_SCORES)} and ddp-expert are for mixtures of experts")
@@ -90,7 +95,7 @@ def main() -> None:
             } | extra
             rows.setdefault(method, []).append(row)
             print(f"seed {seed} {method:20s} {json.dumps(row)}", flush=True)
-            if arguments.save:
+            if arguments.save and not method.endswith(MASKS_FILE):
                 arguments.save.mkdir(parents=True, exist_ok=True)
                 torch.save(gates, arguments.save / f"{method}-{arguments.sparsity}-{seed}.pt")
     print(json.dumps(report(arguments, dense, rows)))
@@ -139,6 +144,8 @@ def run(
 ) -> tuple[Masks, dict[str, float]]:
     """Return the gates a method ends with, and what is worth saying of them."""
     kept = {kind: round((1.0 - recipe.sparsity) * math.prod(shape)) for kind, shape in gated.shapes.items()}
+    if method.endswith(MASKS_FILE):
+        return read_masks(Path(method))[0], {}
     if method in VARIANTS:
         recipe = dataclasses.replace(recipe, **VARIANTS[method])
         with tempfile.TemporaryDirectory() as folder:
