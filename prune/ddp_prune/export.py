@@ -139,6 +139,7 @@ def export(
     widths = layer_widths(gates, source, head_unit)
     with atomic_folder(output, overwrite=overwrite) as folder:
         _copy_companions(source.folder, folder)
+        _state_tokenizer_class(source.folder, folder)
         config = pruned_config(source.config, source.family, widths)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in FILES:
@@ -175,6 +176,26 @@ def _copy_companions(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and file.name != "config.json":
                 shutil.copyfile(file, target / file.name)
+
+
+def _state_tokenizer_class(source: Path, target: Path) -> None:
+    """Name the class that really reads the dense model's tokenizer.
+
+    transformers goes by the model type, at times against tokenizer_config.json; and the type is ours from now on.
+    """
+    from transformers import AutoTokenizer
+
+    path = target / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "auto_map" in settings or not any(target.glob("tokenizer*")):
+        return  # code of its own says which class; or there is no tokenizer
+    try:
+        name = type(AutoTokenizer.from_pretrained(source)).__name__
+    except Exception:  # what does not load there need not load here
+        return
+    name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # the name that transformers 4 knows too
+    if settings.get("tokenizer_class") != name:
+        path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
