@@ -5,6 +5,7 @@
 Every method prunes the same numbers of units of the same model; learning methods see the same blocks of TEXT in the
 same order for the same number of steps. Perplexity is on the first 16×512 tokens of the test text, which nothing may
 learn on. `fisher+scales` keeps the units Fisher keeps and learns only their scales for the whole run: the control.
+`hard-concrete` learns the stochastic gates of L0 regularisation (Eq. 8 and 9) under the paper's multipliers.
 For mixtures of experts: `camera`, `heapr`, `uniform` (every expert equally wide, channels by activation energy) and
 `whole-experts` (by frequency × mean weighted output); `ddp-layer` and `ddp-expert` hold the budget in each of them.
 A masks file (…/ddp_masks.safetensors) is a method too: it is judged as it is.
@@ -32,7 +33,7 @@ from ddp_prune.baselines import ExpertUse, magnitude, measure_experts, taylor_an
 from ddp_prune.batches import Batches
 from ddp_prune.export import read_masks
 from ddp_prune.families import choose_head_unit
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.gates import STRETCH_HIGH, STRETCH_LOW, GatedModel, Masks
 from ddp_prune.perplexity import perplexity
 from ddp_prune.recipe import Recipe
 from ddp_prune.rounding import exact_support
@@ -43,6 +44,7 @@ from ddp_prune.train import Trainer, train
 from ddp_vllm.checkpoint import MASKS_FILE
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
+TEMPERATURE = 2 / 3  # β of the hard concrete distribution
 VARIANTS: dict[str, dict[str, Any]] = {  # learning methods -> what they change in the recipe
     "ddp": {},
     "ddp-layer": {"group": "layer"},
@@ -58,6 +60,40 @@ EXPERT_SCORES: dict[str, tuple[str, Callable[[ExpertUse], torch.Tensor]]] = {  #
     "uniform": ("expert", ExpertUse.channel_energy),
     "whole-experts": ("layer", ExpertUse.whole_experts),
 }
+
+
+class HardConcrete(Trainer):
+    """Stochastic gates (Eq. 8): sampled while learning, judged by the deterministic gate, of which the highest stay."""
+
+    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
+        super().__init__(gated, batches, recipe, accelerator)
+        self.noise = torch.Generator().manual_seed(recipe.seed)
+        for z in self.z.values():
+            z.data.fill_(3.0)  # log α; open with probability 0.99
+
+    def forward_masks(self) -> Masks:
+        if self.support:
+            return {kind: _stretch(torch.sigmoid(z.detach())) * self.support[kind] for kind, z in self.z.items()}
+        return {kind: _stretch(torch.sigmoid((self._logistic(z) + z) / TEMPERATURE)) for kind, z in self.z.items()}
+
+    def _logistic(self, z: torch.Tensor) -> torch.Tensor:
+        return torch.rand(z.shape, generator=self.noise).clamp(1e-6, 1 - 1e-6).logit()
+
+    def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
+        """The probability that a gate is open (Eq. 9)."""
+        return torch.sigmoid(z - TEMPERATURE * math.log(-STRETCH_LOW / STRETCH_HIGH))
+
+    def _hold(self, progress: float, mu: float) -> None:
+        """The multipliers alone hold the budget, and log α has no floor."""
+
+    def round(self) -> None:
+        for kind, z in self.z.items():
+            self.searched_z[kind] = z.detach().clone()
+            self.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.sparsity) * z.numel()))
+
+
+def _stretch(gate: torch.Tensor) -> torch.Tensor:
+    return (gate * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW).clamp(0.0, 1.0)
 
 
 def main() -> None:
@@ -78,7 +114,7 @@ def main() -> None:
     dense = perplexity(gated, None, test)
     print(f"dense {dense:.2f}", flush=True)
     settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)}
-    known = {*VARIANTS, "random", "magnitude", "taylor", "fisher", "fisher+scales", *EXPERT_SCORES}
+    known = {*VARIANTS, "random", "magnitude", "taylor", "fisher", "fisher+scales", "hard-concrete", *EXPERT_SCORES}
     if unknown := {method for method in arguments.methods.split(",") if not method.endswith(MASKS_FILE)} - known:
         parser.error(f"unknown method {min(unknown)}; known: {', '.join(sorted(known))}")
     if "experts" not in gated.shapes and {*EXPERT_SCORES, "ddp-expert"} & set(arguments.methods.split(",")):
@@ -157,6 +193,9 @@ def run(
         group, score = EXPERT_SCORES[method]
         worth = score(_measure_once(gated, train_blocks, samples))
         return {"experts": even_support(worth, kept["experts"], group).float()}, {}
+    if method == "hard-concrete":
+        recipe = dataclasses.replace(recipe, controller="alm", polish=0.0, learning_rate=3 * recipe.learning_rate)
+        return _learn(HardConcrete, gated, recipe, train_blocks), {}
     if method == "magnitude":
         scores = magnitude(gated, family)
     elif method == "random":
@@ -167,13 +206,20 @@ def run(
         scores = first if method == "taylor" else second
     supports = {kind: exact_support(score, kept[kind]) for kind, score in scores.items()}
     if method == "fisher+scales":
-        recipe = dataclasses.replace(recipe, polish=0.999)
-        trainer = Trainer(gated, Batches(train_blocks, recipe, Accelerator(cpu=True)), recipe, Accelerator(cpu=True))
-        trainer.support = supports
-        for step in range(recipe.steps):
-            _progress(recipe)(trainer.step(step))
-        return trainer.learned().gates, {}
+        return _learn(Trainer, gated, dataclasses.replace(recipe, polish=0.999), train_blocks, supports), {}
     return {kind: support.float() for kind, support in supports.items()}, {}
+
+
+def _learn(
+    kind: type[Trainer], gated: GatedModel, recipe: Recipe, train_blocks: torch.Tensor, support: Masks | None = None
+) -> Masks:
+    """Return the gates that a trainer ends with; a given support stays."""
+    accelerator = Accelerator(cpu=True)
+    trainer = kind(gated, Batches(train_blocks, recipe, accelerator), recipe, accelerator)
+    trainer.support = support or {}
+    for step in range(recipe.steps):
+        _progress(recipe)(trainer.step(step))
+    return trainer.learned().gates
 
 
 @functools.lru_cache(maxsize=1)

@@ -88,6 +88,10 @@ class Trainer:
             return {kind: gate(z) for kind, z in self.z.items()}
         return {kind: z.clamp_min(KEPT_FLOOR) * self.support[kind] for kind, z in self.z.items()}
 
+    def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
+        """Return s, what the multipliers count a unit as; shaped as z."""
+        return retention_score(z, mu)
+
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
         recipe = self.recipe
@@ -156,7 +160,7 @@ class Trainer:
             mask.backward(gradients[kind])
             self.saliency[kind].lerp_(squares[kind], 1.0 - SALIENCY_DECAY)
         if not self.support and self.recipe.controller == "alm":
-            scores = {pool.name: retention_score(pool.rows(dict(self.z)), mu) for pool in self.pools}
+            scores = {pool.name: self.score(pool.rows(dict(self.z)), mu) for pool in self.pools}
             self.multipliers(scores, self.costs).backward()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.recipe, group["base"])
@@ -218,7 +222,7 @@ class Trainer:
         for kind, z in self.z.items():
             alive = self.support[kind] if self.support else z > 0
             values[f"{kind}_sparsity"] = 1.0 - float(alive.float().mean())
-            values[f"{kind}_score"] = float(retention_score(z.detach(), mu).mean())
+            values[f"{kind}_score"] = float(self.score(z.detach(), mu).mean())
         for pool in self.pools:
             if pool.name not in self.z:
                 alive = {kind: self.support.get(kind, self.z[kind] > 0).float() for kind in pool.shapes}
