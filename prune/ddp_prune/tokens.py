@@ -134,12 +134,12 @@ def _take_turns(document: Callable[[int], str], count: int, size: int, seed: int
 def _cut(text: str, size: int) -> list[str]:
     """Cut a text at blanks into equal pieces of about `size` characters; the empty text into none."""
     count = max(1, round(len(text) / size))
-    borders = [0, *(_next_blank(text, len(text) * i // count) for i in range(1, count)), len(text)]
+    borders = [0, *(_next_blank(text, len(text) * i // count, size // 2) for i in range(1, count)), len(text)]
     return [text[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
 
 
-def _next_blank(text: str, start: int) -> int:
-    blank = text.find(" ", start, start + 64)
+def _next_blank(text: str, start: int, within: int) -> int:
+    blank = text.find(" ", start, start + within)
     return start if blank < 0 else blank
 
 

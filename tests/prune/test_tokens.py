@@ -103,6 +103,13 @@ def test_all_of_a_text_file_is_given_once(compression: str, tokenizer: Any, tmp_
     assert len(stream) >= len(excerpts) - 4 and set(stream) <= {excerpt.removeprefix(" ") for excerpt in excerpts}
 
 
+@pytest.mark.parametrize("size", [5, 40, 80])
+def test_cut_texts_are_their_pieces(size: int) -> None:
+    """Also where blanks are further apart than a piece is long."""
+    text = " ".join("x" * (7 * i % 60) for i in range(80))
+    assert "".join(tokens._cut(text, size)) == text
+
+
 def test_the_documents_of_a_file_take_turns(tokenizer: Any, tmp_path: Path) -> None:
     """Two thirds are long. All give one excerpt before one gives a second, and each starts somewhere else."""
     texts = [f"{i} " + " ".join(f"{i}.{j}" for j in range(100 if i % 3 else 3)) for i in range(60)]
