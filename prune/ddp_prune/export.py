@@ -186,10 +186,10 @@ def _state_tokenizer_class(source: Path, target: Path) -> None:
     from transformers import AutoTokenizer
 
     path = target / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if "auto_map" in settings or not any(target.glob("tokenizer*")):
-        return  # code of its own says which class; or there is no tokenizer
     try:
+        settings = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+        if "auto_map" in settings or not any(target.glob("tokenizer*")):
+            return  # code of its own says which class; or there is no tokenizer
         name = type(AutoTokenizer.from_pretrained(source)).__name__
     except Exception:  # what does not load there need not load here
         return
