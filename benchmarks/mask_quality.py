@@ -47,6 +47,7 @@ TEST_BLOCKS, TEST_LENGTH = 16, 512
 TEMPERATURE = 2 / 3  # β of the hard concrete distribution
 VARIANTS: dict[str, dict[str, Any]] = {  # learning methods -> what they change in the recipe
     "ddp": {},
+    "feedback": {"controller": "feedback"},
     "ddp-layer": {"group": "layer"},
     "ddp-expert": {"group": "expert"},
     "ddp-no-polish": {"polish": 0.0},
@@ -72,7 +73,7 @@ class HardConcrete(Trainer):
             z.data.fill_(3.0)  # log α; open with probability 0.99
 
     def forward_masks(self) -> Masks:
-        if self.support:
+        if self.polishing:
             return {kind: _stretch(torch.sigmoid(z.detach())) * self.support[kind] for kind, z in self.z.items()}
         return {kind: _stretch(torch.sigmoid((self._logistic(z) + z) / TEMPERATURE)) for kind, z in self.z.items()}
 
@@ -216,7 +217,7 @@ def _learn(
     """Return the gates that a trainer ends with; a given support stays."""
     accelerator = Accelerator(cpu=True)
     trainer = kind(gated, Batches(train_blocks, recipe, accelerator), recipe, accelerator)
-    trainer.support = support or {}
+    trainer.support |= support or {}
     for step in range(recipe.steps):
         _progress(recipe)(trainer.step(step))
     return trainer.learned().gates

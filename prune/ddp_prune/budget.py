@@ -1,4 +1,4 @@
-"""Two ways to hold a budget while searching: the paper's multipliers, and a multiplier solved for after every step.
+"""Three ways to hold a budget while searching: gates that close for good, the paper's multipliers, a solved multiplier.
 
 Legend: G rows on each of which the budget holds, N units of a row.
 """
@@ -46,12 +46,25 @@ def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:
 
 
 def keep_schedule(progress: float, keep_ratio: float) -> float:
-    """Return the keep ratio asked for at `progress` in [0, 1]: 1 at the start, ρ from 0.7 on, cubic between.
+    """Return the keep ratio asked for at `progress` in [0, 1]: 1 at the start, ρ from 0.85 on, quadratic between.
 
-    The cubic of gradual pruning (arXiv:1710.01878): much while the rest can still adapt, little near the end.
+    As in gradual pruning (arXiv:1710.01878): much while the rest can still adapt, little near the end. Its cubic closes
+    too much before the first tokens have told what matters.
     """
-    left = max(0.0, 1.0 - progress / 0.7)
-    return keep_ratio + (1.0 - keep_ratio) * left**3
+    left = max(0.0, 1.0 - progress / 0.85)
+    return keep_ratio + (1.0 - keep_ratio) * left**2
+
+
+def highest_worth(worth_GN: torch.Tensor, cost_GN: torch.Tensor, keep_ratio: float) -> torch.Tensor:
+    """Return which units each row keeps, bool [G, N]: by worth for their cost, for as long as `keep_ratio` allows.
+
+    What the kept cost is at most `keep_ratio` of what all cost, and short of it by less than one unit.
+    """
+    ratio_GN = torch.where(cost_GN > 0, worth_GN.double() / cost_GN, torch.inf)
+    order_GN = ratio_GN.argsort(dim=-1, descending=True, stable=True)
+    spent_GN = cost_GN.double().gather(-1, order_GN).cumsum(-1)
+    affordable_GN = spent_GN <= (keep_ratio + 1e-9) * spent_GN[:, -1:]
+    return torch.zeros_like(affordable_GN).scatter(-1, order_GN, affordable_GN)
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from ddp_vllm.errors import SettingError
 @click.option("--quant-friendly", is_flag=True, help="The same as --align 128.")
 @click.option("--tp", type=int, help="Make every layer split over this many devices without padding. [default: 1]")
 @click.option(
-    "--controller", type=click.Choice(CHOICES["controller"]), help="How the budget is held. [default: feedback]"
+    "--controller", type=click.Choice(CHOICES["controller"]), help="How the budget is held. [default: gradual]"
 )
 @click.option("--shard", is_flag=True, default=None, help="Cut the frozen weights over all processes (FSDP2).")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")

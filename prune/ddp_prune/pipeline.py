@@ -178,9 +178,10 @@ class _Progress:
             for name, value in metrics.items()
             if name.endswith("_sparsity")
         )
+        annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
         text = (
             f"loss {metrics['loss']:.3f} kl {metrics['kl']:.3f} sparsity {sparsity} of {self.wanted:.0%} "
-            f"μ {metrics['mu']:.3f} {metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
+            f"{annealed}{metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
         )
         self.bar.update(self.task, completed=step, description=phase, text=text)
         self.first = self.first or step

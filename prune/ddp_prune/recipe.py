@@ -18,7 +18,7 @@ CHOICES = {
     "head_unit": ("auto", "kv-group", "query-head"),
     "group": ("global", "layer", "expert"),
     "budget": ("units", "params", "flops", "kv-bytes"),
-    "controller": ("feedback", "alm"),
+    "controller": ("gradual", "alm", "feedback"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "activation_checkpointing": ("auto", "on", "off"),
 }
@@ -63,8 +63,10 @@ class Recipe:
     tp: int = 1
     """Tensor-parallel size over which every layer must split without padding; a device's share of the channels is a
     multiple of `align`."""
-    controller: str = "feedback"
-    """How the budget is kept while searching: `feedback` at any number of steps, or the paper's `alm`."""
+    controller: str = "gradual"
+    """How the search comes down to the budget. `gradual`: gates close for good, worst first by Fisher information and
+    scale, while the scales of the others are learned; best of the three in short runs. `alm`: the paper's surrogate
+    and multipliers, which need about 1,000 steps. `feedback`: that surrogate, its multiplier solved at each step."""
     polish: float = 0.35
     """Last fraction of the steps, in which the support is frozen and only the scales of what is kept are learned.
     0 is the paper's single phase. Ours; the fraction was not tuned."""
@@ -72,17 +74,15 @@ class Recipe:
     distillation: float = 2.0
     """Weight η of KL(teacher ‖ student), Eq. 17; 0 trains on cross-entropy alone."""
     learning_rate: float = 2e-2
-    """AdamW's rate for z while searching."""
-    polish_learning_rate: float = 2e-2
-    """AdamW's rate at the start of the polish, falling linearly to 0."""
+    """AdamW's rate for z while `alm` or `feedback` searches. All other learning of scales chooses its own steps."""
     lambda_learning_rate: float = 2e-2
-    """Ascent rate of λ1 and λ3 (Eq. 13 and 15), for `controller="alm"`; λ3 serves both controllers."""
+    """Ascent rate of λ1 and λ3 (Eq. 13 and 15), for `controller="alm"`."""
     lambda2_learning_rate: float = 4e-1
     """Ascent rate of λ2, for `controller="alm"`; the paper uses 8e-1 at higher sparsity."""
     warmup: float = 0.05
-    """Fraction of the search over which the rates rise linearly; the paper names a warm-up, not its length."""
+    """Fraction of the search over which AdamW's rates rise linearly; the paper names a warm-up, not its length."""
     mu_start: float = 0.5
-    """Sharpness μ0 of the surrogate (Eq. 14)."""
+    """Sharpness μ0 of the surrogate (Eq. 14), for `alm` and `feedback` like all that follows up to `gate_floor`."""
     mu_end: float = 0.05
     """Sharpness μT. The paper says 0.05; the authors' code stops at 0.1."""
     gate_floor: float = 0.0
@@ -120,7 +120,7 @@ class Recipe:
         for name in ("steps", "batch_size", "heldout_blocks", "save_every", "align", "tp", "context_length"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seq_len", self.seq_len, 8)
-        for name in ("micro_batch_size", "seed", "distillation", "learning_rate", "polish_learning_rate"):
+        for name in ("micro_batch_size", "seed", "distillation", "learning_rate"):
             _at_least(name, getattr(self, name), 0)
         for name in ("lambda_learning_rate", "lambda2_learning_rate"):
             _at_least(name, getattr(self, name), 0)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ddp_prune.activations import fit_activations
 from ddp_prune.batches import Batches, Teacher
-from ddp_prune.budget import AugmentedLagrangian, hold_budget, keep_schedule, kept_share
+from ddp_prune.budget import AugmentedLagrangian, highest_worth, hold_budget, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, gate, retention_score, sharpness_at
 from ddp_prune.objective import OutputHead, distilled_loss
@@ -28,8 +28,9 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_vllm.errors import TrainingError
 
-KEPT_FLOOR = 0.05  # lowest scale of a kept unit while polishing; at 0 it would be lost to the budget
-SALIENCY_DECAY = 0.98  # of the running mean of squared gradients: about the last 50 steps
+KEPT_FLOOR = 0.05  # lowest scale of a unit that stays; at 0 it would be lost to the budget
+PRIOR_PRECISION = 10.0  # of scales before any token is seen: within about 0.3 of 1
+REVIVED = 0.5  # scale at which a closed unit comes back, where rounding needs it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +61,12 @@ class Trainer:
         self.pools = pools_of(gated, recipe)
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
         self.multipliers = AugmentedLagrangian({pool.name: pool.keep_ratio for pool in self.pools}).to(device)
-        self.saliency = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}
+        self.information = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}
+        self.support: Masks = {kind: torch.ones_like(z, dtype=torch.bool) for kind, z in self.z.items()}
         self.routed = {
             kind: torch.zeros_like(z[..., 0], dtype=torch.int64) for kind, z in self.z.items() if z.dim() == 3
         }
-        self.support: Masks = {}  # empty while searching
-        self.searched_z: Masks = {}
+        self.searched_z: Masks = {}  # empty while searching
         self.rounding: dict[str, dict[str, float]] = {}
         multipliers = self.multipliers
         self.optimizer = torch.optim.AdamW(
@@ -82,9 +83,19 @@ class Trainer:
             weight_decay=0.0,
         )
 
+    @property
+    def polishing(self) -> bool:
+        """The support is rounded and frozen."""
+        return bool(self.searched_z)
+
+    @property
+    def annealing(self) -> bool:
+        """The search moves z through the surrogate, by AdamW; otherwise gates close for good and scales are learned."""
+        return not self.polishing and self.recipe.controller != "gradual"
+
     def forward_masks(self) -> Masks:
         """Return m [L, U] of every module type, differentiable in z."""
-        if not self.support:
+        if self.annealing:
             return {kind: gate(z) for kind, z in self.z.items()}
         return {kind: z.clamp_min(KEPT_FLOOR) * self.support[kind] for kind, z in self.z.items()}
 
@@ -95,7 +106,7 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
         recipe = self.recipe
-        if step >= recipe.search_steps and not self.support:
+        if step >= recipe.search_steps and not self.polishing:
             self.round()
         progress = min(1.0, (step + 1) / recipe.search_steps)
         mu = sharpness_at(progress, recipe.mu_start, recipe.mu_end)
@@ -104,10 +115,15 @@ class Trainer:
         loss = cross_entropy + recipe.distillation * divergence
         if not math.isfinite(loss):
             raise TrainingError(f"the loss is {loss} at step {step + 1}")
-        self._update(step, masks, gradients, squares, mu)
-        if not self.support:
+        self._remember(squares)
+        if self.annealing:
+            self._descend(step, masks, gradients, mu)
             self._hold(progress, mu)
-        return {"step": step + 1, "loss": loss, "ce": cross_entropy, "kl": divergence, "mu": mu} | self._measure(mu)
+        else:
+            self._learn_scales(gradients)
+        if not self.polishing and not self.annealing:
+            self._close(progress)
+        return {"step": step + 1, "loss": loss, "ce": cross_entropy, "kl": divergence} | self._measure(mu)
 
     def _gradients(self, step: int, masks: Masks) -> tuple[float, float, Masks, Masks]:
         """Return CE, KL, dloss/dm [L, U] and the mean over tokens of its part's square, summed over processes.
@@ -153,13 +169,28 @@ class Trainer:
             loss.backward()
         return torch.tensor([cross_entropy, divergence], device=tokens.device)
 
-    def _update(self, step: int, masks: Masks, gradients: Masks, squares: Masks, mu: float) -> None:
-        """Give the optimizer the gradients of z (and λ) and let it step."""
+    def _remember(self, squares: Masks) -> None:
+        """Add a step's squared gradients of single tokens to the diagonal Fisher information of all tokens so far."""
+        for kind, square in squares.items():
+            self.information[kind].add_(square * self._tokens)
+
+    @property
+    def _tokens(self) -> int:
+        return self.recipe.batch_size * (self.recipe.seq_len - 1)
+
+    @torch.no_grad()
+    def _learn_scales(self, gradients: Masks) -> None:
+        """Move the scales that stay by a natural gradient step, and leave the others as they are."""
+        for kind, z in self.z.items():
+            moved = natural_step(z, gradients[kind] * self._tokens, self.information[kind])
+            z.copy_(torch.where(self.support[kind], moved.clamp_min(KEPT_FLOOR), z))
+
+    def _descend(self, step: int, masks: Masks, gradients: Masks, mu: float) -> None:
+        """Give AdamW the gradients of z (and λ) and let it step: the search through the surrogate."""
         self.optimizer.zero_grad()
         for kind, mask in masks.items():
             mask.backward(gradients[kind])
-            self.saliency[kind].lerp_(squares[kind], 1.0 - SALIENCY_DECAY)
-        if not self.support and self.recipe.controller == "alm":
+        if self.recipe.controller == "alm":
             scores = {pool.name: self.score(pool.rows(dict(self.z)), mu) for pool in self.pools}
             self.multipliers(scores, self.costs).backward()
         for group in self.optimizer.param_groups:
@@ -184,14 +215,26 @@ class Trainer:
             for kind, values in pool.unrows(moved).items():
                 self.z[kind].data.copy_(values)
 
+    @torch.no_grad()
+    def _close(self, progress: float) -> None:
+        """Close the gates that are worth least for their cost until what stays is what the schedule allows now."""
+        for pool in self.pools:
+            worth = {
+                kind: self._worth(kind, self.z[kind]).masked_fill(~self.support[kind], -1.0) for kind in pool.shapes
+            }
+            keep_ratio = keep_schedule(progress, pool.keep_ratio)
+            kept_GN = highest_worth(pool.rows(worth), self.costs[pool.name], keep_ratio)
+            for kind, kept in pool.unrows(kept_GN).items():
+                self.support[kind] &= kept
+
     def _cost(self, pool: Pool) -> torch.Tensor:
         """Return what the units of a pool cost, [G, N], in float32; scaled, as only ratios matter."""
         cost_GN = pool.rows({kind: pool.unit_costs(kind) for kind in pool.shapes})
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
     def _saliency(self, kind: str) -> torch.Tensor:
-        """Return the running mean of squared gradients, with no verdict on experts that were never chosen."""
-        saliency = self.saliency[kind]
+        """Return the mean square of a token's gradient, with no verdict on experts that were never chosen."""
+        saliency = self.information[kind] / self._tokens  # a scale of its own: only ratios matter
         return neutral_where_idle(saliency, self.routed[kind]) if kind in self.routed else saliency
 
     @torch.no_grad()
@@ -202,30 +245,32 @@ class Trainer:
     @torch.no_grad()
     def round(self) -> None:
         """Freeze the support at the budget by highest saliency, open gates before closed ones."""
-        alive_of = {kind: z > 0 for kind, z in self.z.items()}
+        alive_of = self._alive()
         worth = {kind: self._worth(kind, z) for kind, z in self.z.items()}
         chosen = {kind: mask for pool in self.pools for kind, mask in pool.choose(worth, alive_of).items()}
         for kind, z in self.z.items():
-            self.searched_z[kind] = z.detach().clone()
             alive, support = alive_of[kind], chosen[kind]
-            z[support & ~alive] = 0.5
+            self.searched_z[kind] = z.detach() * alive
+            z[support & ~alive] = REVIVED
             self.support[kind] = support
             self.rounding[kind] = {
                 "raw_sparsity": 1.0 - float(alive.float().mean()),
                 "revived": int((support & ~alive).sum()),
                 "dropped": int((alive & ~support).sum()),
             }
-            self.optimizer.state.pop(z, None)  # the search's momentum points at the budget
+
+    def _alive(self) -> Masks:
+        """Return the open gates, bool [L, U]."""
+        return {kind: z > 0 for kind, z in self.z.items()} if self.annealing else self.support
 
     def _measure(self, mu: float) -> dict[str, float]:
-        values = {}
-        for kind, z in self.z.items():
-            alive = self.support[kind] if self.support else z > 0
-            values[f"{kind}_sparsity"] = 1.0 - float(alive.float().mean())
-            values[f"{kind}_score"] = float(self.score(z.detach(), mu).mean())
+        alive = {kind: mask.float() for kind, mask in self._alive().items()}
+        values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in alive.items()}
+        if self.annealing:
+            values |= {"mu": mu}
+            values |= {f"{kind}_score": float(self.score(z.detach(), mu).mean()) for kind, z in self.z.items()}
         for pool in self.pools:
             if pool.name not in self.z:
-                alive = {kind: self.support.get(kind, self.z[kind] > 0).float() for kind in pool.shapes}
                 shares_G = kept_share(pool.rows(alive), self.costs[pool.name])
                 values[f"{pool.name}_sparsity"] = 1.0 - float(shares_G.mean())
             if self.recipe.controller == "alm":
@@ -235,7 +280,7 @@ class Trainer:
 
     def learned(self) -> Learned:
         """Return the final gates; rounds first if the recipe has no polish."""
-        if not self.support:
+        if not self.polishing:
             self.round()
         with torch.no_grad():
             gates = {kind: mask.detach().float().cpu() for kind, mask in self.forward_masks().items()}
@@ -248,7 +293,7 @@ class Trainer:
         """Return everything the next step depends on, as named tensors."""
         named = {f"z.{kind}": z.detach() for kind, z in self.z.items()}
         named |= {f"multipliers.{name}": value for name, value in self.multipliers.state_dict().items()}
-        for group in ("saliency", "routed", "support", "searched_z"):
+        for group in ("information", "routed", "support", "searched_z"):
             named |= {f"{group}.{kind}": value for kind, value in getattr(self, group).items()}
         for index, values in self.optimizer.state_dict()["state"].items():
             named |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
@@ -319,10 +364,18 @@ def train(
     return trainer.learned()
 
 
+def natural_step(z: torch.Tensor, gradient: torch.Tensor, information: torch.Tensor) -> torch.Tensor:
+    """Return z − Σ gradients of these tokens / (prior precision + Fisher information of all tokens so far).
+
+    The mode of each scale's posterior under a normal prior around its first value, its likelihood taken as quadratic:
+    an online Newton step with no rate to choose, long at first and shorter with every token (arXiv:1703.00209). All
+    three are of one shape; sums over tokens, not means.
+    """
+    return z - gradient / (PRIOR_PRECISION + information)
+
+
 def learning_rate(step: int, recipe: Recipe, base: float) -> float:
-    """Return the rate of a step: warm-up to `base` and cosine while searching, then the polish's own, falling to 0."""
-    if step >= recipe.search_steps:
-        return recipe.polish_learning_rate * (recipe.steps - step) / max(1, recipe.polish_steps)
+    """Return AdamW's rate at a step of the search: linear warm-up to `base`, then cosine to 0."""
     warmup = max(1, round(recipe.warmup * recipe.search_steps))
     progress = max(0.0, (step - warmup) / max(1, recipe.search_steps - warmup))
     return base * min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))

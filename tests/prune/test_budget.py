@@ -1,4 +1,4 @@
-"""The feedback controller, the paper's multipliers, and the exact-budget theorem on a known problem."""
+"""The three ways to hold a budget, and the exact-budget theorem on a known problem."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.budget import AugmentedLagrangian, hold_budget, keep_schedule, kept_share
+from ddp_prune.budget import AugmentedLagrangian, highest_worth, hold_budget, keep_schedule, kept_share
 from ddp_prune.gates import gate, retention_score, sharpness_at
 
 
@@ -38,6 +38,27 @@ def test_counting_closes_gates_until_the_open_ones_fit(keep_ratio: float, mu: fl
             assert torch.equal(moved[index], z[index])
         else:
             assert keep_ratio - 5.0 / 300 <= after[index] <= keep_ratio + 2e-6
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 1.0), st.booleans(), st.integers(0, 2**31))
+def test_the_highest_worth_for_its_cost_stays_within_the_budget(keep_ratio: float, priced: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    worth = torch.rand(3, 200, generator=generator).pow(8)
+    cost = torch.where(torch.rand(3, 200, generator=generator) < 0.1, 7.0, 1.0) if priced else torch.ones(3, 200)
+    kept = highest_worth(worth, cost, keep_ratio)
+    spent = (cost * kept).sum(1)
+    assert (spent <= keep_ratio * cost.sum(1) + 1e-3).all()
+    assert (spent + cost.max() > keep_ratio * cost.sum(1) - 1e-3).all()
+    ratio = worth / cost
+    for row in range(3):
+        if kept[row].any() and not kept[row].all():
+            assert ratio[row][kept[row]].min() >= ratio[row][~kept[row]].max()
+
+
+def test_what_costs_nothing_stays() -> None:
+    kept = highest_worth(torch.tensor([[0.0, 1.0, 5.0, 2.0]]), torch.tensor([[0.0, 1.0, 10.0, 1.0]]), 2 / 12)
+    assert kept.tolist() == [[True, True, False, True]]
 
 
 def test_feedback_moves_the_unimportant_first() -> None:

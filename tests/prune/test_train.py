@@ -12,12 +12,13 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune import batches as batches_module
+from ddp_prune.batches import Batches
 from ddp_prune.gates import GatedModel
 from ddp_prune.perplexity import perplexity, perplexity_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Learned, learning_rate, train
+from ddp_prune.train import Learned, Trainer, learning_rate, natural_step, train
 from ddp_vllm.errors import TrainingError
 
 STEPS = 12  # 8 of search, 4 of polish
@@ -70,8 +71,8 @@ def _assert_same(first: Learned, second: Learned) -> None:
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"controller": "alm"}, {"group": "layer"}, {"controller": "alm", "group": "layer"}, {"polish": 0.0},
-    {"distillation": 0.0},
+    {}, {"controller": "alm"}, {"controller": "feedback"}, {"group": "layer"}, {"controller": "alm", "group": "layer"},
+    {"controller": "feedback", "group": "layer"}, {"polish": 0.0}, {"distillation": 0.0},
 ]  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_alignment_polishes_the_support_it_chose(lab: Lab) -> None:
     assert (aligned.gates["mlp"][alive] != 0.5).all()  # and were polished: where they start, none is left
 
 
-@pytest.mark.parametrize("changes", [{}, {"controller": "alm"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"controller": "alm"}, {"controller": "feedback"}], ids=str)
 @pytest.mark.parametrize("stop", [3, 5, 8, 9, 11])
 def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[str, Any], lab: Lab) -> None:
     """Stops right after a save, between saves, at the end of the search, and in the polish."""
@@ -216,14 +217,38 @@ def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
     assert lambdas == sorted(lambdas) and lambdas[-1] > 0  # too much is kept, so it ascends
 
 
-def test_rates_warm_up_and_fall_to_the_end_of_each_phase() -> None:
+def test_rates_warm_up_and_fall_to_the_end_of_the_search() -> None:
     recipe = Recipe(model="m", sparsity=0.5, steps=200, polish=0.5, warmup=0.1)
     search = [learning_rate(step, recipe, 1.0) for step in range(100)]
     assert search[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert all(a >= b for a, b in pairwise(search[10:])) and 0 < search[-1] < 0.01
-    polish = [learning_rate(step, recipe, 1.0) for step in range(100, 200)]
-    assert polish[0] == pytest.approx(recipe.polish_learning_rate)
-    assert polish[-1] == pytest.approx(recipe.polish_learning_rate / 100)
+
+
+def test_natural_steps_end_at_the_mode_of_the_posterior() -> None:
+    """Of f/2·(z − x)² for one x after another, under a prior of precision 10 around 1: their weighted mean."""
+    generator = torch.Generator().manual_seed(0)
+    curvature, seen = torch.tensor([0.01, 1.0, 300.0]), torch.rand(50, 3, generator=generator) * 3
+    z, information = torch.ones(3), torch.zeros(3)
+    for x in seen:
+        information = information + curvature
+        z = natural_step(z, curvature * (z - x), information)
+    expected = (10.0 + curvature * seen.sum(0)) / (10.0 + curvature * len(seen))
+    torch.testing.assert_close(z, expected)
+    assert abs(z[0] - 1) < 0.1 < abs(z[2] - 1)  # what hardly matters stays near 1
+
+
+def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
+    closed: list[dict[str, torch.Tensor]] = []
+    trainer = Trainer(lab.gated, Batches(BLOCKS, lab.recipe(), Accelerator()), lab.recipe(), Accelerator())
+    for step in range(lab.recipe().search_steps):
+        trainer.step(step)
+        closed.append({kind: ~support for kind, support in trainer.support.items()})
+    for before, after in pairwise(closed):
+        assert all((after[kind] | ~before[kind]).all() for kind in after)
+    assert closed[0]["mlp"].sum() < closed[3]["mlp"].sum() < closed[-1]["mlp"].sum() == 288 - 173
+    frozen = {kind: z.detach()[closed[-1][kind]].clone() for kind, z in trainer.z.items()}
+    trainer._learn_scales({kind: torch.ones_like(z) for kind, z in trainer.z.items()})
+    assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.z.items())
 
 
 def test_perplexity_is_that_of_plain_transformers(lab: Lab) -> None:
