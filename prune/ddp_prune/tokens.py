@@ -1,9 +1,9 @@
 """Text in, blocks of tokens out: read, shuffle, take excerpts, tokenise, pack, hold some out, cache.
 
-A short run must not spend itself on the few documents it meets first. So the documents of a file take turns: each
-gives an excerpt of about one block, then each another, until there is enough. Reading is `datasets`' work: a hub name
-is streamed, a local file may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. The cache is
-keyed by content: same text, tokenizer and sizes, same file.
+A short run must not spend itself on the few documents it meets first. So documents take turns: each gives an excerpt of
+about one block, then each another, until there is enough. Reading is `datasets`' work: a hub name is streamed, a local
+file may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. The cache is keyed by content: same
+text, tokenizer and sizes, same file.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from ddp_vllm.registry import cache_folder
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
 EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
+NEIGHBOURS = 1000  # documents of a streamed dataset that are shuffled among each other
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -90,8 +91,8 @@ def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) 
     """Yield the number of a document and an excerpt of it.
 
     A row is a document: its `text`, or its `conversations`/`messages` rendered with the tokenizer's chat template.
-    Those of a local file are shuffled by `seed` and take turns, `size` characters each time; of fewer than `few`, every
-    piece counts as a document. Those of a hub dataset are streamed whole, once, in its own order. Raises: TextError.
+    Documents are shuffled by `seed` (those of a streamed hub dataset among their neighbours) and take turns, `size`
+    characters each time; of fewer than `few`, every piece counts as a document. Raises: TextError.
     """
     import datasets
 
@@ -99,16 +100,21 @@ def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) 
     try:
         if path.exists() or _kind(path):
             rows = _read_file(path).shuffle(seed=seed)
-            if len(rows) >= few:
-                yield from _take_turns(lambda number: _document(rows[number], tokenizer, data), len(rows), size, seed)
-            else:
-                pieces = [text for row in rows for text in _cut(_document(row, tokenizer, data), size)]
-                random.Random(seed).shuffle(pieces)
-                yield from enumerate(pieces)
         else:
             name, _, configuration = data.partition(":")
             rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-            yield from enumerate(filter(None, (_document(row, tokenizer, data) for row in rows)))
+            rows = rows.shuffle(seed=seed, buffer_size=NEIGHBOURS)
+
+        def documents() -> Iterator[str]:
+            return filter(None, (_document(row, tokenizer, data) for row in rows))
+
+        first = list(itertools.islice(documents(), few))
+        if len(first) < few:
+            pieces = [piece for text in first for piece in _cut(text, size)]
+            random.Random(seed).shuffle(pieces)
+            yield from enumerate(pieces)
+        else:
+            yield from _take_turns(documents, size, seed)
     except TextError:
         raise
     except Exception as error:  # datasets raises dozens of kinds, from pyarrow's to the hub's
@@ -116,19 +122,17 @@ def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) 
         raise TextError(f"{data} cannot be read as text ({reason}); give a hub dataset or a {_kinds()} file") from error
 
 
-def _take_turns(document: Callable[[int], str], count: int, size: int, seed: int) -> Iterator[tuple[int, str]]:
+def _take_turns(documents: Callable[[], Iterator[str]], size: int, seed: int) -> Iterator[tuple[int, str]]:
     """Yield an excerpt of every document, then another of every one that has more, each from a place of its own on."""
-    numbers: Iterable[int] = range(count)
     for turn in itertools.count():
-        left = []
-        for number in numbers:
-            pieces = _cut(document(number), size)
+        more = False
+        for number, text in enumerate(documents()):
+            pieces = _cut(text, size)
+            more = more or turn + 1 < len(pieces)
             if turn < len(pieces):
-                left.append(number)
                 yield number, pieces[(random.Random(f"{seed} {number}").randrange(len(pieces)) + turn) % len(pieces)]
-        if not left:
+        if not more:
             return
-        numbers = left
 
 
 def _cut(text: str, size: int) -> list[str]:
@@ -219,7 +223,8 @@ def _tokenise(batch: list[str], tokenizer: Any, stream: list[np.ndarray]) -> int
 
 def _key(data: str, tokenizer: Any, *sizes: int) -> str:
     """Hash of what the blocks depend on: the file's bytes (a hub dataset's name), the vocabulary, the sizes."""
-    digest = hashlib.sha256(json.dumps([EXCERPT, sizes, tokenizer.eos_token_id, tokenizer.chat_template]).encode())
+    settings = [EXCERPT, NEIGHBOURS, sizes, tokenizer.eos_token_id, tokenizer.chat_template]
+    digest = hashlib.sha256(json.dumps(settings).encode())
     if Path(data).is_file():
         with open(data, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -122,6 +123,28 @@ def test_the_documents_of_a_file_take_turns(tokenizer: Any, tmp_path: Path) -> N
     assert sum(excerpt.startswith(f"{i} ") for _, excerpt in first for i in range(60)) < 40  # 20 are short and whole
     whole = {number: sorted("".join(e for n, e in numbered if n == number)) for number in range(60)}
     assert sorted(map(str, whole.values())) == sorted(str(sorted(text)) for text in texts)
+
+
+def test_a_streamed_dataset_takes_turns_as_a_file_does(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real streaming, of a local file under a hub's name; more passes only where the text is short."""
+    texts = [f"{i} " + " ".join(f"{i}.{j}" for j in range(100)) for i in range(60)]
+    file, load = str(_write(tmp_path / "hub.jsonl", [{"text": text} for text in texts])), datasets.load_dataset
+    names: list[tuple[Any, ...]] = []
+
+    def load_file(*name: Any, **options: Any) -> Any:
+        names.append(name)
+        return load("json", data_files=file, cache_dir=str(tmp_path / "cache"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_file)
+    numbered = list(read_excerpts("owner/name:part", tokenizer, 0, size=80, few=12))
+    assert names == [("owner/name", "part")]
+    assert [number for number, _ in numbered[:120]] == [*range(60), *range(60)]
+    whole = {number: sorted("".join(e for n, e in numbered if n == number)) for number in range(60)}
+    assert sorted(map(str, whole.values())) == sorted(str(sorted(text)) for text in texts)
+    starts = [re.findall(r"\d+", excerpt)[0] for _, excerpt in numbered[:60]]
+    assert starts != sorted(starts, key=int)  # shuffled among neighbours
 
 
 def test_no_document_is_both_held_out_and_learned_on(tokenizer: Any, tmp_path: Path) -> None:
