@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import fmean, pvariance
 from typing import Any
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, model_arguments, runs_on_cpu, vllm_command
@@ -84,7 +85,9 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
         say(f"{facts.name}: {done} of {len(settings.tasks)} tasks were evaluated before and are reused")
     if todo:
         run_alone(_evaluate_tasks, settings, todo, files, {name: cached[name] for name in todo})
-    merged = _merge([json.loads(cached[name].read_text(encoding="utf-8")) for name in settings.tasks])
+    parts = [json.loads(cached[name].read_text(encoding="utf-8")) for name in settings.tasks]
+    answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
+    merged = _merge(parts)
     merged["ddp_vllm"] = {
         "format": "ddp-vllm eval 1",
         "model": facts.to_json(),
@@ -93,6 +96,7 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
         "hardware": hardware(),
         "versions": versions(),
         "mean_accuracy": mean_accuracy(merged),
+        "answers": answers,  # of each row of a task, by its metric: 1 right, 0 wrong
     }
     write_results(merged, settings.output / f"results_{today().replace(':', '-')}.json")
     return merged
@@ -164,11 +168,12 @@ def _evaluate_tasks(
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
     for variable, value in (CPU_DEFAULTS if runs_on_cpu() else {}).items():
         os.environ.setdefault(variable, value)
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
     from rich.console import Console
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
+    evaluator.get_git_commit_hash = lambda: None  # of whatever folder this is run in, and git complains if of none
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="ddp-vllm-tasks-") as temporary:
         for name in names if settings.data else ():
@@ -177,15 +182,17 @@ def _evaluate_tasks(
         model, arguments = _load_model(settings)
         for number, name in enumerate(names, 1):
             console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
-            results = simple_evaluate(
+            results = evaluator.simple_evaluate(
                 model=model,
                 tasks=[name],
                 batch_size=settings.batch_size,
                 limit=settings.limit,
                 task_manager=manager,
-                log_samples=False,
             )
             results["config"] |= {"model": settings.backend, "model_args": arguments}
+            samples = results.pop("samples")[name]
+            if TASKS[name].higher_is_better:
+                results["answers"] = {name: [float(sample[TASKS[name].metric]) for sample in samples]}
             write_results(json.loads(json.dumps(results, default=str)), cached[name])
 
 
@@ -224,6 +231,22 @@ def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] |
     value = found.get(f"{TASKS[name].metric},none")
     error = found.get(f"{TASKS[name].metric}_stderr,none")
     return None if value is None else (float(value), float(error) if isinstance(error, int | float) else None)
+
+
+def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
+
+    Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out.
+    """
+    ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
+    if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
+        return None
+    means, variances = [], []
+    for name, rows in ours.items():
+        differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
+        means.append(fmean(differences))
+        variances.append(pvariance(differences) / max(1, len(differences) - 1))
+    return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_benchmarks.evaluate import mean_difference
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "eval"]
 
@@ -15,7 +17,7 @@ COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "eval"
 def run(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment, cwd=home.parent)
 
 
 @pytest.fixture
@@ -41,8 +43,23 @@ def test_a_task_is_evaluated_once(tiny: Path, piqa: Path, tmp_path: Path) -> Non
     again = run(*arguments, "--against", str(tiny), home=tmp_path / "hf")
     assert again.returncode == 0, again.stderr[-2000:]
     assert "1 of 1 tasks were evaluated before" in again.stdout
-    assert "100.0 %" in again.stdout
+    assert "100.0 %" in again.stdout and "no measurable difference (+0.0 ± 0.0 points)" in again.stdout
+    assert sorted(results["ddp_vllm"]["answers"]["piqa"]) == [0.0, 1.0] and "answers" not in results
+    assert "fatal" not in first.stderr  # git, outside a repository
     assert list((tmp_path / "out" / "tasks").iterdir()) == cached
+
+
+def test_the_difference_of_means_is_that_of_pairs() -> None:
+    """Two tasks; in one 3 of 100 rows changed for the worse, in the other 1 for the better and 1 for the worse."""
+    first, second = [1.0] * 60 + [0.0] * 40, [1.0] * 50 + [0.0] * 50
+    dense = {"ddp_vllm": {"answers": {"a": first, "b": second}}}
+    pruned = {"ddp_vllm": {"answers": {"a": [0.0] * 3 + first[3:], "b": [0.0, *second[1:99], 1.0]}}}
+    difference, half_width = mean_difference(pruned, dense) or (0.0, 0.0)
+    assert difference == pytest.approx((-0.03 + 0.0) / 2)
+    errors = [(0.03 - 0.03**2) / 99, 0.02 / 99]  # of the mean of differences −1, 0 and 1
+    assert half_width == pytest.approx(1.96 * sum(errors) ** 0.5 / 2)
+    assert mean_difference(pruned, {"ddp_vllm": {"answers": {"a": first}}}) is None
+    assert mean_difference(pruned, {"ddp_vllm": {}}) is None
 
 
 @pytest.mark.parametrize(
