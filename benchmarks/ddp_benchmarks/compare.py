@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_benchmarks.evaluate import mean_accuracy, score
+from ddp_benchmarks.evaluate import in_points, mean_accuracy, mean_difference, score
 from ddp_benchmarks.models import ModelFacts, describe_model
 from ddp_benchmarks.results import FORMAT
 from ddp_benchmarks.tasks import TASKS
@@ -176,9 +176,21 @@ def task_scores(entry: Entry) -> dict[str, tuple[float, float | None]]:
     return {name: value for name, value in scores.items() if value is not None}
 
 
+def same_rows(entry: Entry, dense: Entry | None) -> bool:
+    return bool(dense and entry.quality and dense.quality and rows_read(entry.quality) == rows_read(dense.quality))
+
+
+def difference(entry: Entry, dense: Entry | None) -> str | None:
+    """Say by how much the mean accuracy differs from the dense model's on the same questions, if their answers are."""
+    if not (dense and entry.quality and dense.quality and same_rows(entry, dense)):
+        return None
+    found = mean_difference(entry.quality, dense.quality)
+    return in_points(*found) if found else None
+
+
 def retained(entry: Entry, dense: Entry | None) -> float | None:
     """Return the fraction of the dense mean accuracy that is left, if both were evaluated on the same rows."""
-    if not (dense and entry.quality and dense.quality and rows_read(entry.quality) == rows_read(dense.quality)):
+    if not dense or not same_rows(entry, dense):
         return None
     ours, theirs = entry.accuracy, dense.accuracy
     return ours[0] / theirs[0] if ours and theirs and theirs[0] else None

@@ -249,6 +249,12 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
 
 
+def in_points(difference: float, half_width: float) -> str:
+    """Say a difference of accuracies with its 95 % interval in words."""
+    value = f"{100 * difference:+.1f} ± {100 * half_width:.1f} points".replace("-", "−")
+    return value if abs(difference) > half_width else f"no measurable difference ({value})"
+
+
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the unweighted mean of the accuracies, as the paper averages, with its standard error and its tasks."""
     scores = {name: score(results, name) for name, task in TASKS.items() if task.higher_is_better}

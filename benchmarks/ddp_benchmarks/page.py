@@ -9,7 +9,7 @@ from html import escape
 from math import inf
 from typing import Any
 
-from ddp_benchmarks.compare import Comparison, Entry, peak_memory, retained, task_scores
+from ddp_benchmarks.compare import Comparison, Entry, difference, peak_memory, retained, task_scores
 from ddp_benchmarks.paper import PaperModel, paper_model
 from ddp_benchmarks.tasks import TASKS
 
@@ -37,7 +37,8 @@ def headline(entry: Entry, comparison: Comparison) -> str:
     if (kept := retained(entry, comparison.dense)) is not None:
         limit = entry.quality["ddp_vllm"]["settings"]["limit"] if entry.quality else None
         rows = f" (first {limit} rows of each task)" if limit else ""
-        parts.append(f"{100 * kept:.1f} % of the dense accuracy{rows}")
+        lost = difference(entry, comparison.dense)
+        parts.append((f"accuracy {lost}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + rows)
     dense = comparison.dense.facts if comparison.dense else None
     if dense and dense.parameters and entry.facts.parameters:
         parts.append(f"{100 * (1 - entry.facts.parameters / dense.parameters):.1f} % fewer parameters")
@@ -69,6 +70,10 @@ def size_table(comparison: Comparison) -> Table:
     rows.append([heading, *(_mean(e) + _of_tasks(e, tasks) for e in entries)])
     kept = [retained(e, comparison.dense) for e in entries]
     rows.append(["retained accuracy", *("–" if k is None else f"{100 * k:.1f} %" for k in kept)])
+    lost = [difference(e, comparison.dense) for e in comparison.pruned]
+    if any(lost):
+        dense = ["–"] if comparison.dense else []
+        rows.append(["same questions, 95 %", *dense, *(each or "–" for each in lost)])
     return ["", *(_column(e) for e in entries)], rows
 
 

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ddp_benchmarks.evaluate import mean_difference, score
+from ddp_benchmarks.evaluate import in_points, mean_difference, score
 from ddp_benchmarks.tasks import TASKS
 from ddp_benchmarks.verdict import spread
 
@@ -170,13 +170,7 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
         table.add_row(f"mean of {len(ours_mean['tasks'])}", "accuracy", *cells, *kept)
     console.print(table)
     if difference := mean_difference(results, dense) if dense else None:
-        console.print(f"[bold]mean accuracy[/bold], same questions: [bold]{_in_points(*difference)}[/bold]")
-
-
-def _in_points(difference: float, half_width: float) -> str:
-    """Say a difference of accuracies with its 95 % interval in words."""
-    value = f"{100 * difference:+.1f} ± {100 * half_width:.1f} points".replace("-", "−")
-    return value if abs(difference) > half_width else f"no measurable difference ({value})"
+        console.print(f"[bold]mean accuracy[/bold], same questions: [bold]{in_points(*difference)}[/bold]")
 
 
 def _value(task: str, found: tuple[float, float | None] | None) -> str:

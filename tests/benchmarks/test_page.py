@@ -42,8 +42,10 @@ def write_model(folder: Path, *, widths: list[tuple[int, int]], origin: str | No
     return folder
 
 
-def write_evaluation(folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results") -> Path:
-    """Write results as `eval` does: two accuracies and a perplexity."""
+def write_evaluation(
+    folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results", answers: bool = False
+) -> Path:
+    """Write results as `eval` does: two accuracies and a perplexity; with `answers`, those of 100 rows."""
     results = {
         "results": {
             "piqa": {"acc_norm,none": accuracy, "acc_norm_stderr,none": 0.01},
@@ -59,6 +61,9 @@ def write_evaluation(folder: Path, accuracy: float, *, limit: int | None = None,
             **MACHINE,
         },
     }
+    if answers:
+        rows = [float(row < 100 * accuracy) for row in range(100)]
+        results["ddp_vllm"]["answers"] = {"piqa": rows, "boolq": rows}
     path = folder / "eval" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results))
@@ -97,6 +102,15 @@ def pruned(tmp_path: Path, dense: Path) -> Path:
     write_evaluation(folder, 0.6)
     write_bench(folder / "sharegpt.json", dense, folder, [(1, 1.5), (2, 3.1), (1, 1.45), (1, 1.52), (3, 4.4)])
     return folder
+
+
+def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
+    write_evaluation(dense, 0.8, answers=True)
+    for accuracy, sentence in ((0.6, "−20.0 ± 5.6 points"), (0.79, "no measurable difference (−1.0 ± 1.4 points)")):
+        write_evaluation(pruned, accuracy, answers=True)
+        comparison = collect([pruned])
+        for text in (write_html(comparison), write_markdown(comparison)):
+            assert f"accuracy {sentence}" in text and "same questions, 95 %" in text
 
 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
