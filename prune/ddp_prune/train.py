@@ -30,7 +30,7 @@ from ddp_vllm.errors import TrainingError
 
 KEPT_FLOOR = 0.05  # lowest scale of a unit that stays; at 0 it would be lost to the budget
 PRIOR_PRECISION = 10.0  # of scales before any token is seen: within about 0.3 of 1
-REVIVED = 0.5  # scale at which a closed unit comes back, where rounding needs it
+REVIVED = 0.5  # scale of a unit that comes back because rounding needs it, if the search left it none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Trainer:
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
         self.multipliers = AugmentedLagrangian({pool.name: pool.keep_ratio for pool in self.pools}).to(device)
         self.information = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}
-        self.support: Masks = {kind: torch.ones_like(z, dtype=torch.bool) for kind, z in self.z.items()}
+        self.support = {kind: torch.ones_like(z, dtype=torch.bool) for kind, z in self.z.items()}  # what may stay
         self.routed = {
             kind: torch.zeros_like(z[..., 0], dtype=torch.int64) for kind, z in self.z.items() if z.dim() == 3
         }
@@ -251,7 +251,7 @@ class Trainer:
         for kind, z in self.z.items():
             alive, support = alive_of[kind], chosen[kind]
             self.searched_z[kind] = z.detach() * alive
-            z[support & ~alive] = REVIVED
+            z[support & ~alive & (z <= 0)] = REVIVED
             self.support[kind] = support
             self.rounding[kind] = {
                 "raw_sparsity": 1.0 - float(alive.float().mean()),
