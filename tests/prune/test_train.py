@@ -226,15 +226,15 @@ def test_rates_warm_up_and_fall_to_the_end_of_the_search() -> None:
 
 
 def test_natural_steps_end_at_the_mode_of_the_posterior() -> None:
-    """Of f/2·(z − x)² for one x after another, under a prior of precision 10 around 1: their weighted mean."""
+    """Of f/2·(z − x)² for one x after another: their mean with 1, which weighs as the prior and 20 more x do."""
     generator = torch.Generator().manual_seed(0)
     curvature, seen = torch.tensor([0.01, 1.0, 300.0]), torch.rand(50, 3, generator=generator) * 3
     z, information = torch.ones(3), torch.zeros(3)
-    for x in seen:
+    for number, x in enumerate(seen, 1):
         information = information + curvature
-        z = natural_step(z, curvature * (z - x), information)
-    expected = (10.0 + curvature * seen.sum(0)) / (10.0 + curvature * len(seen))
-    torch.testing.assert_close(z, expected)
+        z = natural_step(z, curvature * (z - x), information, 20 / number)
+    prior = 10.0 + 20 * curvature
+    torch.testing.assert_close(z, (prior + curvature * seen.sum(0)) / (prior + 50 * curvature))
     assert abs(z[0] - 1) < 0.1 < abs(z[2] - 1)  # what hardly matters stays near 1
 
 
@@ -248,7 +248,7 @@ def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
         assert all((after[kind] | ~before[kind]).all() for kind in after)
     assert closed[0]["mlp"].sum() < closed[3]["mlp"].sum() < closed[-1]["mlp"].sum() == 288 - 173
     frozen = {kind: z.detach()[closed[-1][kind]].clone() for kind, z in trainer.z.items()}
-    trainer._learn_scales({kind: torch.ones_like(z) for kind, z in trainer.z.items()})
+    trainer._learn_scales(8, {kind: torch.ones_like(z) for kind, z in trainer.z.items()})
     assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.z.items())
 
 
