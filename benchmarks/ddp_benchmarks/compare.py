@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_benchmarks.evaluate import in_points, mean_accuracy, mean_difference, score
+from ddp_benchmarks.evaluate import mean_accuracy, mean_difference, score
 from ddp_benchmarks.models import ModelFacts, describe_model
 from ddp_benchmarks.results import FORMAT
 from ddp_benchmarks.tasks import TASKS
@@ -180,12 +180,11 @@ def same_rows(entry: Entry, dense: Entry | None) -> bool:
     return bool(dense and entry.quality and dense.quality and rows_read(entry.quality) == rows_read(dense.quality))
 
 
-def difference(entry: Entry, dense: Entry | None) -> str | None:
-    """Say by how much the mean accuracy differs from the dense model's on the same questions, if their answers are."""
+def difference(entry: Entry, dense: Entry | None) -> tuple[float, float] | None:
+    """Return by how much the mean accuracy differs from the dense model's on the same questions, and half its 95 %."""
     if not (dense and entry.quality and dense.quality and same_rows(entry, dense)):
         return None
-    found = mean_difference(entry.quality, dense.quality)
-    return in_points(*found) if found else None
+    return mean_difference(entry.quality, dense.quality)
 
 
 def retained(entry: Entry, dense: Entry | None) -> float | None:

@@ -249,9 +249,14 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
 
 
+def points(difference: float, half_width: float) -> str:
+    """Write a difference of accuracies with its 95 % interval in percentage points."""
+    return f"{100 * difference:+.1f} ± {100 * half_width:.1f}".replace("-", "−")
+
+
 def in_points(difference: float, half_width: float) -> str:
-    """Say a difference of accuracies with its 95 % interval in words."""
-    value = f"{100 * difference:+.1f} ± {100 * half_width:.1f} points".replace("-", "−")
+    """Say a difference of accuracies in words."""
+    value = f"{points(difference, half_width)} points"
     return value if abs(difference) > half_width else f"no measurable difference ({value})"
 
 

@@ -10,6 +10,7 @@ from math import inf
 from typing import Any
 
 from ddp_benchmarks.compare import Comparison, Entry, difference, peak_memory, retained, task_scores
+from ddp_benchmarks.evaluate import in_points, points
 from ddp_benchmarks.paper import PaperModel, paper_model
 from ddp_benchmarks.tasks import TASKS
 
@@ -38,7 +39,7 @@ def headline(entry: Entry, comparison: Comparison) -> str:
         limit = entry.quality["ddp_vllm"]["settings"]["limit"] if entry.quality else None
         rows = f" (first {limit} rows of each task)" if limit else ""
         lost = difference(entry, comparison.dense)
-        parts.append((f"accuracy {lost}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + rows)
+        parts.append((f"accuracy {in_points(*lost)}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + rows)
     dense = comparison.dense.facts if comparison.dense else None
     if dense and dense.parameters and entry.facts.parameters:
         parts.append(f"{100 * (1 - entry.facts.parameters / dense.parameters):.1f} % fewer parameters")
@@ -73,7 +74,7 @@ def size_table(comparison: Comparison) -> Table:
     lost = [difference(e, comparison.dense) for e in comparison.pruned]
     if any(lost):
         dense = ["–"] if comparison.dense else []
-        rows.append(["same questions, 95 %", *dense, *(each or "–" for each in lost)])
+        rows.append(["points, same questions, 95 %", *dense, *(points(*each) if each else "–" for each in lost)])
     return ["", *(_column(e) for e in entries)], rows
 
 
