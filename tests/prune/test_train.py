@@ -18,7 +18,7 @@ from ddp_prune.perplexity import perplexity, perplexity_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Learned, Trainer, learning_rate, natural_step, train
+from ddp_prune.train import PRIOR_PRECISION, Learned, Trainer, learning_rate, natural_step, train
 from ddp_vllm.errors import TrainingError
 
 STEPS = 12  # 8 of search, 4 of polish
@@ -233,7 +233,7 @@ def test_natural_steps_end_at_the_mode_of_the_posterior() -> None:
     for number, x in enumerate(seen, 1):
         information = information + curvature
         z = natural_step(z, curvature * (z - x), information, 20 / number)
-    prior = 10.0 + 20 * curvature
+    prior = PRIOR_PRECISION + 20 * curvature
     torch.testing.assert_close(z, (prior + curvature * seen.sum(0)) / (prior + 50 * curvature))
     assert abs(z[0] - 1) < 0.1 < abs(z[2] - 1)  # what hardly matters stays near 1
 
