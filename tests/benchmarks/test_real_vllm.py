@@ -131,7 +131,8 @@ def test_a_model_against_itself(tiny: Path, talks: Path, tmp_path: Path) -> None
     assert {run["raw"]["num_requests"] for run in found["runs"]} == {40}
     verdict = found["verdicts"][0]["metrics"]["requests_per_second"]
     speeds = [run["raw"]["requests_per_second"] for run in found["runs"]]
-    assert verdict["ratio"] == pytest.approx(speeds[1] / speeds[0])  # of a tiny model on a shared machine it may be 5
+    assert verdict["ratio"] == pytest.approx(speeds[1] / speeds[0])
+    assert 0.2 < verdict["ratio"] < 5
     assert json.loads(result.stdout.splitlines()[-1])["verdicts"][0]["sentence"] == verdict["sentence"]
     assert output.with_suffix(".png").stat().st_size > 5000
     assert running(str(tiny)) == []
