@@ -28,7 +28,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.rounding import realign
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import load_tokenizer
-from ddp_prune.train import Trainer
+from ddp_prune.trainer import Trainer
 from mask_quality import make_parser, prepare_run, read_test_blocks
 
 

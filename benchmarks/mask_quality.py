@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.annealing import AnnealedTrainer
 from ddp_prune.baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.batches import Batches
 from ddp_prune.export import read_masks
@@ -40,7 +41,8 @@ from ddp_prune.rounding import exact_support
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
-from ddp_prune.train import Trainer, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Trainer
 from ddp_vllm.checkpoint import MASKS_FILE
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
@@ -63,7 +65,7 @@ EXPERT_SCORES: dict[str, tuple[str, Callable[[ExpertUse], torch.Tensor]]] = {  #
 }
 
 
-class HardConcrete(Trainer):
+class HardConcrete(AnnealedTrainer):
     """Stochastic gates (Eq. 8): sampled while learning, judged by the deterministic gate, of which the highest stay."""
 
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:

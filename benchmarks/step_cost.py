@@ -32,7 +32,7 @@ from ddp_prune.objective import OutputHead, distilled_loss
 from ddp_prune.perplexity import final_hidden
 from ddp_prune.recipe import Recipe
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Trainer
+from ddp_prune.trainer import Trainer
 
 Step = Callable[[], Any]
 GOALS = [  # (what, numerator, denominator, at most)

@@ -26,7 +26,8 @@ from ddp_prune.sharding import check_shares, load_sharded
 from ddp_prune.source import Source, check_spares_source, load_model, open_source, weight_shapes
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
-from ddp_prune.train import Learned, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Learned
 from ddp_vllm.checkpoint import check_output, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError
 

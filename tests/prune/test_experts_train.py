@@ -15,12 +15,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ddp_prune import baselines
-from ddp_prune import train as train_module
+from ddp_prune import trainer as trainer_module
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.source import load_model, open_source
-from ddp_prune.train import Learned, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Learned
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 
@@ -129,11 +130,11 @@ def test_micro_batches_do_not_change_the_result(lab: Lab) -> None:
 def test_learning_lowers_the_loss_and_beats_chance(lab: Lab) -> None:
     """The same four sequences in every step, so that losses can be compared."""
     seen: list[dict[str, float]] = []
-    learned = lab.run("out", seen.append, blocks=BLOCKS[:4], steps=160, sparsity=0.5)
-    search = 104
+    learned = lab.run("out", seen.append, blocks=BLOCKS[:4], steps=400, sparsity=0.5, polish=0.75)
+    search = 100  # steps; scales are learned in it too, so a short polish would find little left to do
     assert seen[0]["kl"] == pytest.approx(0, abs=1e-5)  # every gate is 1: the student is the teacher
     assert seen[search]["loss"] < seen[0]["loss"] - 0.5  # though half of the channels went
-    assert seen[-1]["loss"] < seen[search]["loss"] - 0.02  # the polish; the search learned scales too
+    assert seen[-1]["loss"] < seen[search]["loss"] - 0.1  # the polish
     support = learned.gates["experts"] > 0
     shuffled = support.flatten()[torch.randperm(support.numel(), generator=torch.Generator().manual_seed(1))]
     chance = {"experts": shuffled.view_as(support).float()}
@@ -157,7 +158,7 @@ def test_an_expert_that_never_fires_is_not_pruned_for_that(lab: Lab, monkeypatch
     assert learned.routed["experts"][IDLE] == 0 and int((learned.routed["experts"] == 0).sum()) == 1
     assert int((learned.gates["experts"][IDLE] > 0).sum()) > 0.7 * CHANNELS
     assert (learned.z["experts"][IDLE] > 0.5).all()
-    monkeypatch.setattr(train_module, "neutral_where_idle", lambda saliency, _: saliency)
+    monkeypatch.setattr(trainer_module, "neutral_where_idle", lambda saliency, _: saliency)
     assert not lab.run("unfair").gates["experts"][IDLE].any()  # without our rule it would be the first to go
 
 
