@@ -108,13 +108,14 @@ def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) 
         def documents() -> Iterator[str]:
             return filter(None, (_document(row, tokenizer, data) for row in rows))
 
-        first = list(itertools.islice(documents(), few))
+        rest = documents()
+        first = list(itertools.islice(rest, few))
         if len(first) < few:
             pieces = [piece for text in first for piece in _cut(text, size)]
             random.Random(seed).shuffle(pieces)
             yield from enumerate(pieces)
         else:
-            yield from _take_turns(documents, size, seed)
+            yield from _take_turns(itertools.chain(first, rest), documents, size, seed)
     except TextError:
         raise
     except Exception as error:  # datasets raises dozens of kinds, from pyarrow's to the hub's
@@ -122,17 +123,20 @@ def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) 
         raise TextError(f"{data} cannot be read as text ({reason}); give a hub dataset or a {_kinds()} file") from error
 
 
-def _take_turns(documents: Callable[[], Iterator[str]], size: int, seed: int) -> Iterator[tuple[int, str]]:
+def _take_turns(
+    documents: Iterable[str], again: Callable[[], Iterable[str]], size: int, seed: int
+) -> Iterator[tuple[int, str]]:
     """Yield an excerpt of every document, then another of every one that has more, each from a place of its own on."""
     for turn in itertools.count():
         more = False
-        for number, text in enumerate(documents()):
+        for number, text in enumerate(documents):
             pieces = _cut(text, size)
             more = more or turn + 1 < len(pieces)
             if turn < len(pieces):
                 yield number, pieces[(random.Random(f"{seed} {number}").randrange(len(pieces)) + turn) % len(pieces)]
         if not more:
             return
+        documents = again()
 
 
 def _cut(text: str, size: int) -> list[str]:

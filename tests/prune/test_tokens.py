@@ -186,10 +186,14 @@ def test_what_is_held_out_is_not_learned_on(jsonl: Path, tokenizer: Any) -> None
     assert heldout and train and not heldout & train
 
 
-def test_reading_stops_when_the_run_has_enough(jsonl: Path, tokenizer: Any) -> None:
+def test_reading_stops_when_the_run_has_enough(jsonl: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    document = tokens._document
+    monkeypatch.setattr(tokens, "_document", lambda row, *more: read.append(row["text"]) or document(row, *more))
     blocks = _load(jsonl, tokenizer, train_blocks=4)
     assert blocks.train.shape == (4, SEQ_LEN) and blocks.heldout.shape == (3, SEQ_LEN)
     assert blocks.train.dtype == torch.int64
+    assert len(read) == len(set(read)) < len(DOCUMENTS)  # none twice: a streamed one would be downloaded twice
 
 
 def test_conversations_go_through_the_chat_template(tokenizer: Any, tmp_path: Path) -> None:
