@@ -176,23 +176,24 @@ def task_scores(entry: Entry) -> dict[str, tuple[float, float | None]]:
     return {name: value for name, value in scores.items() if value is not None}
 
 
-def same_rows(entry: Entry, dense: Entry | None) -> bool:
-    return bool(dense and entry.quality and dense.quality and rows_read(entry.quality) == rows_read(dense.quality))
-
-
 def difference(entry: Entry, dense: Entry | None) -> tuple[float, float] | None:
     """Return by how much the mean accuracy differs from the dense model's on the same questions, and half its 95 %."""
-    if not (dense and entry.quality and dense.quality and same_rows(entry, dense)):
-        return None
-    return mean_difference(entry.quality, dense.quality)
+    both = _on_same_rows(entry, dense)
+    return mean_difference(*both) if both else None
 
 
 def retained(entry: Entry, dense: Entry | None) -> float | None:
     """Return the fraction of the dense mean accuracy that is left, if both were evaluated on the same rows."""
-    if not dense or not same_rows(entry, dense):
+    both = _on_same_rows(entry, dense)
+    ours, theirs = map(mean_accuracy, both) if both else (None, None)
+    return ours["value"] / theirs["value"] if ours and theirs and theirs["value"] else None
+
+
+def _on_same_rows(entry: Entry, dense: Entry | None) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return both evaluations if there are two, of the same rows."""
+    if not (dense and entry.quality and dense.quality and rows_read(entry.quality) == rows_read(dense.quality)):
         return None
-    ours, theirs = entry.accuracy, dense.accuracy
-    return ours[0] / theirs[0] if ours and theirs and theirs[0] else None
+    return entry.quality, dense.quality
 
 
 def peak_memory(entry: Entry, comparison: Comparison) -> float | None:
