@@ -38,6 +38,7 @@ Step = Callable[[], Any]
 GOALS = [  # (what, numerator, denominator, at most)
     ("gated body, forward and backward, to its forward", "gated body", "body", 2.1),
     ("distilled step to a full forward", "distilled step", "forward", 2.6),
+    ("distilled step, half of the gates closed, to all open", "distilled step, half closed", "distilled step", None),
     ("distilled step to a LoRA step", "distilled step", "LoRA step", 0.9),
     ("distilled step to a LoRA step with our head", "distilled step", "LoRA step, our head", None),
     ("distilled step to full fine-tuning", "distilled step", "full fine-tuning", None),
@@ -68,6 +69,7 @@ class Bench:
             "gated body": self.gated_body,
             "masked step": lambda: self.trainer(distillation=0.0),
             "distilled step": lambda: self.trainer(),
+            "distilled step, half closed": lambda: self.trainer(open_share=0.5),
             "distilled step, cached teacher": lambda: self.trainer(cached=True),
             "LoRA step": lambda: self.lora(own_head=False),
             "LoRA step, our head": lambda: self.lora(own_head=True),
@@ -100,7 +102,7 @@ class Bench:
 
         return step
 
-    def trainer(self, *, distillation: float = 2.0, cached: bool = False) -> Step:
+    def trainer(self, *, distillation: float = 2.0, cached: bool = False, open_share: float = 1.0) -> Step:
         from accelerate import Accelerator
 
         recipe = Recipe(
@@ -110,6 +112,7 @@ class Bench:
         )  # fmt: skip
         accelerator = Accelerator(cpu=self.device.type == "cpu")
         trainer = Trainer(self.gated(), Batches(self.blocks, recipe, accelerator), recipe, accelerator)
+        trainer.support = {kind: (torch.rand(z.shape) < open_share).to(self.device) for kind, z in trainer.z.items()}
         if trainer.teacher:
             trainer.teacher.cache = {} if cached else None
             for start in range(0, len(self.blocks) if cached else 0, recipe.batch_size):
@@ -167,8 +170,8 @@ class Bench:
 
 
 CASES = [
-    "body", "forward", "gated body", "masked step", "distilled step", "distilled step, cached teacher", "LoRA step",
-    "LoRA step, our head", "full fine-tuning", "head", "naive head",
+    "body", "forward", "gated body", "masked step", "distilled step", "distilled step, half closed",
+    "distilled step, cached teacher", "LoRA step", "LoRA step, our head", "full fine-tuning", "head", "naive head",
 ]  # fmt: skip
 
 

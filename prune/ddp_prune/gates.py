@@ -7,7 +7,7 @@ Equations are those of arXiv:2603.08065.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from ddp_prune.experts import IMPLEMENTATION, LayerGates
 from ddp_prune.families import EXPERTS, Dimensions, Family
+from ddp_prune.narrowing import NarrowLayers
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
@@ -37,25 +38,33 @@ class _ClampStraightThrough(torch.autograd.Function):
 class _Scale(torch.autograd.Function):
     """x[t] · mask, every entry of the mask over `columns` neighbours; backward also squares what each token says.
 
-    The gradient of a mask is a sum over tokens. Its parts are there only in backward, so `squares` is filled there.
+    The gradient of a mask is a sum over tokens. Its parts are there only in backward, so `squares` is filled there: all
+    of it, or at `kept` if x has only those channels.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, mask_U: torch.Tensor, columns: int, squares_U: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        mask_U: torch.Tensor,
+        columns: int,
+        squares_U: torch.Tensor | None,
+        kept: torch.Tensor | None,
     ) -> torch.Tensor:
         spread = mask_U.to(x.dtype).repeat_interleave(columns) if columns > 1 else mask_U.to(x.dtype)
         ctx.save_for_backward(x, spread)
-        ctx.columns, ctx.dtype, ctx.squares_U = columns, mask_U.dtype, squares_U
+        ctx.columns, ctx.dtype, ctx.squares_U, ctx.kept = columns, mask_U.dtype, squares_U, kept
         return x * spread
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x, spread = ctx.saved_tensors
         products_TU = (gradients[0] * x).flatten(0, -2).to(ctx.dtype).unflatten(-1, (-1, ctx.columns)).sum(-1)
-        if ctx.squares_U is not None:
+        if ctx.squares_U is not None and ctx.kept is None:
             ctx.squares_U += products_TU.square().sum(0)
-        return gradients[0] * spread, products_TU.sum(0), None, None
+        elif ctx.squares_U is not None:
+            ctx.squares_U[ctx.kept] += products_TU.square().sum(0)
+        return gradients[0] * spread, products_TU.sum(0), None, None, None
 
 
 def gate(z_LU: torch.Tensor) -> torch.Tensor:
@@ -100,11 +109,12 @@ class GatedModel:
     """
 
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
-        self.model, self.sizes, self.head_unit = model, sizes, head_unit
+        self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
         self.shapes = unit_shapes(sizes, head_unit)
-        self._masks: Mapping[str, Sequence[torch.Tensor]] | None = None  # of every layer
+        self._masks: dict[str, Sequence[torch.Tensor]] | None = None  # of every layer
         self._squares: Mapping[str, torch.Tensor] | None = None
         self._counts_LE: torch.Tensor | None = None
+        self._kept: Mapping[str, Sequence[torch.Tensor | None]] | None = None  # units that are computed; None: all
         if sizes.num_experts:
             self._attach_to_experts(family)
         else:
@@ -142,7 +152,8 @@ class GatedModel:
             if self._masks is None:
                 return None
             squares = None if self._squares is None else self._squares[kind][index]
-            return (_Scale.apply(args[0], self._masks[kind][index], columns, squares), *args[1:])
+            kept = None if self._kept is None else self._kept[kind][index]
+            return (_Scale.apply(args[0], self._masks[kind][index], columns, squares, kept), *args[1:])
 
         return scale_input
 
@@ -159,21 +170,29 @@ class GatedModel:
 
     @contextmanager
     def masks(
-        self, masks: Mapping[str, torch.Tensor] | None, squares: Mapping[str, torch.Tensor] | None = None
+        self,
+        masks: Mapping[str, torch.Tensor] | None,
+        squares: Mapping[str, torch.Tensor] | None = None,
+        narrow: NarrowLayers | None = None,
     ) -> Iterator[None]:
         """Apply `masks` (their shapes are those of `shapes`, any float dtype) to every forward inside the block.
 
         None is the dense model. `backward()` adds to float32 `squares`, where given, the sum over tokens of
         (∂loss/∂mask at that token)². Checkpointed layers run again in backward, so it belongs inside the block too.
+        With `narrow`, units that it leaves out are not computed; their masks must be 0, and get no gradient.
         """
-        previous = self._masks, self._squares
-        self._masks, self._squares = None, squares
+        previous = self._masks, self._squares, self._kept
+        self._masks, self._squares, self._kept = None, squares, narrow.kept if narrow else None
         if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each
             self._masks = {kind: mask.unbind() for kind, mask in masks.items()}
+            for kind, kept_of in (self._kept or {}).items():
+                rows = zip(self._masks[kind], kept_of, strict=True)
+                self._masks[kind] = [mask if kept is None else mask[kept] for mask, kept in rows]
         try:
-            yield
+            with narrow.computed() if narrow else nullcontext():
+                yield
         finally:
-            self._masks, self._squares = previous
+            self._masks, self._squares, self._kept = previous
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:

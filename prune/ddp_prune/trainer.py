@@ -19,6 +19,7 @@ from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import highest_worth, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.narrowing import NarrowLayers
 from ddp_prune.objective import OutputHead, distilled_loss
 from ddp_prune.perplexity import final_hidden
 from ddp_prune.pools import Pool, make_pools
@@ -59,12 +60,15 @@ class Trainer:
         self.pools = pools_of(gated, recipe)
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
         self.information = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}
+        self.num_steps = {kind: torch.zeros_like(z, requires_grad=False) for kind, z in self.z.items()}  # with a say
         self.support = {kind: torch.ones_like(z, dtype=torch.bool) for kind, z in self.z.items()}  # what may stay
         self.routed = {
             kind: torch.zeros_like(z[..., 0], dtype=torch.int64) for kind, z in self.z.items() if z.dim() == 3
         }
         self.searched_z: Masks = {}  # empty while searching
         self.rounding: dict[str, dict[str, float]] = {}
+        narrow = None if recipe.shard or "mlp" not in self.z else NarrowLayers(gated.model, gated.family, gated.sizes)
+        self.narrow = narrow if narrow and narrow.fits(accelerator) else None
 
     @property
     def polishing(self) -> bool:
@@ -80,13 +84,16 @@ class Trainer:
         recipe = self.recipe
         if step >= recipe.search_steps and not self.polishing:
             self.round()
+        if self.narrow:
+            self.narrow.follow(self.support)
         masks = self.forward_masks()
         cross_entropy, divergence, gradients, squares = self._gradients(step, masks)
         loss = cross_entropy + recipe.distillation * divergence
         if not math.isfinite(loss):
             raise TrainingError(f"the loss is {loss} at step {step + 1}")
-        for kind, square in squares.items():
-            self.information[kind] += square
+        for kind, support in self.support.items():  # what is closed may not have been computed
+            self.information[kind] += squares[kind] * support
+            self.num_steps[kind] += support
         if self.polishing:
             self._learn_scales(step, gradients)
         else:
@@ -137,7 +144,7 @@ class Trainer:
         """Run one micro-batch forward and backward into the leaves; return [CE, KL] in nats a token."""
         model: Any = self.gated.model
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
-        with self.gated.masks(leaves, squares):
+        with self.gated.masks(leaves, squares, self.narrow):
             with self.gated.counting(counts):  # forward alone: checkpointed layers run again in backward
                 student = final_hidden(model, tokens)
             loss, cross_entropy, divergence = distilled_loss(
@@ -173,8 +180,8 @@ class Trainer:
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
     def _saliency(self, kind: str) -> torch.Tensor:
-        """Return the information on each gate, with no verdict on experts that were never chosen."""
-        saliency = self.information[kind]
+        """Return the information on each gate a step, with no verdict on experts that were never chosen."""
+        saliency = self.information[kind] / self.num_steps[kind].clamp_min(1)
         return neutral_where_idle(saliency, self.routed[kind]) if kind in self.routed else saliency
 
     @torch.no_grad()
@@ -227,7 +234,7 @@ class Trainer:
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors."""
         named = {f"z.{kind}": z.detach() for kind, z in self.z.items()}
-        for group in ("information", "routed", "support", "searched_z"):
+        for group in ("information", "num_steps", "routed", "support", "searched_z"):
             named |= {f"{group}.{kind}": value for kind, value in getattr(self, group).items()}
         return {name: value.cpu() for name, value in named.items()}
 

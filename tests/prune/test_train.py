@@ -12,9 +12,11 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune import batches as batches_module
+from ddp_prune import narrowing
 from ddp_prune.annealing import learning_rate
 from ddp_prune.batches import Batches
 from ddp_prune.gates import GatedModel
+from ddp_prune.narrowing import NarrowLayers
 from ddp_prune.perplexity import perplexity, perplexity_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
@@ -261,6 +263,29 @@ def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
     frozen = {kind: z.detach()[closed[-1][kind]].clone() for kind, z in trainer.z.items()}
     trainer._learn_scales(8, {kind: torch.ones_like(z) for kind, z in trainer.z.items()})
     assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.z.items())
+
+
+def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short all are computed: the same support, scales within what other sums round to."""
+    widths: dict[str, list[int]] = {"attn": [], "mlp": []}
+    cut = NarrowLayers._cut
+
+    def note(self: NarrowLayers, kind: str, layer: int, kept: torch.Tensor) -> Any:
+        widths[kind].append(len(kept))
+        return cut(self, kind, layer, kept)
+
+    monkeypatch.setattr(NarrowLayers, "_cut", note)
+    monkeypatch.setattr(narrowing, "CHANNEL_BLOCK", 8)
+    narrow = lab.run("narrow")
+    assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
+    monkeypatch.setattr(narrowing, "SHARE_OF_FREE", 0.0)
+    widths["mlp"].clear()
+    whole = lab.run("whole")
+    assert not widths["mlp"]
+    for kind in ("attn", "mlp"):
+        assert torch.equal(narrow.gates[kind] > 0, whole.gates[kind] > 0)
+        torch.testing.assert_close(narrow.gates[kind], whole.gates[kind], atol=1e-4, rtol=0)
+        torch.testing.assert_close(narrow.saliency[kind], whole.saliency[kind], atol=1e-6, rtol=1e-3)
 
 
 def test_perplexity_is_that_of_plain_transformers(lab: Lab) -> None:

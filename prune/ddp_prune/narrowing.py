@@ -1,0 +1,103 @@
+"""Layers that compute only the heads and channels that are still open, while a model learns.
+
+A gate that closed for good gives neither output nor gradient, so its unit need not be computed. The open ones get
+weights of their own, used by the student and not by the dense teacher, which is the same model.
+Legend: L layers, U units of a layer, N bundles of units that are computed or left out together (a KV head with its
+query heads, or a channel), K bundles that are computed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import get_max_memory
+from torch import nn
+
+from ddp_prune.families import Dimensions, Family
+
+CHANNEL_BLOCK = 64  # widths are multiples: kernels like them, and a CPU compiles one for each width it meets (LOG)
+SHARE_OF_FREE = 0.25  # of free memory for the narrow weights; activations may take half
+
+
+class Cut(NamedTuple):
+    """Narrow weights of the attention or the MLP of a layer."""
+
+    bundles: torch.Tensor
+    """int64 [K]: those they have, rising."""
+    weights: dict[tuple[nn.Module, str], nn.Parameter]
+    """A projection and the name of its parameter -> what to compute with."""
+
+
+class NarrowLayers:
+    """Narrow copies of the projections of a stock dense model."""
+
+    def __init__(self, model: nn.Module, family: Family, sizes: Dimensions) -> None:
+        self.family, self.sizes = family, sizes
+        self.layers = list(model.get_submodule(family.layers).children())
+        self.outputs = {"attn": family.attention_output, "mlp": family.mlp_output}
+        kinds = {name: "mlp" if "channel" in parts else "attn" for name, parts in family.rows.items()}
+        fused = any(kinds[name] == "attn" and len(parts) > 1 for name, parts in family.rows.items())
+        self.inputs = {  # transformers splits fused heads where the config says, whatever the widths
+            "attn": () if fused else tuple(name for name, kind in kinds.items() if kind == "attn"),
+            "mlp": tuple(name for name, kind in kinds.items() if kind == "mlp"),
+        }
+        self.kept: dict[str, list[torch.Tensor | None]] = {kind: [None] * sizes.num_layers for kind in self.outputs}
+        """Units that are computed, rising, int64; one tensor a layer, None where all are."""
+        self._cuts: dict[tuple[str, int], Cut] = {}
+
+    def fits(self, accelerator: Accelerator) -> bool:
+        """Say whether there is memory for copies of all these projections on the device they are on."""
+        if accelerator.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(accelerator.device)
+        else:
+            free = get_max_memory()["cpu"] // accelerator.num_processes
+        names = [*self.outputs.values(), *self.family.rows]
+        modules = (layer.get_submodule(name) for layer in self.layers for name in names)
+        return sum(tensor.nbytes for module in modules for tensor in module.parameters()) <= SHARE_OF_FREE * free
+
+    @torch.no_grad()
+    def follow(self, is_open: dict[str, torch.Tensor]) -> None:
+        """Compute the open units (bool [L, U] a module type) from now on; what is cut depends on nothing else."""
+        for kind in self.outputs:
+            num_bundles = {"attn": self.sizes.num_kv_heads, "mlp": self.sizes.intermediate_size}[kind]
+            block = {"attn": 1, "mlp": CHANNEL_BLOCK}[kind]
+            for layer, open_NU in enumerate(is_open[kind].unflatten(1, (num_bundles, -1))):
+                wanted_N = open_NU.any(-1)
+                num_kept = max(1, -(-int(wanted_N.sum()) // block)) * block  # closed ones fill up the last block
+                kept_K = wanted_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
+                if num_kept >= num_bundles or not self.inputs[kind]:
+                    self.kept[kind][layer] = None
+                    self._cuts.pop((kind, layer), None)
+                elif (kind, layer) not in self._cuts or not torch.equal(self._cuts[kind, layer].bundles, kept_K):
+                    units = torch.arange(open_NU.numel(), device=kept_K.device).view_as(open_NU)
+                    self.kept[kind][layer] = units[kept_K].flatten()
+                    self._cuts[kind, layer] = Cut(kept_K, self._cut(kind, layer, kept_K))
+
+    def _cut(self, kind: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], nn.Parameter]:
+        sizes, found = self.sizes, {}
+        rows_of = {"query": sizes.group_size * sizes.head_dim, "key": sizes.head_dim, "channel": 1}  # of a bundle
+        for name in self.inputs[kind]:
+            module, parts = self.layers[layer].get_submodule(name), self.family.rows[name]
+            for key, tensor in module.named_parameters():
+                pieces = zip(tensor.chunk(len(parts)), parts, strict=True)
+                kept = [piece.unflatten(0, (-1, rows_of[part]))[kept_K].flatten(0, 1) for piece, part in pieces]
+                found[module, key] = torch.cat(kept)
+        output: Any = self.layers[layer].get_submodule(self.outputs[kind])  # its bias does not depend on units
+        columns = output.weight.unflatten(1, (-1, rows_of["query" if kind == "attn" else "channel"]))
+        found[output, "weight"] = columns[:, kept_K].flatten(1)
+        return {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in found.items()}
+
+    @contextmanager
+    def computed(self) -> Iterator[None]:
+        """Put the narrow weights in the place of the model's, inside the block."""
+        changes = {place: narrow for cut in self._cuts.values() for place, narrow in cut.weights.items()}
+        whole = {(module, name): module._parameters[name] for module, name in changes}
+        try:
+            for (module, name), narrow in changes.items():
+                module._parameters[name] = narrow
+            yield
+        finally:
+            for (module, name), parameter in whole.items():
+                module._parameters[name] = parameter
