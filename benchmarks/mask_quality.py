@@ -32,14 +32,15 @@ from accelerate import Accelerator
 from ddp_prune.annealing import AnnealedTrainer
 from ddp_prune.baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.batches import Batches
-from ddp_prune.export import read_masks
+from ddp_prune.costs import dense_layers, prices
+from ddp_prune.export import layer_widths, read_masks
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import STRETCH_HIGH, STRETCH_LOW, GatedModel, Masks
 from ddp_prune.perplexity import perplexity
 from ddp_prune.recipe import Recipe
 from ddp_prune.rounding import exact_support
 from ddp_prune.run_state import RunState
-from ddp_prune.source import load_model, open_source
+from ddp_prune.source import Source, load_model, open_source
 from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
@@ -128,16 +129,31 @@ def main() -> None:
             began, cpu = time.perf_counter(), time.process_time()
             gates, extra = run(method, gated, source.family, recipe, blocks.train, arguments.samples)
             row = {"perplexity": perplexity(gated, gates, test), "seconds": time.perf_counter() - began}
-            row |= {
-                "cpu_seconds": time.process_time() - cpu,
-                "heldout": perplexity(gated, gates, blocks.heldout),
-            } | extra
+            row |= (
+                {
+                    "cpu_seconds": time.process_time() - cpu,
+                    "heldout": perplexity(gated, gates, blocks.heldout),
+                }
+                | extra
+                | what_is_left(gates, gated, source)
+            )
             rows.setdefault(method, []).append(row)
             print(f"seed {seed} {method:20s} {json.dumps(row)}", flush=True)
             if arguments.save and not method.endswith(MASKS_FILE):
                 arguments.save.mkdir(parents=True, exist_ok=True)
                 torch.save(gates, arguments.save / f"{method}-{arguments.sparsity}-{seed}.pt")
     print(json.dumps(report(arguments, dense, rows)))
+
+
+def what_is_left(gates: Masks, gated: GatedModel, source: Source) -> dict[str, float]:
+    """Return which shares of the prunable parameters and of the KV cache a token the gates leave."""
+    names = [name for name, _ in gated.model.named_parameters()]
+    kept, dense = layer_widths(gates, source, gated.head_unit), dense_layers(source.config)
+    found = {}
+    for budget in ("params", "kv-bytes"):
+        layers = list(zip(prices(budget, source.config, names, 0), kept, dense, strict=True))
+        found[f"{budget} left"] = sum(p.of(k) for p, k, _ in layers) / sum(p.of(d) for p, _, d in layers)
+    return found
 
 
 def make_parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
