@@ -9,23 +9,20 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import get_max_memory
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ddp_prune.gates import GatedModel
+from ddp_prune.processes import free_memory
 
-SHARE_OF_FREE = 0.5  # of free memory for activations; the rest is for the head's chunks, the teacher and fragmentation
+SHARE_OF_FREE = 0.5  # of free memory for activations; narrow weights may take half of the rest (narrowing.py)
 
 
 def fit_activations(gated: GatedModel, setting: str, num_tokens: int, accelerator: Accelerator) -> None:
     """Switch checkpointing `on` or `off`; `auto` asks whether half of free memory holds `num_tokens` tokens."""
     if setting == "auto":
-        if accelerator.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(accelerator.device)
-        else:
-            free = get_max_memory()["cpu"] // accelerator.num_processes
-        setting = "on" if num_tokens * activation_bytes(gated) > SHARE_OF_FREE * free else "off"
+        room = SHARE_OF_FREE * free_memory(accelerator)
+        setting = "on" if num_tokens * activation_bytes(gated) > room else "off"
     checkpoint_layers(gated.model, setting == "on")
 
 

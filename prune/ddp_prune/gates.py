@@ -181,6 +181,7 @@ class GatedModel:
         (∂loss/∂mask at that token)². Checkpointed layers run again in backward, so it belongs inside the block too.
         With `narrow`, units that it leaves out are not computed; their masks must be 0, and get no gradient.
         """
+        assert self._kept is None  # inside, the weights are not those of the dense model
         previous = self._masks, self._squares, self._kept
         self._masks, self._squares, self._kept = None, squares, narrow.kept if narrow else None
         if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import get_max_memory
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ddp_prune.families import Dimensions, Family
+from ddp_prune.processes import free_memory
 
 CHANNEL_BLOCK = 64  # widths are multiples: kernels like them, and a CPU compiles one for each width it meets (LOG)
 SHARE_OF_FREE = 0.25  # of free memory for the narrow weights; activations may take half
@@ -48,14 +49,15 @@ class NarrowLayers:
         self._cuts: dict[tuple[str, int], Cut] = {}
 
     def fits(self, accelerator: Accelerator) -> bool:
-        """Say whether there is memory for copies of all these projections on the device they are on."""
-        if accelerator.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(accelerator.device)
-        else:
-            free = get_max_memory()["cpu"] // accelerator.num_processes
+        """Say whether there is memory for copies of all these projections, none of them cut over processes.
+
+        A run that goes on where there is less room computes what is closed too: its sums round differently.
+        """
         names = [*self.outputs.values(), *self.family.rows]
-        modules = (layer.get_submodule(name) for layer in self.layers for name in names)
-        return sum(tensor.nbytes for module in modules for tensor in module.parameters()) <= SHARE_OF_FREE * free
+        modules = [layer.get_submodule(name) for layer in self.layers for name in names]
+        tensors = [tensor for module in modules for tensor in module.parameters()]
+        whole = not any(isinstance(tensor, DTensor) for tensor in tensors)
+        return whole and sum(tensor.nbytes for tensor in tensors) <= SHARE_OF_FREE * free_memory(accelerator)
 
     @torch.no_grad()
     def follow(self, is_open: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, get_max_memory
 
 from ddp_prune.run_state import RunState
 from ddp_vllm.errors import DdpError
@@ -33,3 +33,10 @@ def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, to
     """Return what the main process finds of an interrupted run; the others may not see its disk."""
     found = [run.load() if accelerator.is_main_process else None]
     return broadcast_object_list(found)[0] if accelerator.num_processes > 1 else found[0]
+
+
+def free_memory(accelerator: Accelerator) -> int:
+    """Return the bytes that are free for this process where it computes."""
+    if accelerator.device.type == "cuda":
+        return torch.cuda.mem_get_info(accelerator.device)[0]
+    return int(get_max_memory()["cpu"]) // accelerator.num_processes

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from ddp_prune.recipe import Recipe
 
 STATE_FILE, METRICS_FILE = "state.safetensors", "metrics.jsonl"
+STATE_FORMAT = 2  # which tensors a saved state has; one of another format is put aside
 
 
 class RunState:
@@ -36,7 +37,7 @@ class RunState:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError, KeyError, ValueError):
             return None
-        if _settings(header["recipe"]) != _settings(self.recipe.to_dict()):
+        if header.get("format") != STATE_FORMAT or _settings(header["recipe"]) != _settings(self.recipe.to_dict()):
             return None
         if self.writes:
             lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
@@ -58,7 +59,7 @@ class RunState:
         """Replace the saved state; `step` is the next one to do."""
         if not self.writes:
             return
-        header = {"step": step, "recipe": self.recipe.to_dict(), "extra": extra}
+        header = {"format": STATE_FORMAT, "step": step, "recipe": self.recipe.to_dict(), "extra": extra}
         temporary = self.state.with_suffix(".tmp")
         save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, {"run": json.dumps(header)})
         os.replace(temporary, self.state)

@@ -46,8 +46,7 @@ def train(
             metrics = trainer.step(step)
         except TrainingError as error:
             kept = f"the masks of the last save are in {run.folder}" if run.state.exists() else "nothing was saved yet"
-            remedy = "dtype float32" if gradual else "a lower learning_rate"
-            raise TrainingError(f"{error}; {kept}; try a recipe with {remedy}") from None
+            raise TrainingError(f"{error}; {kept}; {_remedy(recipe, step)}") from None
         seconds = time.perf_counter() - began
         metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
         run.log(metrics)
@@ -56,3 +55,10 @@ def train(
         accelerator.log(metrics, step=step + 1)
         report(metrics)
     return trainer.learned()
+
+
+def _remedy(recipe: Recipe, step: int) -> str:
+    """Say what to try when a loss was not a number."""
+    if recipe.controller != "gradual" and step < recipe.search_steps:
+        return "try a lower learning_rate"
+    return "check the weights" if recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'

@@ -67,7 +67,7 @@ class Trainer:
         }
         self.searched_z: Masks = {}  # empty while searching
         self.rounding: dict[str, dict[str, float]] = {}
-        narrow = None if recipe.shard or "mlp" not in self.z else NarrowLayers(gated.model, gated.family, gated.sizes)
+        narrow = NarrowLayers(gated.model, gated.family, gated.sizes) if "mlp" in self.z else None
         self.narrow = narrow if narrow and narrow.fits(accelerator) else None
 
     @property
@@ -95,14 +95,14 @@ class Trainer:
             self.information[kind] += squares[kind] * support
             self.num_steps[kind] += support
         if self.polishing:
-            self._learn_scales(step, gradients)
+            self._learn_scales(gradients)
         else:
             self._search(step, masks, gradients)
         return {"step": step + 1, "loss": loss, "ce": cross_entropy, "kl": divergence} | self._measure(step)
 
     def _search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Move scales, then close gates; `masks` are those of the step, which gave `gradients`."""
-        self._learn_scales(step, gradients)
+        self._learn_scales(gradients)
         self._close(self._progress(step))
 
     def _progress(self, step: int) -> float:
@@ -154,11 +154,11 @@ class Trainer:
         return torch.tensor([cross_entropy, divergence], device=tokens.device)
 
     @torch.no_grad()
-    def _learn_scales(self, step: int, gradients: Masks) -> None:
+    def _learn_scales(self, gradients: Masks) -> None:
         """Move the scales that stay by a natural gradient step, and leave the others as they are."""
-        assumed = PRIOR_SHARE * self.recipe.steps / (step + 1)
         num_tokens = self.recipe.batch_size * (self.recipe.seq_len - 1)
         for kind, z in self.z.items():
+            assumed = PRIOR_SHARE * self.recipe.steps / self.num_steps[kind].clamp_min(1)
             moved = natural_step(z, gradients[kind] * num_tokens, self.information[kind], assumed)
             z.copy_(torch.where(self.support[kind], moved.clamp_min(KEPT_FLOOR), z))
 
@@ -256,7 +256,9 @@ def pools_of(gated: GatedModel, recipe: Recipe) -> list[Pool]:
     return make_pools(config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
 
 
-def natural_step(z: torch.Tensor, gradient: torch.Tensor, information: torch.Tensor, assumed: float) -> torch.Tensor:
+def natural_step(
+    z: torch.Tensor, gradient: torch.Tensor, information: torch.Tensor, assumed: torch.Tensor
+) -> torch.Tensor:
     """Return z moved by the gradient of some tokens over the precision with which each scale is known by now.
 
     A natural gradient step without a rate to choose (arXiv:1703.00209): under a normal prior around its first value, a

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune import batches as batches_module
-from ddp_prune import narrowing
+from ddp_prune import narrowing, run_state
 from ddp_prune.annealing import learning_rate
 from ddp_prune.batches import Batches
 from ddp_prune.gates import GatedModel
@@ -71,6 +71,7 @@ def _assert_same(first: Learned, second: Learned) -> None:
     for kind in ("attn", "mlp"):
         assert torch.equal(first.gates[kind], second.gates[kind]), kind
         assert torch.equal(first.z[kind], second.z[kind]), kind
+        assert torch.equal(first.saliency[kind], second.saliency[kind]), kind
     assert first.rounding == second.rounding
 
 
@@ -245,7 +246,7 @@ def test_natural_steps_end_at_the_mode_of_the_posterior() -> None:
     z, information = torch.ones(3), torch.zeros(3)
     for number, x in enumerate(seen, 1):
         information = information + curvature
-        z = natural_step(z, curvature * (z - x), information, 20 / number)
+        z = natural_step(z, curvature * (z - x), information, torch.tensor(20 / number))
     prior = PRIOR_PRECISION + 20 * curvature
     torch.testing.assert_close(z, (prior + curvature * seen.sum(0)) / (prior + 50 * curvature))
     assert abs(z[0] - 1) < 0.1 < abs(z[2] - 1)  # what hardly matters stays near 1
@@ -261,7 +262,10 @@ def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
         assert all((after[kind] | ~before[kind]).all() for kind in after)
     assert closed[0]["mlp"].sum() < closed[3]["mlp"].sum() < closed[-1]["mlp"].sum() == 288 - 173
     frozen = {kind: z.detach()[closed[-1][kind]].clone() for kind, z in trainer.z.items()}
-    trainer._learn_scales(8, {kind: torch.ones_like(z) for kind, z in trainer.z.items()})
+    for kind, num_steps in trainer.num_steps.items():  # a gate has a say up to the step that closes it
+        expected = sum((~gone[kind]).float() for gone in closed[:-1]) + 1
+        assert torch.equal(num_steps, expected)
+    trainer._learn_scales({kind: torch.ones_like(z) for kind, z in trainer.z.items()})
     assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.z.items())
 
 
@@ -278,10 +282,12 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
     monkeypatch.setattr(narrowing, "CHANNEL_BLOCK", 8)
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
+    assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
     monkeypatch.setattr(narrowing, "SHARE_OF_FREE", 0.0)
-    widths["mlp"].clear()
+    for kind in widths:
+        widths[kind].clear()
     whole = lab.run("whole")
-    assert not widths["mlp"]
+    assert not widths["mlp"] and not widths["attn"]
     for kind in ("attn", "mlp"):
         assert torch.equal(narrow.gates[kind] > 0, whole.gates[kind] > 0)
         torch.testing.assert_close(narrow.gates[kind], whole.gates[kind], atol=1e-4, rtol=0)
@@ -322,6 +328,8 @@ def test_a_run_of_an_older_version_goes_on(lab: Lab, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     assert RunState(lab.folder / "out", lab.recipe()).load() is not None
     assert RunState(lab.folder / "out", lab.recipe(align=8)).load() is None
+    monkeypatch.setattr(run_state, "STATE_FORMAT", 3)  # one that keeps other tensors starts anew
+    assert RunState(lab.folder / "out", lab.recipe()).load() is None
 
 
 def test_perplexity_of_a_broken_model_is_infinite() -> None:
