@@ -69,9 +69,7 @@ class Bench:
             "gated body": self.gated_body,
             "masked step": lambda: self.trainer(distillation=0.0),
             "distilled step": lambda: self.trainer(),
-            "distilled step, half closed": lambda: self.trainer(
-                open_share=0.5
-            ),  # nothing is cut anew
+            "distilled step, half closed": lambda: self.trainer(open_share=0.5),  # nothing is cut anew
             "distilled step, cached teacher": lambda: self.trainer(cached=True),
             "LoRA step": lambda: self.lora(own_head=False),
             "LoRA step, our head": lambda: self.lora(own_head=True),

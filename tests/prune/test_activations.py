@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ddp_prune import activations
+from ddp_prune import processes
 from ddp_prune.activations import activation_bytes, checkpoint_layers, fit_activations
 from ddp_prune.families import FAMILIES, dimensions_of
 from ddp_prune.gates import GatedModel, Masks
@@ -91,7 +91,7 @@ def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
     layers, needed = gated.model.get_decoder().layers, 1000 * activation_bytes(gated)
 
     def runs_again(setting: str, free: int) -> bool:
-        monkeypatch.setattr(activations, "get_max_memory", lambda: {"cpu": free})
+        monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": free})
         fit_activations(gated, setting, 1000, Accelerator(cpu=True))
         switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
         assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
