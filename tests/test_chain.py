@@ -1,7 +1,8 @@
 """The chain on the real model: masked in transformers = exported through remote code = served by vLLM.
 
-SmolLM2-135M with random gates: whole blocks removed, widths that are not multiples of 8, scales away from 1. Mild ones:
-a model that random cuts have broken amplifies rounding, and nothing could be said to 1e-4.
+SmolLM2-135M, or the dense model in the folder DDP_VLLM_REAL_MODEL, with random gates: whole blocks removed, widths that
+are not multiples of 8, scales away from 1. Mild ones: a model that random cuts have broken amplifies rounding, and
+nothing could be said to 1e-4.
 """
 
 import json
@@ -40,24 +41,34 @@ def _gates(source: Source) -> Masks:
     for kind, shape in unit_shapes(source.sizes, "kv-group").items():
         alive = torch.rand(shape, generator=generator) < 0.995
         gates[kind] = (0.95 + 0.1 * torch.rand(shape, generator=generator)) * alive
-    for layer in (12, 20):  # attention gone: alone, and with the MLP
+    first, second, third = _emptied(source)
+    for layer in (first, second):  # attention gone: alone, and with the MLP
         gates["attn"][layer] = 0
-    for layer in (20, 27):  # MLP gone: with the attention, and alone
+    for layer in (second, third):  # MLP gone: with the attention, and alone
         gates["mlp"][layer] = 0
     return gates
 
 
+def _emptied(source: Source) -> tuple[int, int, int]:
+    return tuple(round(share * source.sizes.num_layers) for share in (0.4, 0.67, 0.9))  # type: ignore[return-value]
+
+
 @pytest.fixture(scope="module")
-def exported(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Source, Masks, Path]]:
+def dense(smollm2: Path) -> Path:
+    return Path(os.environ.get("DDP_VLLM_REAL_MODEL", smollm2))
+
+
+@pytest.fixture(scope="module")
+def exported(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Source, Masks, Path]]:
     """The dense model in each dtype, its gates, and the pruned folder made of both."""
     folder = tmp_path_factory.mktemp("chain")
     wide = folder / "dense-float32"
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     model.save_pretrained(wide)
-    AutoTokenizer.from_pretrained(smollm2).save_pretrained(wide)
+    AutoTokenizer.from_pretrained(dense).save_pretrained(wide)
     made = {}
-    for dtype, dense in (("float32", wide), ("bfloat16", smollm2)):
-        source = open_source(str(dense))
+    for dtype, origin in (("float32", wide), ("bfloat16", dense)):
+        source = open_source(str(origin))
         gates = _gates(source)
         output = folder / f"pruned-{dtype}"
         export(source, gates, output, head_unit="kv-group", provenance={})
@@ -85,7 +96,8 @@ def _ask_vllm(folder: Path, dtype: str, prompts: list[list[int]], tokens: int, t
 def test_masked_equals_exported_equals_vllm_in_float32(exported: Any, tmp_path: Path) -> None:
     source, gates, folder = exported["float32"]
     widths = read_checkpoint(folder).layers
-    assert not widths[12].num_kv_heads and not widths[27].intermediate_size
+    first, _, third = _emptied(source)
+    assert not widths[first].num_kv_heads and not widths[third].intermediate_size
     assert any(layer.intermediate_size % 8 for layer in widths)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
