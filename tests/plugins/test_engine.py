@@ -1,4 +1,4 @@
-"""What else vLLM does with a model, done with pruned ones: adapters, drafts, quantised weights, cached prefixes.
+"""What else vLLM does with a model, done with pruned ones: adapters, ranks, drafts, quantised weights, cached prefixes.
 
 Tiny random models; each engine checks several facts, and one process runs them all.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Serve, assert_same_outputs
+from conftest import Serve, assert_same, assert_same_outputs
 from peft import LoraConfig, get_peft_model
 from quantised import quantise, state_quantisation
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
@@ -23,6 +23,12 @@ ALIGNED_LAYERS = [  # every input and output a multiple of 32, as the INT4 kerne
     {"query_heads_per_kv_head": [3, 1], "intermediate_size": 32},
     {"query_heads_per_kv_head": [], "intermediate_size": 0},
     {"query_heads_per_kv_head": [2], "intermediate_size": 64},
+]
+EVEN_LAYERS = [  # which split over two ranks without padding, as adapters ask; of unequal widths all the same
+    {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
+    {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
+    {"query_heads_per_kv_head": [], "intermediate_size": 50},
+    {"query_heads_per_kv_head": [1, 1], "intermediate_size": 0},
 ]
 NUM_DRAFTS, NUM_LONGER = 3, 25  # one token after the prompt, then 6 steps of 3 drafted tokens and one of the target's
 REFUSED = {  # what cannot be served, and what the user reads before any worker starts
@@ -65,6 +71,7 @@ def made(root: Path) -> dict[str, Any]:
     dense.save_pretrained(root / "dense")
     ragged = make_checkpoint(root / "ragged", "Llama", RAGGED_LAYERS)["outputs"]
     make_checkpoint(root / "phi3", "Phi3", RAGGED_LAYERS)
+    make_checkpoint(root / "even", "Llama", EVEN_LAYERS)
     make_checkpoint(root / "int8", "Llama", RAGGED_LAYERS, attention_bias=True, mlp_bias=True)
     make_checkpoint(root / "int4", "Llama", ALIGNED_LAYERS, hidden_size=96)
     make_checkpoint(root / "int4 of odd widths", "Llama", RAGGED_LAYERS, hidden_size=96)
@@ -78,6 +85,7 @@ def made(root: Path) -> dict[str, Any]:
     return {
         "ragged": ragged,
         "adapted": make_adapter(root / "adapter", root / "ragged"),
+        "adapted even": make_adapter(root / "adapter even", root / "even"),
         "adapted phi3": make_adapter(root / "adapter phi3", root / "phi3", FUSED),
         "dense": [generate(dense, prompt, NUM_LONGER) for prompt in PROMPTS],
         "int8": [generate(quantise(root / "int8", 8), prompt) for prompt in PROMPTS[:1]],
@@ -131,6 +139,22 @@ def test_an_adapter_answers_as_in_peft_and_the_model_alone_as_before(
     assert_same_outputs(again["outputs"], made["adapted"])  # the refused ones left nothing behind
     assert made["adapted"][1]["tokens"] != made["ragged"][1]["tokens"]
     assert_same_outputs(served["phi3"]["adapted"][0]["outputs"], made["adapted phi3"])  # q, k, v in one tensor
+
+
+def test_two_tensor_parallel_ranks(root: Path, made: dict[str, Any], serve: Serve) -> None:
+    """Ragged widths with biases, padded; and even ones with an adapter, in the same process."""
+    biased = make_checkpoint(root / "biased", "Llama", RAGGED_LAYERS, attention_bias=True, mlp_bias=True)
+    ranks = {"tensor_parallel_size": 2}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    jobs = [
+        {"folder": str(root / "biased"), "options": ranks},
+        {"folder": str(root / "even"), "options": ranks | lora, "adapters": [str(root / "adapter even")]},
+    ]
+    ragged, even = serve(jobs, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert_same(ragged, biased)
+    assert "error" not in even, even
+    assert_same_outputs(even["adapted"][0]["outputs"], made["adapted even"])
+    assert even["outputs"][1]["tokens"] != made["adapted even"][1]["tokens"]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
