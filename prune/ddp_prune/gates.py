@@ -39,7 +39,7 @@ class _Scale(torch.autograd.Function):
     """x[t] · mask, every entry of the mask over `columns` neighbours; backward also squares what each token says.
 
     The gradient of a mask is a sum over tokens. Its parts are there only in backward, so `squares` is filled there: all
-    of it, or at `kept` if x has only those channels.
+    of it, or at `kept` if x has only those units.
     """
 
     @staticmethod

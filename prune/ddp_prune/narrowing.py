@@ -8,7 +8,7 @@ query heads, or a channel), K bundles that are computed.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,15 +20,6 @@ from ddp_prune.processes import free_memory
 
 CHANNEL_BLOCK = 64  # widths are multiples: kernels like them, and a CPU compiles one for each width it meets (LOG)
 SHARE_OF_FREE = 0.25  # of free memory for the narrow weights; activations may take half
-
-
-class Cut(NamedTuple):
-    """Narrow weights of the attention or the MLP of a layer."""
-
-    bundles: torch.Tensor
-    """int64 [K]: those they have, rising."""
-    weights: dict[tuple[nn.Module, str], nn.Parameter]
-    """A projection and the name of its parameter -> what to compute with."""
 
 
 class NarrowLayers:
@@ -46,7 +37,7 @@ class NarrowLayers:
         }
         self.kept: dict[str, list[torch.Tensor | None]] = {kind: [None] * sizes.num_layers for kind in self.outputs}
         """Units that are computed, rising, int64; one tensor a layer, None where all are."""
-        self._cuts: dict[tuple[str, int], Cut] = {}
+        self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], nn.Parameter]] = {}
 
     def fits(self, accelerator: Accelerator) -> bool:
         """Say whether there is memory for copies of all these projections, none of them cut over processes.
@@ -71,11 +62,12 @@ class NarrowLayers:
                 kept_K = wanted_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
                 if num_kept >= num_bundles or not self.inputs[kind]:
                     self.kept[kind][layer] = None
-                    self._cuts.pop((kind, layer), None)
-                elif (kind, layer) not in self._cuts or not torch.equal(self._cuts[kind, layer].bundles, kept_K):
-                    units = torch.arange(open_NU.numel(), device=kept_K.device).view_as(open_NU)
-                    self.kept[kind][layer] = units[kept_K].flatten()
-                    self._cuts[kind, layer] = Cut(kept_K, self._cut(kind, layer, kept_K))
+                    self._weights.pop((kind, layer), None)
+                    continue
+                units_NU = torch.arange(open_NU.numel(), device=kept_K.device).view_as(open_NU)
+                before, now = self.kept[kind][layer], units_NU[kept_K].flatten()
+                if before is None or not torch.equal(before, now):
+                    self.kept[kind][layer], self._weights[kind, layer] = now, self._cut(kind, layer, kept_K)
 
     def _cut(self, kind: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], nn.Parameter]:
         sizes, found = self.sizes, {}
@@ -94,7 +86,7 @@ class NarrowLayers:
     @contextmanager
     def computed(self) -> Iterator[None]:
         """Put the narrow weights in the place of the model's, inside the block."""
-        changes = {place: narrow for cut in self._cuts.values() for place, narrow in cut.weights.items()}
+        changes = {place: narrow for cut in self._weights.values() for place, narrow in cut.items()}
         whole = {(module, name): module._parameters[name] for module, name in changes}
         try:
             for (module, name), narrow in changes.items():
