@@ -87,7 +87,8 @@ def _quality(checkpoint: Checkpoint) -> str:
     where = ""
     if "applied_to" in checkpoint.provenance:
         where = f" Measured on {recipe.get('model', 'another model')}, where the masks were learned."
+    names = [name.rsplit("/", 1)[-1] for name in recipe.get("data", "unknown origin").split(",")]
     return (
-        f"Perplexity on held-out text of {recipe.get('data', 'unknown origin').rsplit('/', 1)[-1]} "
+        f"Perplexity on held-out text of {', '.join(dict.fromkeys(names))} "
         f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}.{where}"
     )

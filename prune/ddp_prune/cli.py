@@ -28,7 +28,11 @@ from ddp_vllm.errors import SettingError
 @click.option("--target-flops", metavar="N", help="The same in FLOPs a token, at the recipe's context_length (2,048).")
 @click.option("--target-kv-bytes", metavar="N", help="The same in bytes of KV cache a token, at 16 bits.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--data", help="Hub dataset (name or name:configuration) or a .txt/.jsonl/.json/.parquet file.")
+@click.option(
+    "--data",
+    help="Hub dataset (name or name:configuration) or a .txt/.jsonl/.json/.parquet file; several, separated by commas, "
+    "take turns.",
+)
 @click.option("--steps", type=int, help="Optimizer steps in all. [default: 1000]")
 @click.option("--batch-size", type=int, help="Sequences a step. [default: 16]")
 @click.option("--seq-len", type=int, help="Tokens a sequence. [default: 2048]")

@@ -41,7 +41,8 @@ class Recipe:
     context_length: int = 2048
     """Tokens attended to, on which `flops` depend."""
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
-    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file."""
+    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file. Several,
+    separated by commas, take turns; one that is named twice has two of them."""
     steps: int = 1000
     """Optimizer steps in all: search and polish."""
     batch_size: int = 16

@@ -1,14 +1,15 @@
 """Text in, blocks of tokens out: read, shuffle, take excerpts, tokenise, pack, hold some out, cache.
 
 A short run must not spend itself on the few documents it meets first. So documents take turns: each gives an excerpt of
-about one block, then each another, until there is enough. Reading is `datasets`' work: a hub name is streamed, a local
-file may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. The cache is keyed by content: same
-text, tokenizer and sizes, same file.
+about one block, then each another, until there is enough. Sources of different kinds take turns as well. Reading is
+`datasets`' work: a hub name is streamed, a local file may be .txt, .jsonl, .json or .parquet, plain or compressed with
+gz, xz or zst. The cache is keyed by content: same text, tokenizer and sizes, same file.
 """
 
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -90,10 +91,40 @@ def load_blocks(
 def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -> Iterator[tuple[int, str]]:
     """Yield the number of a document and an excerpt of it.
 
+    `data` names sources, separated by commas: hub datasets or files. They take turns, one excerpt each; one that is
+    named twice has two turns, and one that has no more leaves them to the others.
     A row is a document: its `text`, or its `conversations`/`messages` rendered with the tokenizer's chat template.
-    Documents are shuffled by `seed` (those of a streamed hub dataset among their neighbours) and take turns, `size`
-    characters each time; of fewer than `few`, every piece counts as a document. Raises: TextError.
+    Documents of a source are shuffled by `seed` (those of a streamed hub dataset among their neighbours) and take
+    turns, `size` characters each time; of fewer than `few`, every piece counts as a document. Raises: TextError.
     """
+    turns = sources_of(data)
+    places = {name: [place for place, other in enumerate(turns) if other == name] for name in turns}
+    excerpts = {
+        name: _read_source(name, tokenizer, seed, size=size, few=math.ceil(few * len(own) / len(turns)))
+        for name, own in places.items()
+    }
+    while excerpts:
+        for name in turns:
+            if name not in excerpts:
+                continue
+            numbered = next(excerpts[name], None)
+            if numbered is None:
+                del excerpts[name]
+                continue
+            round_, turn = divmod(numbered[0], len(places[name]))  # of the document's first excerpt
+            yield round_ * len(turns) + places[name][turn], numbered[1]
+
+
+def sources_of(data: str) -> list[str]:
+    """Return the names in a comma-separated list; a file's own name may hold commas. Raises: TextError."""
+    names = [data] if Path(data).exists() else [name.strip() for name in data.split(",")]
+    if not all(names):
+        raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
+    return names
+
+
+def _read_source(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -> Iterator[tuple[int, str]]:
+    """Yield numbered excerpts of one source. Raises: TextError."""
     import datasets
 
     path = Path(data)
@@ -226,13 +257,15 @@ def _tokenise(batch: list[str], tokenizer: Any, stream: list[np.ndarray]) -> int
 
 
 def _key(data: str, tokenizer: Any, *sizes: int) -> str:
-    """Hash of what the blocks depend on: the file's bytes (a hub dataset's name), the vocabulary, the sizes."""
+    """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, the sizes."""
     settings = [EXCERPT, NEIGHBOURS, sizes, tokenizer.eos_token_id, tokenizer.chat_template]
     digest = hashlib.sha256(json.dumps(settings).encode())
-    if Path(data).is_file():
-        with open(data, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    digest.update(Path(data).name.encode() if Path(data).is_file() else data.encode())
+    for name in sources_of(data):
+        path = Path(name)
+        if path.is_file():
+            with open(path, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(path.name.encode() if path.is_file() else name.encode())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     digest.update((backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))).encode())
     return digest.hexdigest()[:32]

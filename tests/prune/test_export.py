@@ -1,5 +1,6 @@
 """What is evaluated is what is exported; the folder is whole, loads in plain transformers, and can be cut again."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_prune import export as export_module
+from ddp_prune.card import model_card
 from ddp_prune.export import apply_masks, export, read_evidence, read_masks
 from ddp_prune.gates import GatedModel, Masks, unit_shapes
 from ddp_prune.source import Source, load_model, open_source
@@ -228,6 +230,14 @@ def test_the_model_card_states_the_widths(pruned: Path) -> None:
     assert f"| 2 | {heads} | {layers[2].intermediate_size} |" in card
     channels = sum(layer.intermediate_size for layer in layers)
     assert f"| MLP channels | 288 | {channels} | {1 - channels / 288:.1%} |" in card
+
+
+def test_the_model_card_names_each_text_once_and_no_folder(pruned: Path, tiny_model: Path) -> None:
+    recipe = {"model": "owner/tiny", "data": "/mine/a.jsonl,/mine/a.jsonl, owner/b"}
+    provenance = {"recipe": recipe, "perplexity": {"tokens": 1024, "dense": 2.0, "pruned": 3.0}}
+    checkpoint = dataclasses.replace(read_checkpoint(pruned), provenance=provenance)
+    card = model_card(checkpoint, open_source(str(tiny_model)), "pruned")
+    assert "text of a.jsonl, b (1,024 tokens)" in card and "/mine" not in card
 
 
 def test_masks_alone_cut_the_same_checkpoint(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:

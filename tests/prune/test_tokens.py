@@ -125,6 +125,49 @@ def test_the_documents_of_a_file_take_turns(tokenizer: Any, tmp_path: Path) -> N
     assert sorted(map(str, whole.values())) == sorted(str(sorted(text)) for text in texts)
 
 
+def test_sources_take_turns(tokenizer: Any, tmp_path: Path) -> None:
+    """The one named twice has two; a document keeps its number; who has more takes the turns of who has not."""
+    a, b, c = (
+        str(_write(tmp_path / f"{name}.jsonl", _long_rows(name, count)))
+        for name, count in (("a", 90), ("b", 30), ("c", 9))
+    )
+    numbered = list(read_excerpts(f"{a}, {a}, {b},{c}", tokenizer, 0, size=80, few=12))
+    documents = [excerpt.split()[0].partition(".")[0] for _, excerpt in numbered]
+    assert "".join(document[0] for document in documents[:16]) == "aabc" * 4
+    assert [number for number, _ in numbered[:36]] == list(range(36))  # then c gives second excerpts
+    assert len(set(documents)) == 90 + 30 + 9
+    assert len({(number, document) for (number, _), document in zip(numbered, documents, strict=True)}) == 90 + 30 + 9
+    assert {document[0] for document in documents[-30:]} == {"a"}
+
+
+def test_what_is_held_out_of_any_source_is_not_learned_on(tokenizer: Any, tmp_path: Path) -> None:
+    names = [str(_write(tmp_path / f"{name}.jsonl", _long_rows(name, 100))) for name in "abc"]
+    blocks = _load(",".join(names), tokenizer, heldout_blocks=60)
+    heldout, learned = (
+        {text.split(".")[0] for text in _documents(tokenizer, part)} for part in (blocks.heldout, blocks.train)
+    )
+    assert {document[0] for document in heldout} == {document[0] for document in learned} == set("abc")
+    assert not heldout & learned
+
+
+def test_the_cache_knows_every_source(tokenizer: Any, tmp_path: Path) -> None:
+    first, second = (str(_write(tmp_path / f"{name}.jsonl", _long_rows(name, 90))) for name in "ab")
+    blocks = _load(f"{first},{second}", tokenizer)
+    _write(Path(second), _long_rows("c", 90))
+    assert not torch.equal(_load(f"{first},{second}", tokenizer).train, blocks.train)
+    assert not torch.equal(_load(f"{first},{first},{second}", tokenizer).train, blocks.train)
+
+
+def _long_rows(name: str, count: int) -> list[dict[str, Any]]:
+    return [{"text": " ".join(f"{name}{i}.{j}" for j in range(30))} for i in range(count)]
+
+
+@pytest.mark.parametrize("data", ["a.jsonl,", ",", "", "a.jsonl, ,b.jsonl"])
+def test_a_missing_name_of_a_source_is_refused(data: str, tokenizer: Any) -> None:
+    with pytest.raises(TextError, match="name is missing"):
+        _load(data, tokenizer)
+
+
 def test_a_streamed_dataset_takes_turns_as_a_file_does(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
