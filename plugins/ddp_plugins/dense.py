@@ -7,7 +7,7 @@ replaced by one that adds nothing. A family is one row at the end of this file.
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.models.gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM
@@ -27,10 +28,12 @@ from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
 
 from ddp_plugins.limits import check_adapters
-from ddp_plugins.tensor_parallel import fit, pad
+from ddp_plugins.tensor_parallel import channel_block, fit, pad
 from ddp_vllm.checkpoint import head_dim
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, parse_layers
+
+logger = init_logger("vllm.ddp_plugins.dense")  # vLLM shows what its own loggers say, and those below them
 
 
 class RemovedBlock(nn.Module):
@@ -76,10 +79,12 @@ class UnevenHeads(nn.Module):
         return output.unflatten(-1, (-1, self.attn.head_size)).index_select(1, self.kept).flatten(1)
 
 
-def build_layer(layer_type: type[nn.Module], vllm_config: VllmConfig, widths: LayerWidths, prefix: str) -> Any:
-    """Build one decoder layer of the stock `layer_type` with the widths it has left."""
+def build_layer(
+    layer_type: type[nn.Module], vllm_config: VllmConfig, widths: LayerWidths, block: int, prefix: str
+) -> Any:
+    """Build one decoder layer of the stock `layer_type` with the widths it has left, its channels in whole blocks."""
     config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
-    fitted = fit(widths, num_ranks)
+    fitted = fit(widths, num_ranks, block)
     own = copy.copy(config)
     own.head_dim = head_dim(vars(config))  # stock layers would work it out from the number of heads
     # a removed block is built, then dropped: tiny, but at its dense width where a quantised kernel may want multiples
@@ -141,6 +146,20 @@ def remove_blocks(layer: Any, widths: LayerWidths, vllm_config: VllmConfig) -> N
             layer.post_attention_layernorm = RemovedNorm()
 
 
+def tell_padding(layers: Sequence[LayerWidths], block: int) -> None:
+    """Log what is added to the MLPs, once; nothing if nothing is."""
+    num_ranks = get_tensor_model_parallel_world_size()
+    kept = sum(widths.intermediate_size for widths in layers)
+    built = sum(fit(widths, num_ranks, block).intermediate_size for widths in layers)
+    if built > kept:
+        logger.info_once(
+            "MLP widths are filled up with zeros to multiples of %d: %.1f %% more channels. "
+            "--hf-overrides '{\"ddp_pad_channels_to\": 1}' leaves them as they are.",
+            num_ranks * block,
+            100 * (built / kept - 1),
+        )
+
+
 @contextmanager
 def no_layers(config: Any) -> Iterator[None]:
     """Let a stock model be built without decoder layers, so that none is ever allocated at its dense width."""
@@ -167,11 +186,13 @@ class NonUniform:
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.widths, self.is_quantised = layers, vllm_config.quant_config is not None
+        self.block = channel_block(vars(config), is_padded=not self.is_quantised and vllm_config.lora_config is None)
+        tell_padding(layers, self.block)
 
         def build(prefix: str) -> Any:
             widths = layers[extract_layer_index(prefix)]
             try:
-                return build_layer(self.decoder_layer, vllm_config, widths, prefix)
+                return build_layer(self.decoder_layer, vllm_config, widths, self.block, prefix)
             except ValueError as error:
                 if not self.is_quantised:
                     raise
@@ -207,15 +228,14 @@ class NonUniform:
     def _fit_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], names: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Check each tensor before vLLM's loaders see it, note its name, and pad it if the ranks ask for it."""
+        """Check each tensor before vLLM's loaders see it, note its name, and pad it to its layer's size."""
         num_ranks, size = get_tensor_model_parallel_world_size(), head_dim(vars(self.model.config))
         for name, tensor in weights:
             for _ in check_shapes([(name, tensor.shape)], self.widths, size):
                 names.add(name)
-            if ".layers." in name:
+            if ".layers." in name and (num_ranks > 1 or ".mlp." in name):
                 widths = self.widths[extract_layer_index(name)]
-                if not widths.splits_over(num_ranks):
-                    tensor = pad(name, tensor, widths, num_ranks, size)
+                tensor = pad(name, tensor, widths, fit(widths, num_ranks, self.block), size)
             yield name, tensor
 
     def _check_complete(self, names: set[str]) -> None:

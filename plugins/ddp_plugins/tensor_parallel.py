@@ -1,8 +1,10 @@
-"""The widths a layer has inside vLLM: on disk they are compact, on several ranks some grow by a few zero rows.
+"""The widths a layer has inside vLLM: on disk they are compact, in memory some grow by a few zero rows.
 
 vLLM gives every rank the same number of KV heads, query heads and MLP channels. What does not divide is filled up
 with zero rows, which add nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column of
-`down_proj`. With one rank nothing is padded. Routed experts have storage and a kernel of ours: their shares may differ.
+`down_proj`. Matrix libraries ask for more: rows that start at round addresses, and few different widths. So MLP
+channels are filled up to whole blocks on one rank as well; attention heads are not, they are round already.
+Routed experts have storage and a kernel of ours: their shares may differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,24 @@ import torch
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
+
+CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once; on a CPU: 30 widths become about 8 (LOG)
+MIN_BLOCKS = 16  # of the dense width; in a smaller model the zeros would weigh
+
+
+def channel_block(config: Mapping[str, Any], *, is_padded: bool) -> int:
+    """Return what the number of MLP channels of every layer and rank is filled up to a multiple of; 1: nothing is.
+
+    config: the checkpoint's, as plain data. Its `ddp_pad_channels_to` (`--hf-overrides`) goes before our own choice.
+    is_padded: weights can be; quantised ones, and those that adapters are added to, cannot.
+    Raises: SettingError for a block that is no positive integer.
+    """
+    block = config.get("ddp_pad_channels_to")
+    if block is None:
+        block = CHANNEL_BLOCK if config["intermediate_size"] >= MIN_BLOCKS * CHANNEL_BLOCK else 1
+    elif type(block) is not int or block < 1:
+        raise SettingError(f"ddp_pad_channels_to is {block!r}; it must be a positive integer, 1 for no padding")
+    return block if is_padded else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +48,11 @@ class FittedWidths:
         return self.num_kv_heads * self.query_heads_per_kv_head
 
 
-def fit(widths: LayerWidths, num_ranks: int) -> FittedWidths:
-    """Return the smallest widths, at least `widths`, that vLLM can share out over `num_ranks`."""
+def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> FittedWidths:
+    """Return the smallest widths, at least `widths`, that vLLM can share out over `num_ranks`.
+
+    block: every rank's number of channels is a multiple of it.
+    """
     num_kv_heads, group = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
     if num_kv_heads >= num_ranks:
         num_kv_heads = _round_up(num_kv_heads, num_ranks)
@@ -39,7 +62,7 @@ def fit(widths: LayerWidths, num_ranks: int) -> FittedWidths:
     return FittedWidths(
         num_kv_heads=num_kv_heads,
         query_heads_per_kv_head=group,
-        intermediate_size=_round_up(widths.intermediate_size, num_ranks),
+        intermediate_size=_round_up(widths.intermediate_size, num_ranks * block),
     )
 
 
@@ -63,15 +86,15 @@ def check_ranks(layers: Sequence[LayerWidths], num_ranks: int, config: Mapping[s
     )
 
 
-def pad(name: str, tensor: torch.Tensor, widths: LayerWidths, num_ranks: int, head_dim: int) -> torch.Tensor:
+def pad(name: str, tensor: torch.Tensor, widths: LayerWidths, fitted: FittedWidths, head_dim: int) -> torch.Tensor:
     """Return the weight or bias `name` of a layer at its fitted width, new rows or columns zero.
 
     tensor: compact, as on disk: `[out, in]` or `[out]`.
     """
     projection, kind = name.split(".")[-2:]
-    blocks, size = _blocks(projection, widths, fit(widths, num_ranks), head_dim)
+    blocks, size = _blocks(projection, widths, fitted, head_dim)
     axis = 1 if projection in ("o_proj", "down_proj") else 0
-    if not blocks or axis >= tensor.ndim or kind not in ("weight", "bias"):
+    if axis >= tensor.ndim or kind not in ("weight", "bias") or all(len(kept) == length for kept, length in blocks):
         return tensor
     pieces = []
     taken = 0

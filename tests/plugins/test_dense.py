@@ -80,6 +80,8 @@ BROKEN: dict[str, tuple[Any, str]] = {  # how to break a checkpoint, and what th
 def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Serve every checkpoint, the good and the broken, one after the other; importing vLLM takes longest."""
     jobs = {name: job(folder) for name, (folder, _) in models.items()}
+    jobs["in blocks"] = job(models["ragged"][0], hf_overrides={"ddp_pad_channels_to": 16})
+    jobs["no block"] = job(models["ragged"][0], hf_overrides={"ddp_pad_channels_to": 0})
     root = tmp_path_factory.mktemp("broken")
     for name, (break_it, _) in BROKEN.items():
         folder = shutil.copytree(models["ragged"][0], root / name)
@@ -93,6 +95,15 @@ def test_served_model_computes_what_transformers_computes(
     name: str, one_process: dict[str, Any], models: dict[str, Any]
 ) -> None:
     assert_same(one_process[name], models[name][1])
+
+
+def test_channels_in_whole_blocks_change_nothing(one_process: dict[str, Any], models: dict[str, Any]) -> None:
+    """Biases of the added channels too are zero, and removed blocks stay removed."""
+    assert_same(one_process["in blocks"], models["ragged"][1])
+    kept = [layer["intermediate_size"] for layer in RAGGED_LAYERS if layer["intermediate_size"]]
+    assert one_process["ragged"]["mlp_widths"] == kept == [17, 64, 1, 33]
+    assert one_process["in blocks"]["mlp_widths"] == [32, 64, 16, 48]
+    assert "ddp_pad_channels_to is 0" in one_process["no block"]["error"]
 
 
 def test_removed_attention_keeps_no_kv_cache(one_process: dict[str, Any]) -> None:

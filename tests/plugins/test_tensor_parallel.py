@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_plugins.tensor_parallel import check_expert_ranks, check_ranks, fit, pad, share_channels
+from ddp_plugins.tensor_parallel import channel_block, check_expert_ranks, check_ranks, fit, pad, share_channels
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -49,11 +49,13 @@ def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
     q, k = torch.randn(4 * HEAD_DIM, HIDDEN_SIZE), torch.randn(2 * HEAD_DIM, HIDDEN_SIZE)
     num_ranks = 4  # two KV heads on two ranks each, so groups grow from 3 to 4
     if fused:
-        qkv = pad("layers.0.self_attn.qkv_proj.weight", torch.cat([q, k, k]), kept, num_ranks, HEAD_DIM)
+        qkv = pad("layers.0.self_attn.qkv_proj.weight", torch.cat([q, k, k]), kept, fit(kept, num_ranks), HEAD_DIM)
         padded = qkv[: 8 * HEAD_DIM].unflatten(0, (2, 4, HEAD_DIM))
         assert torch.equal(qkv[8 * HEAD_DIM :], torch.cat([k, k]))
     else:
-        padded = pad("layers.0.self_attn.q_proj.weight", q, kept, num_ranks, HEAD_DIM).unflatten(0, (2, 4, HEAD_DIM))
+        padded = pad("layers.0.self_attn.q_proj.weight", q, kept, fit(kept, num_ranks), HEAD_DIM).unflatten(
+            0, (2, 4, HEAD_DIM)
+        )
     heads = q.unflatten(0, (4, HEAD_DIM))
     assert torch.equal(padded[0, :3], heads[:3]) and torch.equal(padded[1, 0], heads[3])
     assert not padded[0, 3].any() and not padded[1, 1:].any()
@@ -62,18 +64,47 @@ def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
 def test_padded_mlp_computes_the_same() -> None:
     kept, x = widths(1, intermediate_size=5), torch.randn(7, HIDDEN_SIZE)
     gate, bias, down = torch.randn(5, HIDDEN_SIZE), torch.randn(5), torch.randn(HIDDEN_SIZE, 5)
-    gate_padded = pad("layers.0.mlp.gate_proj.weight", gate, kept, 4, HEAD_DIM)
-    bias_padded = pad("layers.0.mlp.gate_proj.bias", bias, kept, 4, HEAD_DIM)
-    down_padded = pad("layers.0.mlp.down_proj.weight", down, kept, 4, HEAD_DIM)
+    gate_padded = pad("layers.0.mlp.gate_proj.weight", gate, kept, fit(kept, 4), HEAD_DIM)
+    bias_padded = pad("layers.0.mlp.gate_proj.bias", bias, kept, fit(kept, 4), HEAD_DIM)
+    down_padded = pad("layers.0.mlp.down_proj.weight", down, kept, fit(kept, 4), HEAD_DIM)
     assert gate_padded.shape == (8, HIDDEN_SIZE)
     padded = (x @ gate_padded.T + bias_padded) @ down_padded.T
     torch.testing.assert_close(padded, (x @ gate.T + bias) @ down.T)
 
 
 def test_tensors_that_pruning_leaves_alone_pass_through() -> None:
-    norm, bias = torch.randn(HEAD_DIM), torch.randn(HIDDEN_SIZE)
-    assert pad("layers.0.self_attn.q_norm.weight", norm, widths(3, 1), 2, HEAD_DIM) is norm
-    assert pad("layers.0.self_attn.o_proj.bias", bias, widths(3, 1), 2, HEAD_DIM) is bias  # as long as the hidden state
+    kept, norm, bias = widths(3, 1), torch.randn(HEAD_DIM), torch.randn(HIDDEN_SIZE)
+    assert pad("layers.0.self_attn.q_norm.weight", norm, kept, fit(kept, 2), HEAD_DIM) is norm
+    assert pad("layers.0.self_attn.o_proj.bias", bias, kept, fit(kept, 2), HEAD_DIM) is bias  # of the hidden state
+    gate = torch.randn(17, HIDDEN_SIZE)
+    assert pad("layers.0.mlp.gate_proj.weight", gate, kept, fit(kept, 1), HEAD_DIM) is gate
+
+
+@pytest.mark.parametrize(
+    ("channels", "num_ranks", "block", "expected"),
+    [
+        (17, 1, 1, 17),
+        (17, 1, 8, 24),
+        (24, 1, 8, 24),
+        (17, 2, 8, 32),
+        (0, 2, 64, 0),
+        (1, 1, 64, 64),
+    ],
+)
+def test_every_rank_has_whole_blocks_of_channels(channels: int, num_ranks: int, block: int, expected: int) -> None:
+    assert fit(widths(1, intermediate_size=channels), num_ranks, block).intermediate_size == expected
+
+
+def test_which_block_channels_are_filled_up_to() -> None:
+    """Ours where a model is large enough for it; the user's goes before; 1 where weights cannot be padded."""
+    assert channel_block({"intermediate_size": 1536}, is_padded=True) == 64
+    assert channel_block({"intermediate_size": 1536}, is_padded=False) == 1
+    assert channel_block({"intermediate_size": 512}, is_padded=True) == 1
+    assert channel_block({"intermediate_size": 512, "ddp_pad_channels_to": 16}, is_padded=True) == 16
+    assert channel_block({"intermediate_size": 1536, "ddp_pad_channels_to": 1}, is_padded=True) == 1
+    for block in (0, -8, 2.0, "64", True):
+        with pytest.raises(SettingError, match="ddp_pad_channels_to"):
+            channel_block({"intermediate_size": 512, "ddp_pad_channels_to": block}, is_padded=True)
 
 
 def test_a_size_that_cannot_be_padded_names_the_layer_and_the_sizes_that_work() -> None:
