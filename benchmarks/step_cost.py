@@ -6,7 +6,8 @@ Every case lives in a process of its own, loads the same weights and reads the s
 every case does one step, so that what else the machine does hits all of them. Reported are medians over rounds, their
 spread, ratios round by round, and the peak memory above the loaded model of each process (CPU: resident set, reset
 after set-up; GPU: what the allocator gave out). LoRA is peft's, r = 8 on all linear layers, once with transformers'
-own loss and once with our chunked head. Needs peft. The last line on stdout is JSON.
+own loss and attention and once with our chunked head and the attention we choose. Needs peft. The last line on
+stdout is JSON.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ddp_prune.activations import fit_attention
 from ddp_prune.batches import Batches
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel
@@ -40,7 +42,12 @@ GOALS = [  # (what, numerator, denominator, at most)
     ("distilled step to a full forward", "distilled step", "forward", 2.6),
     ("distilled step, half of the gates closed, to all open", "distilled step, half closed", "distilled step", None),
     ("distilled step to a LoRA step", "distilled step", "LoRA step", 0.9),
-    ("distilled step to a LoRA step with our head", "distilled step", "LoRA step, our head", None),
+    (
+        "distilled step to a LoRA step with our head and attention",
+        "distilled step",
+        "LoRA step, our head and attention",
+        None,
+    ),
     ("distilled step to full fine-tuning", "distilled step", "full fine-tuning", None),
     ("head, time", "head", "naive head", None),
 ]
@@ -72,7 +79,7 @@ class Bench:
             "distilled step, half closed": lambda: self.trainer(open_share=0.5),  # nothing is cut anew
             "distilled step, cached teacher": lambda: self.trainer(cached=True),
             "LoRA step": lambda: self.lora(own_head=False),
-            "LoRA step, our head": lambda: self.lora(own_head=True),
+            "LoRA step, our head and attention": lambda: self.lora(own_head=True),
             "full fine-tuning": self.fine_tuning,
             "head": lambda: self.heads(naive=False),
             "naive head": lambda: self.heads(naive=True),
@@ -80,6 +87,7 @@ class Bench:
         return steps[name]()
 
     def gated(self) -> GatedModel:
+        fit_attention(self.model, self.arguments.seq_len, self.device)
         head_unit = choose_head_unit("auto", self.source.sizes)
         return GatedModel(self.model, self.source.family, self.source.sizes, head_unit)
 
@@ -124,6 +132,8 @@ class Bench:
     def lora(self, *, own_head: bool) -> Step:
         from peft import LoraConfig, get_peft_model
 
+        if own_head:
+            fit_attention(self.model, self.arguments.seq_len, self.device)
         self.model = get_peft_model(self.model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
         return self._weights_step(own_head=own_head)
 
@@ -171,7 +181,8 @@ class Bench:
 
 CASES = [
     "body", "forward", "gated body", "masked step", "distilled step", "distilled step, half closed",
-    "distilled step, cached teacher", "LoRA step", "LoRA step, our head", "full fine-tuning", "head", "naive head",
+    "distilled step, cached teacher", "LoRA step", "LoRA step, our head and attention", "full fine-tuning", "head",
+    "naive head",
 ]  # fmt: skip
 
 

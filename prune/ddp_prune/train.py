@@ -31,7 +31,7 @@ def train(
     seconds). Raises: TrainingError if the loss is not a number; the last saved masks stay in the run's folder.
     """
     batches = Batches(blocks, recipe, accelerator)
-    fit_activations(gated, recipe.activation_checkpointing, batches.micro * recipe.seq_len, accelerator)
+    fit_activations(gated, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
     gradual = recipe.controller == "gradual"
     trainer = (Trainer if gradual else AnnealedTrainer)(gated, batches, recipe, accelerator)
     first, saved = 0, load_run(run, accelerator)

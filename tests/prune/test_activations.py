@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ddp_prune import processes
-from ddp_prune.activations import activation_bytes, checkpoint_layers, fit_activations
+from ddp_prune.activations import EAGER_TOKENS, activation_bytes, checkpoint_layers, fit_activations, fit_attention
 from ddp_prune.families import FAMILIES, dimensions_of
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
@@ -73,12 +73,13 @@ def test_gradients_and_their_squares_are_the_same_to_the_bit(gated: GatedModel) 
             assert torch.equal(before[kind], after[kind]) and before[kind].any(), kind
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_kept_is_what_the_arithmetic_says(dtype: torch.dtype, gated: GatedModel) -> None:
-    gated.model.to(dtype)
+def test_what_is_kept_is_what_the_arithmetic_says(dtype: torch.dtype, attention: str, gated: GatedModel) -> None:
+    gated.model.to(dtype).set_attn_implementation(attention)
     num_tokens = TOKENS.numel()
     checkpoint_layers(gated.model, False)
-    assert _gradients(gated)[3] / num_tokens == pytest.approx(activation_bytes(gated), rel=0.1)
+    assert _gradients(gated)[3] / num_tokens == pytest.approx(activation_bytes(gated, TOKENS.shape[1]), rel=0.1)
     checkpoint_layers(gated.model, True)
     inputs = LAYERS * SIZES["hidden_size"] * dtype.itemsize
     final_norm = SIZES["hidden_size"] * 4
@@ -88,11 +89,12 @@ def test_what_is_kept_is_what_the_arithmetic_says(dtype: torch.dtype, gated: Gat
 def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
     gated: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, needed = gated.model.get_decoder().layers, 1000 * activation_bytes(gated)
+    fit_attention(gated.model, 64, torch.device("cpu"))
+    layers, needed = gated.model.get_decoder().layers, 1000 * 64 * activation_bytes(gated, 64)
 
     def runs_again(setting: str, free: int) -> bool:
         monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": free})
-        fit_activations(gated, setting, 1000, Accelerator(cpu=True))
+        fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True))
         switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
         assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
         assert len(set(switches.copy().pop())) == 1  # both on or both off
@@ -100,6 +102,19 @@ def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
 
     assert runs_again("auto", int(1.9 * needed)) and not runs_again("auto", int(2.1 * needed))
     assert runs_again("on", 10**15) and not runs_again("off", 0)
+
+
+def test_short_sequences_on_a_cpu_write_attention_down_and_compute_the_same(gated: GatedModel) -> None:
+    fused = _gradients(gated)
+    for seq_len, device in ((EAGER_TOKENS + 1, "cpu"), (64, "cuda")):
+        fit_attention(gated.model, seq_len, torch.device(device))
+        assert gated.model.config._attn_implementation == "sdpa"
+    fit_attention(gated.model, EAGER_TOKENS, torch.device("cpu"))
+    assert gated.model.config._attn_implementation == "eager"
+    written = _gradients(gated)
+    torch.testing.assert_close(written[2], fused[2], rtol=1e-4, atol=1e-5)
+    for before, after in zip(fused[:2], written[:2], strict=True):
+        torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_learns_the_same(gated: GatedModel, tmp_path: Path) -> None:
