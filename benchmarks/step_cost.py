@@ -92,6 +92,7 @@ class Bench:
         return GatedModel(self.model, self.source.family, self.source.sizes, head_unit)
 
     def body(self) -> Step:
+        fit_attention(self.model, self.arguments.seq_len, self.device)
         return torch.no_grad()(lambda: final_hidden(self.model, self.tokens))
 
     def forward(self) -> Step:

@@ -114,7 +114,7 @@ def needs(environment: Path) -> list[str]:
 def lowest(name: str, asked: list[str]) -> str:
     """Return the lowest version that a requirement on a package allows; a machine may cap how high it may be."""
     need = next((need for need in asked if re.match(rf"{name}\b", need)), name)
-    found = re.search(r"[=>~]=([\d.]+)", need)
+    found = re.search(r"[=>~]=(\d+(?:\.\d+)*(?:\+\w+)?)", need)
     return found[1] if found else "0.1"
 
 

@@ -151,10 +151,10 @@ def tell_padding(layers: Sequence[LayerWidths], block: int) -> None:
     num_ranks = get_tensor_model_parallel_world_size()
     kept = sum(widths.intermediate_size for widths in layers)
     built = sum(fit(widths, num_ranks, block).intermediate_size for widths in layers)
-    if built > kept:
+    if block > 1 and built > kept:
         logger.info_once(
             "MLP widths are filled up with zeros to multiples of %d: %.1f %% more channels. "
-            "--hf-overrides '{\"ddp_pad_channels_to\": 1}' leaves them as they are.",
+            '"ddp_pad_channels_to": 1 in config.json or --hf-overrides leaves them as they are.',
             num_ranks * block,
             100 * (built / kept - 1),
         )
@@ -186,7 +186,12 @@ class NonUniform:
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.widths, self.is_quantised = layers, vllm_config.quant_config is not None
-        self.block = channel_block(vars(config), is_padded=not self.is_quantised and vllm_config.lora_config is None)
+        self.block = channel_block(
+            vars(config),
+            get_tensor_model_parallel_world_size(),
+            is_padded=not self.is_quantised and vllm_config.lora_config is None,
+        )
+        config.ddp_pad_channels_to = self.block  # what vLLM compiles is cached by the config, and shapes depend on this
         tell_padding(layers, self.block)
 
         def build(prefix: str) -> Any:

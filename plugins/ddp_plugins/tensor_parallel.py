@@ -16,11 +16,11 @@ import torch
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
 
-CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once; on a CPU: 30 widths become about 8 (LOG)
-MIN_BLOCKS = 16  # of the dense width; in a smaller model the zeros would weigh
+CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once; on a CPU, 30 different widths become 14 (LOG)
+MIN_BLOCKS = 16  # of a rank's share of the dense width; in a smaller model the zeros would weigh
 
 
-def channel_block(config: Mapping[str, Any], *, is_padded: bool) -> int:
+def channel_block(config: Mapping[str, Any], num_ranks: int, *, is_padded: bool) -> int:
     """Return what the number of MLP channels of every layer and rank is filled up to a multiple of; 1: nothing is.
 
     config: the checkpoint's, as plain data. Its `ddp_pad_channels_to` (`--hf-overrides`) goes before our own choice.
@@ -29,7 +29,7 @@ def channel_block(config: Mapping[str, Any], *, is_padded: bool) -> int:
     """
     block = config.get("ddp_pad_channels_to")
     if block is None:
-        block = CHANNEL_BLOCK if config["intermediate_size"] >= MIN_BLOCKS * CHANNEL_BLOCK else 1
+        block = CHANNEL_BLOCK if config["intermediate_size"] >= MIN_BLOCKS * CHANNEL_BLOCK * num_ranks else 1
     elif type(block) is not int or block < 1:
         raise SettingError(f"ddp_pad_channels_to is {block!r}; it must be a positive integer, 1 for no padding")
     return block if is_padded else 1

@@ -4,6 +4,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_prune.source import Source
 from ddp_prune.summary import dense_expert_size, footprint, routing_notes, totals
+from ddp_prune.tokens import sources_of
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.remote_code.widths import tensor_parallel_sizes
 
@@ -87,7 +88,7 @@ def _quality(checkpoint: Checkpoint) -> str:
     where = ""
     if "applied_to" in checkpoint.provenance:
         where = f" Measured on {recipe.get('model', 'another model')}, where the masks were learned."
-    names = [name.rsplit("/", 1)[-1] for name in recipe.get("data", "unknown origin").split(",")]
+    names = [name.rsplit("/", 1)[-1] for name in sources_of(recipe.get("data", "unknown origin"))]
     return (
         f"Perplexity on held-out text of {', '.join(dict.fromkeys(names))} "
         f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}.{where}"

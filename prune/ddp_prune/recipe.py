@@ -42,7 +42,7 @@ class Recipe:
     """Tokens attended to, on which `flops` depend."""
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
     """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file. Several,
-    separated by commas, take turns; one that is named twice has two of them."""
+    separated by commas, take turns, an excerpt of about `seq_len` tokens each; one that is named twice has two."""
     steps: int = 1000
     """Optimizer steps in all: search and polish."""
     batch_size: int = 16

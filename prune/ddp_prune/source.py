@@ -156,10 +156,14 @@ def prepare_transformers(source: Source) -> None:
 
 
 def load_model(source: Source, dtype: str) -> Any:
-    """Load the stock transformers model, frozen, in eval mode."""
+    """Load the stock transformers model, frozen, in eval mode.
+
+    transformers' fused attention leaves out the cap on scores that Gemma-2 was trained with and vLLM applies.
+    """
     from transformers import AutoModelForCausalLM
 
     prepare_transformers(source)
-    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)
+    options = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, **options)
     model.requires_grad_(False)
     return model.eval()

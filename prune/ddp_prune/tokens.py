@@ -73,7 +73,7 @@ def load_blocks(
         excerpts = read_excerpts(data, tokenizer, seed, size=EXCERPT * seq_len, few=4 * heldout_blocks)
         heldout, last = np.empty(0, np.int32), 0
         while len(heldout) < heldout_blocks * seq_len and (numbered := next(excerpts, None)):
-            last, text = numbered
+            last, text = max(last, numbered[0]), numbered[1]
             heldout = np.concatenate([heldout, _pack([text], tokenizer, heldout_blocks * seq_len - len(heldout))])
         train = _pack((text for number, text in excerpts if number > last), tokenizer, train_blocks * seq_len)
         found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * seq_len
@@ -91,7 +91,7 @@ def load_blocks(
 def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -> Iterator[tuple[int, str]]:
     """Yield the number of a document and an excerpt of it.
 
-    `data` names sources, separated by commas: hub datasets or files. They take turns, one excerpt each; one that is
+    `data` names sources, separated by commas: hub datasets or files. They take turns, an excerpt each; one that is
     named twice has two turns, and one that has no more leaves them to the others.
     A row is a document: its `text`, or its `conversations`/`messages` rendered with the tokenizer's chat template.
     Documents of a source are shuffled by `seed` (those of a streamed hub dataset among their neighbours) and take
@@ -103,24 +103,28 @@ def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) 
         name: _read_source(name, tokenizer, seed, size=size, few=math.ceil(few * len(own) / len(turns)))
         for name, own in places.items()
     }
+    found: set[str] = set()
     while excerpts:
         for name in turns:
             if name not in excerpts:
                 continue
             numbered = next(excerpts[name], None)
             if numbered is None:
+                if name not in found and len(places) > 1:  # one alone is too short, as `load_blocks` will say
+                    raise TextError(f"{name} holds no text; leave it out, or give another file")
                 del excerpts[name]
                 continue
+            found.add(name)
             round_, turn = divmod(numbered[0], len(places[name]))  # of the document's first excerpt
             yield round_ * len(turns) + places[name][turn], numbered[1]
 
 
 def sources_of(data: str) -> list[str]:
     """Return the names in a comma-separated list; a file's own name may hold commas. Raises: TextError."""
-    names = [data] if Path(data).exists() else [name.strip() for name in data.split(",")]
+    names = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
     if not all(names):
         raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
-    return names
+    return [os.path.normpath(name) if os.path.exists(name) else name for name in names]
 
 
 def _read_source(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -> Iterator[tuple[int, str]]:
@@ -260,7 +264,10 @@ def _key(data: str, tokenizer: Any, *sizes: int) -> str:
     """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, the sizes."""
     settings = [EXCERPT, NEIGHBOURS, sizes, tokenizer.eos_token_id, tokenizer.chat_template]
     digest = hashlib.sha256(json.dumps(settings).encode())
-    for name in sources_of(data):
+    names = sources_of(data)
+    if len(names) > 1:
+        digest.update(json.dumps([Path(name).name for name in names]).encode())
+    for name in names:
         path = Path(name)
         if path.is_file():
             with open(path, "rb") as file:

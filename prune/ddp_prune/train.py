@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +32,8 @@ def train(
     seconds). Raises: TrainingError if the loss is not a number; the last saved masks stay in the run's folder.
     """
     batches = Batches(blocks, recipe, accelerator)
+    model: Any = gated.model
+    stock_attention = model.config._attn_implementation
     fit_activations(gated, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
     gradual = recipe.controller == "gradual"
     trainer = (Trainer if gradual else AnnealedTrainer)(gated, batches, recipe, accelerator)
@@ -54,6 +57,7 @@ def train(
             run.save(step + 1, trainer.state(), trainer.rounding)
         accelerator.log(metrics, step=step + 1)
         report(metrics)
+    model.set_attn_implementation(stock_attention)  # what is judged is judged as the dense model was
     return trainer.learned()
 
 

@@ -81,6 +81,7 @@ def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.T
     """Serve every checkpoint, the good and the broken, one after the other; importing vLLM takes longest."""
     jobs = {name: job(folder) for name, (folder, _) in models.items()}
     jobs["in blocks"] = job(models["ragged"][0], hf_overrides={"ddp_pad_channels_to": 16})
+    jobs["fused in blocks"] = job(models["phi3"][0], hf_overrides={"ddp_pad_channels_to": 16})
     jobs["no block"] = job(models["ragged"][0], hf_overrides={"ddp_pad_channels_to": 0})
     root = tmp_path_factory.mktemp("broken")
     for name, (break_it, _) in BROKEN.items():
@@ -100,6 +101,7 @@ def test_served_model_computes_what_transformers_computes(
 def test_channels_in_whole_blocks_change_nothing(one_process: dict[str, Any], models: dict[str, Any]) -> None:
     """Biases of the added channels too are zero, and removed blocks stay removed."""
     assert_same(one_process["in blocks"], models["ragged"][1])
+    assert_same(one_process["fused in blocks"], models["phi3"][1])
     kept = [layer["intermediate_size"] for layer in RAGGED_LAYERS if layer["intermediate_size"]]
     assert one_process["ragged"]["mlp_widths"] == kept == [17, 64, 1, 33]
     assert one_process["in blocks"]["mlp_widths"] == [32, 64, 16, 48]
@@ -118,7 +120,8 @@ def test_contradictions_stop_the_start_and_name_the_place(name: str, one_process
 
 def test_compiled(serve: Serve, models: dict[str, Any]) -> None:
     folder, reference = models["ragged"]
-    (result,) = serve([job(folder, enforce_eager=False)], TORCH_COMPILE_DISABLE="0")
+    wide = {"ddp_pad_channels_to": 8}
+    (result,) = serve([job(folder, enforce_eager=False, hf_overrides=wide)], TORCH_COMPILE_DISABLE="0")
     assert_same(result, reference)
 
 

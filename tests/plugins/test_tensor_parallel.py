@@ -61,13 +61,17 @@ def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
     assert not padded[0, 3].any() and not padded[1, 1:].any()
 
 
-def test_padded_mlp_computes_the_same() -> None:
+@pytest.mark.parametrize(("num_ranks", "block", "expected"), [(4, 1, 8), (1, 16, 16), (2, 4, 8)])
+def test_padded_mlp_computes_the_same(num_ranks: int, block: int, expected: int) -> None:
     kept, x = widths(1, intermediate_size=5), torch.randn(7, HIDDEN_SIZE)
+    fitted = fit(kept, num_ranks, block)
     gate, bias, down = torch.randn(5, HIDDEN_SIZE), torch.randn(5), torch.randn(HIDDEN_SIZE, 5)
-    gate_padded = pad("layers.0.mlp.gate_proj.weight", gate, kept, fit(kept, 4), HEAD_DIM)
-    bias_padded = pad("layers.0.mlp.gate_proj.bias", bias, kept, fit(kept, 4), HEAD_DIM)
-    down_padded = pad("layers.0.mlp.down_proj.weight", down, kept, fit(kept, 4), HEAD_DIM)
-    assert gate_padded.shape == (8, HIDDEN_SIZE)
+    gate_padded = pad("layers.0.mlp.gate_proj.weight", gate, kept, fitted, HEAD_DIM)
+    bias_padded = pad("layers.0.mlp.gate_proj.bias", bias, kept, fitted, HEAD_DIM)
+    down_padded = pad("layers.0.mlp.down_proj.weight", down, kept, fitted, HEAD_DIM)
+    assert gate_padded.shape == (expected, HIDDEN_SIZE)
+    fused = pad("layers.0.mlp.gate_up_proj.weight", torch.cat([gate, 2 * gate]), kept, fitted, HEAD_DIM)
+    assert torch.equal(fused, torch.cat([gate_padded, 2 * gate_padded]))
     padded = (x @ gate_padded.T + bias_padded) @ down_padded.T
     torch.testing.assert_close(padded, (x @ gate.T + bias) @ down.T)
 
@@ -97,14 +101,16 @@ def test_every_rank_has_whole_blocks_of_channels(channels: int, num_ranks: int, 
 
 def test_which_block_channels_are_filled_up_to() -> None:
     """Ours where a model is large enough for it; the user's goes before; 1 where weights cannot be padded."""
-    assert channel_block({"intermediate_size": 1536}, is_padded=True) == 64
-    assert channel_block({"intermediate_size": 1536}, is_padded=False) == 1
-    assert channel_block({"intermediate_size": 512}, is_padded=True) == 1
-    assert channel_block({"intermediate_size": 512, "ddp_pad_channels_to": 16}, is_padded=True) == 16
-    assert channel_block({"intermediate_size": 1536, "ddp_pad_channels_to": 1}, is_padded=True) == 1
+    assert channel_block({"intermediate_size": 1536}, 1, is_padded=True) == 64
+    assert channel_block({"intermediate_size": 1536}, 1, is_padded=False) == 1
+    assert channel_block({"intermediate_size": 1536}, 2, is_padded=True) == 1  # a share of 768 is too small
+    assert channel_block({"intermediate_size": 11008}, 8, is_padded=True) == 64
+    assert channel_block({"intermediate_size": 512}, 1, is_padded=True) == 1
+    assert channel_block({"intermediate_size": 512, "ddp_pad_channels_to": 16}, 4, is_padded=True) == 16
+    assert channel_block({"intermediate_size": 1536, "ddp_pad_channels_to": 1}, 1, is_padded=True) == 1
     for block in (0, -8, 2.0, "64", True):
         with pytest.raises(SettingError, match="ddp_pad_channels_to"):
-            channel_block({"intermediate_size": 512, "ddp_pad_channels_to": block}, is_padded=True)
+            channel_block({"intermediate_size": 512, "ddp_pad_channels_to": block}, 1, is_padded=True)
 
 
 def test_a_size_that_cannot_be_padded_names_the_layer_and_the_sizes_that_work() -> None:

@@ -6,7 +6,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from ddp_prune import processes
 from ddp_prune.activations import EAGER_TOKENS, activation_bytes, checkpoint_layers, fit_activations, fit_attention
@@ -89,7 +97,6 @@ def test_what_is_kept_is_what_the_arithmetic_says(dtype: torch.dtype, attention:
 def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
     gated: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit_attention(gated.model, 64, torch.device("cpu"))
     layers, needed = gated.model.get_decoder().layers, 1000 * 64 * activation_bytes(gated, 64)
 
     def runs_again(setting: str, free: int) -> bool:
@@ -105,16 +112,27 @@ def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
 
 
 def test_short_sequences_on_a_cpu_write_attention_down_and_compute_the_same(gated: GatedModel) -> None:
-    fused = _gradients(gated)
-    for seq_len, device in ((EAGER_TOKENS + 1, "cpu"), (64, "cuda")):
+    def choose(seq_len: int, device: str) -> str:
         fit_attention(gated.model, seq_len, torch.device(device))
-        assert gated.model.config._attn_implementation == "sdpa"
-    fit_attention(gated.model, EAGER_TOKENS, torch.device("cpu"))
-    assert gated.model.config._attn_implementation == "eager"
+        return str(gated.model.config._attn_implementation)
+
+    gated.model.to(torch.bfloat16).to(torch.float32)  # rounded from now on
+    fused = _gradients(gated)
+    assert choose(EAGER_TOKENS, "cpu") == "sdpa"  # in float32 it is as fast
+    gated.model.to(torch.bfloat16)
+    assert choose(EAGER_TOKENS + 1, "cpu") == choose(64, "cuda") == "sdpa"
+    assert choose(EAGER_TOKENS, "cpu") == "eager"
+    gated.model.to(torch.float32)
     written = _gradients(gated)
     torch.testing.assert_close(written[2], fused[2], rtol=1e-4, atol=1e-5)
     for before, after in zip(fused[:2], written[:2], strict=True):
         torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-4)
+
+
+def test_keys_with_a_bias_stay_with_fused_attention() -> None:
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES)).to(torch.bfloat16)
+    fit_attention(model, 64, torch.device("cpu"))
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_run_learns_the_same(gated: GatedModel, tmp_path: Path) -> None:
@@ -128,6 +146,7 @@ def test_a_run_learns_the_same(gated: GatedModel, tmp_path: Path) -> None:
         return train(gated, TOKENS, recipe, Accelerator(cpu=True), RunState(tmp_path / setting, recipe), lambda _: None)
 
     plain, again = run("off"), run("on")
+    assert gated.model.config._attn_implementation == "sdpa"  # whatever learning chose
     for kind in gated.shapes:
         assert torch.equal(plain.gates[kind], again.gates[kind]) and torch.equal(plain.z[kind], again.z[kind])
         assert torch.equal(plain.saliency[kind], again.saliency[kind])

@@ -47,6 +47,20 @@ def test_loss_and_gradient_equal_plain_pytorch(eta: float, head: str, monkeypatc
     torch.testing.assert_close(gradient, student.grad, rtol=1e-4, atol=1e-6)  # the head works in float32
 
 
+@pytest.mark.parametrize("scale", [30.0, 300.0])
+def test_peaked_distributions_lose_no_digits(scale: float) -> None:
+    """Logits of hundreds, most probabilities 0 in float32; labels that the student is sure of, and others."""
+    student, teacher, weight, labels = _inputs()
+    exact_p, exact_t = (F.log_softmax(scale * (hidden @ weight.t()), -1) for hidden in (student.detach(), teacher))
+    labels[::2] = exact_p.argmax(-1)[::2]
+    single = [tensor.detach().float() for tensor in (student, teacher, scale * weight)]
+    _, cross_entropy, divergence = distilled_loss(single[0], single[1], OutputHead(weight=single[2]), labels, 2.0)
+    assert cross_entropy == pytest.approx(F.nll_loss(exact_p, labels).item(), rel=1e-4)
+    assert divergence == pytest.approx(
+        F.kl_div(exact_p, exact_t, log_target=True, reduction="batchmean").item(), rel=1e-4
+    )
+
+
 @pytest.mark.parametrize("family", ["granite", "gemma2", "gemma3_text", "llama"])
 def test_the_head_makes_the_logits_of_the_stock_model(family: str) -> None:
     model: Any = AutoModelForCausalLM.from_config(CASES[family]).eval()

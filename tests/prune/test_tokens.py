@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from ddp_prune import tokens
-from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer, read_excerpts
+from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer, read_excerpts, sources_of
 from ddp_vllm.errors import ModelError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
@@ -148,6 +148,34 @@ def test_what_is_held_out_of_any_source_is_not_learned_on(tokenizer: Any, tmp_pa
     )
     assert {document[0] for document in heldout} == {document[0] for document in learned} == set("abc")
     assert not heldout & learned
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_small_source_in_its_second_turn_gives_nothing_that_was_held_out(
+    seed: int, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Held-out text is still being read when it starts anew; its documents are long, those of the other one word."""
+    small = _write(tmp_path / "a.jsonl", [{"text": f"a{i}." * (40 if i < 3 else 1)} for i in range(24)])
+    large = _write(tmp_path / "b.jsonl", [{"text": f"b{i}."} for i in range(4000)])
+    blocks = _load(f"{small},{large}", tokenizer, heldout_blocks=12, seed=seed)
+    heldout, learned = (
+        set(re.findall(r"a\d+", tokenizer.decode(part.flatten()))) for part in (blocks.heldout, blocks.train)
+    )
+    assert heldout and not heldout & learned
+
+
+def test_a_source_without_text_is_named(tokenizer: Any, tmp_path: Path) -> None:
+    full, empty = _write(tmp_path / "a.jsonl", _long_rows("a", 90)), _write(tmp_path / "b.jsonl", [{"text": ""}] * 9)
+    with pytest.raises(TextError, match=r"b\.jsonl holds no text; "):
+        _load(f"{full},{empty}", tokenizer)
+
+
+def test_one_file_by_two_names_is_one_source(tokenizer: Any, tmp_path: Path) -> None:
+    file = _write(tmp_path / "a.jsonl", _long_rows("a", 90))
+    same = tmp_path / "." / "x" / ".." / "a.jsonl"
+    (tmp_path / "x").mkdir()
+    assert sources_of(f"{file},{same}") == [str(file)] * 2
+    assert sources_of("owner/name:part,owner/name") == ["owner/name:part", "owner/name"]
 
 
 def test_the_cache_knows_every_source(tokenizer: Any, tmp_path: Path) -> None:
