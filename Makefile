@@ -4,6 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0+cpu
+# Two processes of one thread each: most of a test is start-up, which uses one. A file stays in one of them: its engine
+# starts once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
 
 .PHONY: install demo check test lint clean
 
@@ -26,10 +29,10 @@ lint: install
 
 # The fast loop: lint, types, tests without vLLM.
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not vllm and not gpu and not real_model"
+	$(PYTEST) -m "not vllm and not gpu and not real_model"
 
 test: lint
-	$(BIN)/pytest -q
+	$(PYTEST)
 
 clean:
 	rm -rf .venv demo-output .mypy_cache .pytest_cache .ruff_cache
