@@ -199,6 +199,7 @@ class DDPQwen3ForCausalLM(NonUniform, Qwen3ForCausalLM):
 
 class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
     config_class = DDPGemma2Config
+    _supports_sdpa = False  # it leaves out the cap on attention scores, which vLLM applies
 
 
 class DDPGemma3ForCausalLM(NonUniform, Gemma3ForCausalLM):
