@@ -189,7 +189,7 @@ class NonUniform:
         self.block = channel_block(
             vars(config),
             get_tensor_model_parallel_world_size(),
-            is_padded=not self.is_quantised and vllm_config.lora_config is None,
+            can_pad=not self.is_quantised and vllm_config.lora_config is None,
         )
         config.ddp_pad_channels_to = self.block  # what vLLM compiles is cached by the config, and shapes depend on this
         tell_padding(layers, self.block)

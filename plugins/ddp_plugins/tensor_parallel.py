@@ -20,11 +20,11 @@ CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once; on a 
 MIN_BLOCKS = 16  # of a rank's share of the dense width; in a smaller model the zeros would weigh
 
 
-def channel_block(config: Mapping[str, Any], num_ranks: int, *, is_padded: bool) -> int:
+def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool) -> int:
     """Return what the number of MLP channels of every layer and rank is filled up to a multiple of; 1: nothing is.
 
     config: the checkpoint's, as plain data. Its `ddp_pad_channels_to` (`--hf-overrides`) goes before our own choice.
-    is_padded: weights can be; quantised ones, and those that adapters are added to, cannot.
+    can_pad: the weights may grow; quantised ones, and those that adapters are added to, may not.
     Raises: SettingError for a block that is no positive integer.
     """
     block = config.get("ddp_pad_channels_to")
@@ -32,7 +32,7 @@ def channel_block(config: Mapping[str, Any], num_ranks: int, *, is_padded: bool)
         block = CHANNEL_BLOCK if config["intermediate_size"] >= MIN_BLOCKS * CHANNEL_BLOCK * num_ranks else 1
     elif type(block) is not int or block < 1:
         raise SettingError(f"ddp_pad_channels_to is {block!r}; it must be a positive integer, 1 for no padding")
-    return block if is_padded else 1
+    return block if can_pad else 1
 
 
 @dataclass(frozen=True, kw_only=True)
