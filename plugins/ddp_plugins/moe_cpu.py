@@ -153,11 +153,11 @@ def _run_buckets(
     tensors = (terms_PH[starts[0] :], x_PH[starts[0] :], weights_P[starts[0] :, None], ids_P[:, None])
     parts = [tensor.split(sizes) for tensor in tensors]  # all at once: between the calls the cache is cold
     calls = [
-        (terms, x, *_bucket_weights(bucket, w13, w2, x_PH.shape[1]), None, None, weights, ids)
+        (terms, x, *_bucket_weights(bucket, w13, w2, x_PH.shape[1]), weights, ids)
         for bucket, terms, x, weights, ids in zip(active, *parts, strict=True)
     ]
     for call in calls:
-        _operators().cpu_fused_moe(*call, "silu", isa)
+        _run_vllm(*call, isa)
 
 
 def _run_one_token(
@@ -176,8 +176,21 @@ def _run_one_token(
     parts = (sums_BH.split(1), weights_P[None, starts[0] :].split(sizes, 1), ids_P[None].split(sizes, 1))
     for bucket, sum_1H, weights, ids in zip(active, *parts, strict=False):  # without a bucket, split gives one empty
         packed = _bucket_weights(bucket, w13, w2, x_1H.shape[1])
-        _operators().cpu_fused_moe(sum_1H, x_1H, *packed, None, None, weights, ids, "silu", isa)
+        _run_vllm(sum_1H, x_1H, *packed, weights, ids, isa)
     return sums_BH.sum(0, keepdim=True)
+
+
+def _run_vllm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    isa: str,
+) -> None:
+    """Fill `out` with what experts of one width make of `x`, without biases; vLLM 0.27 wraps the operator otherwise."""
+    torch.ops._C.cpu_fused_moe(out, x, w13, w2, None, None, weights, ids, False, "silu", isa)
 
 
 def _active_buckets(

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from tiny_models import NUM_NEW_TOKENS, PROMPTS, edit_config, edit_weights
 from ddp_benchmarks.engine import Server
 
 pytestmark = pytest.mark.vllm
+VLLM = find_spec("vllm")  # not imported in this process
+ROUTERS = "model_executor/layers/fused_moe/router"
+HAS_CPU_ROUTER = VLLM is not None and (Path(str(VLLM.origin)).parent / ROUTERS / "cpu_router.py").exists()
+served = pytest.mark.skipif(not HAS_CPU_ROUTER, reason="this vLLM runs no experts but its own on a CPU")
 
 
 @pytest.fixture(scope="session")
@@ -87,6 +92,7 @@ def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.T
     return dict(zip(jobs, serve(list(jobs.values())), strict=True))
 
 
+@served
 @pytest.mark.parametrize("family", FAMILIES)
 def test_served_model_computes_what_transformers_computes(
     family: str, one_process: dict[str, Any], models: dict[str, Any]
@@ -94,6 +100,7 @@ def test_served_model_computes_what_transformers_computes(
     assert_same(one_process[family], models[family][1])
 
 
+@served
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_work_stops_the_start_and_names_the_place(name: str, one_process: dict[str, Any]) -> None:
     assert re.search(BROKEN[name][2], one_process[name]["error"]), one_process[name]
@@ -121,11 +128,13 @@ def other_ways(serve: Serve, models: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(WAYS, results, strict=True))
 
 
+@served
 @pytest.mark.parametrize("way", WAYS)
 def test_other_ways_compute_the_same(way: str, other_ways: dict[str, Any], models: dict[str, Any]) -> None:
     assert_same(other_ways[way], models["mixtral"][1])
 
 
+@served
 @pytest.mark.parametrize("way", ["one rank", *WAYS])
 def test_experts_are_loaded_as_kept_plus_their_alignment(
     way: str, one_process: dict[str, Any], other_ways: dict[str, Any], models: dict[str, Any]
@@ -137,6 +146,7 @@ def test_experts_are_loaded_as_kept_plus_their_alignment(
     assert sum(result["expert_bytes"]) == models["mixtral"][1]["expert_bytes"] + padding
 
 
+@served
 def test_over_http(models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, reference = models["olmoe"]
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -152,3 +162,10 @@ def test_over_http(models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.M
             )
             with urllib.request.urlopen(request) as response:
                 assert json.load(response)["choices"][0]["token_ids"] == expected["tokens"]
+
+
+@pytest.mark.skipif(HAS_CPU_ROUTER, reason="for vLLM 0.27, see benchmarks/vllm_versions.py")
+def test_an_older_vllm_on_a_cpu_is_refused(serve: Serve, tmp_path: Path) -> None:
+    make_expert_checkpoint(tmp_path, "mixtral")
+    (result,) = serve([job(tmp_path)])
+    assert re.search(r"vLLM \S+ runs routed experts of one width only on a CPU; install", result["error"]), result

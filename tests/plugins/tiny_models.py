@@ -102,4 +102,4 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
 def mlp_widths(model: Any) -> list[int]:
     """Return the channels of every MLP that vLLM built on this rank, without those of experts."""
     layers = [module for name, module in model.named_modules() if name.endswith("mlp.down_proj")]
-    return [layer.input_size_per_partition for layer in layers]
+    return [getattr(layer, "base_layer", layer).input_size_per_partition for layer in layers]  # LoRA wraps layers
