@@ -33,7 +33,7 @@ from ddp_prune.annealing import AnnealedTrainer
 from ddp_prune.baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.batches import Batches
 from ddp_prune.costs import dense_layers, prices
-from ddp_prune.export import layer_widths, read_masks
+from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import STRETCH_HIGH, STRETCH_LOW, GatedModel, Masks
 from ddp_prune.perplexity import perplexity
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--head-unit", default="auto", help="auto, kv-group or query-head")
     parser.add_argument("--methods", default="magnitude,taylor,fisher,fisher+scales,ddp")
     parser.add_argument("--set", action="append", default=[], help="name=value of the recipe, for learning methods")
-    parser.add_argument("--save", type=Path, help="Folder for the learned gates.")
+    parser.add_argument("--save", type=Path, help="Folder for masks files, which `ddp-vllm apply` takes.")
     arguments = parser.parse_args()
     source = open_source(arguments.model)
     tokenizer = load_tokenizer(arguments.model)
@@ -135,8 +135,10 @@ def main() -> None:
             rows.setdefault(method, []).append(row)
             print(f"seed {seed} {method:20s} {json.dumps(row)}", flush=True)
             if arguments.save and not method.endswith(MASKS_FILE):
-                arguments.save.mkdir(parents=True, exist_ok=True)
-                torch.save(gates, arguments.save / f"{method}-{arguments.sparsity}-{seed}.pt")
+                folder = arguments.save / f"{method}-{arguments.sparsity}-{seed}"
+                folder.mkdir(parents=True, exist_ok=True)
+                made_by = {"model": arguments.model, "method": method, "seed": seed}
+                write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=made_by)
     print(json.dumps(report(arguments, dense, rows)))
 
 

@@ -145,11 +145,7 @@ def export(
         for file in FILES:
             shutil.copyfile(file, folder / file.name)
         _write_weights(source, Slicer(gates, source, head_unit), folder)
-        tensors = {f"{kind}.gates": value for kind, value in gates.items()}
-        for name, values in (evidence or {}).items():
-            tensors |= {f"{kind}.{name}": value for kind, value in values.items()}
-        provenance = {"ddp_vllm": __version__, "head_unit": head_unit, **provenance}
-        save_file(tensors, folder / MASKS_FILE, {"ddp": json.dumps(provenance)})
+        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, evidence=evidence)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(model_card(read_checkpoint(folder), source, output.name), encoding="utf-8")
@@ -237,6 +233,22 @@ def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Te
                 cut = slicer.cut(name, file.get_tensor(name))
                 if cut is not None:
                     yield name, cut
+
+
+def write_masks(
+    gates: Masks,
+    path: Path,
+    *,
+    head_unit: str,
+    provenance: Mapping[str, Any],
+    evidence: Mapping[str, Masks] | None = None,
+) -> None:
+    """Write a masks file, which `read_masks` and `apply_masks` take; arguments as in `export`."""
+    tensors = {f"{kind}.gates": value for kind, value in gates.items()}
+    for name, values in (evidence or {}).items():
+        tensors |= {f"{kind}.{name}": value for kind, value in values.items()}
+    provenance = {"ddp_vllm": __version__, "head_unit": head_unit, **provenance}
+    save_file(tensors, path, {"ddp": json.dumps(provenance)})
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
