@@ -12,12 +12,14 @@ import sys
 import time
 from pathlib import Path
 
-from ddp_benchmarks.engine import Server
+from ddp_benchmarks.engine import CPU_DEFAULTS, Server
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.registry import fetch_conversations, fetch_model
 
 FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"
+OPTIONS = "--max-model-len 2048 --enforce-eager"
+SERVE = f"vllm serve {FOLDER / 'pruned'} --trust-remote-code {OPTIONS}"
 SPARSITY, STEPS, BATCH, LENGTH = 0.2, 80, 2, 256  # 41k tokens: enough to see it work; real runs learn on 30M
 
 
@@ -36,8 +38,8 @@ def main() -> None:
     else:
         command("inspect", pruned)
 
-    say(f"3/4  vllm serve {pruned} --trust-remote-code")
-    with Server(str(pruned), arguments=["--max-model-len", "2048", "--enforce-eager"]) as server:
+    say(f"3/4  {SERVE}")
+    with Server(str(pruned), arguments=OPTIONS.split()) as server:
         answer = server.complete(PROMPT, max_tokens=24)
     say(f"     asked over HTTP: {PROMPT!r}\n     answered:        {answer!r}")
 
@@ -72,7 +74,8 @@ def summary(pruned: Path, speed: Path) -> None:
     print(f"     weights: {dense / 1e6:.0f} MB dense, {size / 1e6:.0f} MB pruned")
     for verdict in json.loads(speed.read_text(encoding="utf-8")).get("verdicts", []):
         print(f"     throughput: {verdict['metrics']['requests_per_second']['sentence']}")
-    print(f"     folder: {pruned}, to serve again: vllm serve {pruned} --trust-remote-code")
+    variables = " ".join(f"{name}={value}" for name, value in CPU_DEFAULTS.items())
+    print(f"     to serve it again: . .venv/bin/activate; {variables} {SERVE}")
 
 
 if __name__ == "__main__":

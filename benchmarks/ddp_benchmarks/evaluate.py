@@ -38,7 +38,7 @@ class EvalSettings:
     backend: str = "hf"
     """`hf` (transformers) or `vllm`."""
     data: tuple[Path, ...] = ()
-    """Local files and folders; with any, nothing is taken from the hub."""
+    """Local files and folders; with any, no rows are taken from the hub."""
     limit: int | None = None
     """Evaluate only the first rows of each task; None: all."""
     batch_size: int = 8
@@ -127,7 +127,7 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
 def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     """Call `function` in a fresh process, so that its memory is gone before the next model is loaded.
 
-    Raises: the DdpError the function raised; ServingError if the process dies.
+    Raises: the DdpError or ModuleNotFoundError the function raised; ServingError if the process dies.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -147,7 +147,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
         process.terminate()
         end_group(process.pid or 0, lambda: process.exitcode)
         ours.close()
-    if isinstance(answer, DdpError):
+    if answer is not None:
         raise answer
 
 
@@ -156,7 +156,7 @@ def _call(connection: Connection, function: Callable[..., None], arguments: tupl
     try:
         function(*arguments)
         connection.send(None)
-    except DdpError as error:
+    except (DdpError, ModuleNotFoundError) as error:
         connection.send(error)
 
 

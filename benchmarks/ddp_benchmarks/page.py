@@ -106,9 +106,7 @@ def paper_table(paper: PaperModel, comparison: Comparison) -> Table:
     rows = []
     for row in paper.rows:
         ours = [
-            entry
-            for entry in comparison.entries
-            if (entry.sparsity or 0.0) == row.sparsity and (entry.facts.pruned or row.sparsity == 0)
+            entry for entry in comparison.entries if (entry.sparsity if entry.facts.pruned else 0.0) == row.sparsity
         ]
         matching = [entry for entry in ours if entry.accuracy and entry.accuracy[2] == paper.num_tasks]
         speed = f"{row.speedup:.2f}× ({row.gpu})" if row.speedup else "–"

@@ -118,13 +118,13 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
     for name in (*_REQUIRED, *(name for name in _OPTIONAL if config.get(name))):
         size = config.get(name)
         if type(size) is not int or size < 1:
-            raise WidthsError(f"config.json: {name} is {size!r}, not a positive integer; export the checkpoint again")
+            raise WidthsError(f"config.json: {name} is {size!r}, not a positive integer; run ddp-vllm apply again")
     entries, num_layers = config.get("ddp_layers"), config["num_hidden_layers"]
     if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise WidthsError("config.json: ddp_layers must be a list with one entry a layer; export the checkpoint again")
+        raise WidthsError("config.json: ddp_layers must be a list with one entry a layer; run ddp-vllm apply again")
     if len(entries) != num_layers:
         raise WidthsError(
-            f"config.json: ddp_layers has {len(entries)} entries for {num_layers} layers; export the checkpoint again"
+            f"config.json: ddp_layers has {len(entries)} entries for {num_layers} layers; run ddp-vllm apply again"
         )
     if count_experts(config):
         check_routing(config)
@@ -153,7 +153,7 @@ def check_routing(config: Mapping[str, Any]) -> None:
 def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidths:
     where = f"config.json: ddp_layers[{index}]"
     if not isinstance(entry, Mapping):
-        raise WidthsError(f"{where} is {entry!r}, not an object; export the checkpoint again")
+        raise WidthsError(f"{where} is {entry!r}, not an object; run ddp-vllm apply again")
     unknown = set(entry) - {"query_heads_per_kv_head", "intermediate_size", "expert_intermediate_sizes"}
     if unknown:
         raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; a newer ddp-vllm wrote it?")
@@ -173,7 +173,9 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
             entry["expert_intermediate_sizes"], name, 0, config.get("moe_intermediate_size") or dense_width
         )
         if len(experts) != count_experts(config):
-            raise WidthsError(f"{name} has {len(experts)} widths for {count_experts(config)} experts; export again")
+            raise WidthsError(
+                f"{name} has {len(experts)} widths for {count_experts(config)} experts; run ddp-vllm apply again"
+            )
     widths = LayerWidths(query_heads_per_kv_head=heads, intermediate_size=width, expert_intermediate_sizes=experts)
     if count_experts(config):
         _check_only_experts(where, widths, is_routed(config, index), num_heads, num_kv_heads, dense_width)
@@ -186,7 +188,7 @@ def _check_only_experts(
     """In a mixture of experts, all but the routed experts must be as in the dense model."""
     if routed != (widths.expert_intermediate_sizes is not None):
         has = "has routed experts, but no" if routed else "has no routed experts, but"
-        raise WidthsError(f"{where}: the layer {has} expert_intermediate_sizes; export the checkpoint again")
+        raise WidthsError(f"{where}: the layer {has} expert_intermediate_sizes; run ddp-vllm apply again")
     if widths.query_heads_per_kv_head != (num_heads // num_kv_heads,) * num_kv_heads:
         raise WidthsError(f"{where}: in a mixture of experts only the experts are pruned, attention must stay dense")
     if widths.intermediate_size != (0 if routed else dense_width):
@@ -198,15 +200,15 @@ def _check_only_experts(
 
 def _integer(value: Any, where: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise WidthsError(f"{where} is {value!r}, not an integer; export the checkpoint again")
+        raise WidthsError(f"{where} is {value!r}, not an integer; run ddp-vllm apply again")
     if not low <= value <= high:
-        raise WidthsError(f"{where} is {value}, outside {low}…{high} of the dense model; export the checkpoint again")
+        raise WidthsError(f"{where} is {value}, outside {low}…{high} of the dense model; run ddp-vllm apply again")
     return value
 
 
 def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise WidthsError(f"{where} is {values!r}, not a list of integers; export the checkpoint again")
+        raise WidthsError(f"{where} is {values!r}, not a list of integers; run ddp-vllm apply again")
     return tuple(_integer(value, f"{where}[{i}]", low, high) for i, value in enumerate(values))
 
 
@@ -259,7 +261,9 @@ def check_shapes(
         if expected is not None:
             axis, length = expected
             if length == 0:
-                raise WidthsError(f"tensor {name} belongs to a block that ddp_layers says is gone; export again")
+                raise WidthsError(
+                    f"tensor {name} belongs to a block that ddp_layers says is gone; run ddp-vllm apply again"
+                )
             if axis >= len(shape) or shape[axis] != length:
                 raise WidthsError(
                     f"tensor {name} has shape {list(shape)}, but ddp_layers asks for {length} along axis {axis}; "
@@ -286,7 +290,7 @@ def check_experts(names: Iterable[str], layers: Sequence[LayerWidths]) -> None:
             if width and missing:
                 raise WidthsError(
                     f"layer {index} lacks the tensor experts.{expert_id}.{missing[0]}.weight, though ddp_layers gives "
-                    f"that expert {width} channels; copy or export the folder again, whole"
+                    f"that expert {width} channels; copy the whole folder or run ddp-vllm apply again"
                 )
 
 

@@ -255,10 +255,12 @@ class NonUniform:
                     name = f"model.layers.{index}.{block}.{part}"
                     # quantised weights go by other names, such as weight_packed
                     if f"{name}.weight" not in names and not (self.is_quantised and name in modules):
-                        raise CheckpointError(f"tensor {name}.weight is missing; export or download the folder again")
+                        raise CheckpointError(
+                            f"tensor {name}.weight is missing; download it or run ddp-vllm apply again"
+                        )
                     has_bias = getattr(module, output if part == output else fused).bias is not None
                     if has_bias and f"{name}.bias" not in names:
-                        raise CheckpointError(f"tensor {name}.bias is missing; export or download the folder again")
+                        raise CheckpointError(f"tensor {name}.bias is missing; download it or run ddp-vllm apply again")
                     if not has_bias and f"{name}.bias" in names:  # vLLM would drop it without a word
                         raise CheckpointError(f"tensor {name}.bias has no place in vLLM's {type(module).__name__}")
 

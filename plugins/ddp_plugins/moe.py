@@ -101,7 +101,7 @@ class NonUniformExperts:
         loaded = super().load_weights(self._check_shapes(weights, names))  # type: ignore[misc]
         for name in self._needed_names():
             if name not in names:
-                raise CheckpointError(f"tensor {name} is missing; export or download the folder again")
+                raise CheckpointError(f"tensor {name} is missing; download it or run ddp-vllm apply again")
         return loaded
 
     def _check_shapes(

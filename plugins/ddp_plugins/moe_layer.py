@@ -81,7 +81,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         if list(loaded_weight.shape) != (expected[::-1] if axis else expected):
             raise CheckpointError(
                 f"{weight_name}: expert {expert_id} has a tensor of shape {list(loaded_weight.shape)}, but it has "
-                f"{expected[0]} channels and the model hidden size {expected[1]}; export the folder again"
+                f"{expected[0]} channels and the model hidden size {expected[1]}; run ddp-vllm apply again"
             )
         part = loaded_weight.narrow(axis, share.start, len(share))
         matrix = {"w1": "gate_wH", "w3": "up_wH", "w2": "down_Hw"}[shard_id]

@@ -82,7 +82,7 @@ def check_ranks(layers: Sequence[LayerWidths], num_ranks: int, config: Mapping[s
     raise SettingError(
         f"tensor_parallel_size={num_ranks} does not divide layer {padded} ({widths.num_kv_heads} KV heads for "
         f"{list(widths.query_heads_per_kv_head)} query heads, intermediate_size {widths.intermediate_size}), and "
-        f"{why} cannot be padded; use one of {tensor_parallel_sizes(layers, config)}, or export with a suitable --tp"
+        f"{why} cannot be padded; use one of {tensor_parallel_sizes(layers, config)}, or prune with a suitable --tp"
     )
 
 

@@ -31,7 +31,7 @@ from ddp_vllm.errors import SettingError
 @click.option(
     "--data",
     help="Hub dataset (name or name:configuration) or a .txt/.jsonl/.json/.parquet file; several, separated by commas, "
-    "take turns.",
+    "take turns. [default: HuggingFaceFW/fineweb-edu:sample-10BT]",
 )
 @click.option("--steps", type=int, help="Optimizer steps in all. [default: 1000]")
 @click.option("--batch-size", type=int, help="Sequences a step. [default: 16]")

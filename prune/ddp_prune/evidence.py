@@ -63,7 +63,9 @@ def gather(checkpoint: Checkpoint) -> Evidence:
         "experts": [list(row) for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes) is not None],
     }
     if any((gates[kind] > 0).sum(-1).tolist() != widths for kind, widths in kept.items() if kind in gates):
-        raise CheckpointError(f"{folder}: {MASKS_FILE} and config.json are of different checkpoints; export it again")
+        raise CheckpointError(
+            f"{folder}: {MASKS_FILE} and config.json are of different checkpoints; run ddp-vllm apply again"
+        )
     return Evidence(checkpoint=checkpoint, gates=gates, searched=searched, metrics=metrics)
 
 

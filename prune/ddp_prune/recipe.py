@@ -1,7 +1,8 @@
 """Every setting of a pruning run, checked once and passed whole.
 
-Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details"); what the paper leaves open
-says so. A recipe is saved inside the run and inside the checkpoint, so a result can be made again.
+Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details") but for the search itself,
+`controller` and `polish`; what the paper leaves open says so. A recipe is saved inside the run and inside the
+checkpoint, so a result can be made again.
 """
 
 import dataclasses
@@ -174,7 +175,9 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
             f"{path or 'the recipe'} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}"
         )
     if missing := {"model", "sparsity"} - set(values) - ({"sparsity"} if "target" in values else set()):
-        raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
+        name = min(missing)
+        instead = ", or a target such as --target-params 5.5B," if name == "sparsity" else ""
+        raise SettingError(f"{name} is missing; give it{instead} on the command line or in the recipe")
     if isinstance(values.get("target"), str):
         values["target"] = parse_amount(values["target"])
     return Recipe(**values)

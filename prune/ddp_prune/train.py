@@ -29,7 +29,8 @@ def train(
     """Learn the gates of a frozen model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
     `report` is called after every step with its metrics (losses in nats a token, sparsity a module type, tokens and
-    seconds). Raises: TrainingError if the loss is not a number; the last saved masks stay in the run's folder.
+    seconds). Raises: TrainingError if the loss is not a number or memory runs out; the last saved masks stay in the
+    run's folder.
     """
     batches = Batches(blocks, recipe, accelerator)
     model: Any = gated.model
@@ -47,9 +48,9 @@ def train(
         began = time.perf_counter()
         try:
             metrics = trainer.step(step)
-        except TrainingError as error:
+        except (TrainingError, torch.OutOfMemoryError) as error:
             kept = f"the masks of the last save are in {run.folder}" if run.state.exists() else "nothing was saved yet"
-            raise TrainingError(f"{error}; {kept}; {_remedy(recipe, step)}") from None
+            raise TrainingError(f"{_reason(error, step)}; {kept}; {_remedy(error, recipe, step)}") from None
         seconds = time.perf_counter() - began
         metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
         run.log(metrics)
@@ -61,8 +62,14 @@ def train(
     return trainer.learned()
 
 
-def _remedy(recipe: Recipe, step: int) -> str:
-    """Say what to try when a loss was not a number."""
+def _reason(error: Exception, step: int) -> str:
+    return str(error) if isinstance(error, TrainingError) else f"a device ran out of memory at step {step + 1}"
+
+
+def _remedy(error: Exception, recipe: Recipe, step: int) -> str:
+    """Say what to try."""
+    if not isinstance(error, TrainingError):
+        return 'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
     if recipe.controller != "gradual" and step < recipe.search_steps:
         return "try a lower learning_rate"
     return "check the weights" if recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'

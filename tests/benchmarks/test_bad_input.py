@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port
@@ -17,6 +18,7 @@ from ddp_benchmarks.models import check_vocabularies, describe_model
 from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.results import check_file, read_results
 from ddp_benchmarks.sharegpt import Load, Settings, _schedule
+from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +91,21 @@ def test_models_that_are_none(model: str) -> None:
 def test_settings_out_of_range(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(SettingError, match=reason):
         Settings(**{"dense": "a", "pruned": ("b",), **changes}).check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--request-rate", "4"], "--request-rate does nothing without --mode serve"),
+        (["--goodput", "ttft:500"], "--goodput does nothing without --mode serve"),
+        (["--mode", "serve", "--max-concurrency", "inf"], "--max-concurrency 'inf' is no list of whole numbers"),
+        (["--mode", "serve", "--max-concurrency", "none,2.5"], "--max-concurrency '2.5' is no list of whole numbers"),
+    ],
+)
+def test_options_that_say_nothing(arguments: list[str], reason: str, tmp_path: Path) -> None:
+    command = ["bench", "sharegpt", "--dense", "a", "--pruned", "b", "-o", str(tmp_path / "out.json"), *arguments]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2 and reason in result.output, result.output
 
 
 def test_every_round_starts_with_the_next_model() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_benchmarks.evaluate import mean_difference
+from ddp_benchmarks.evaluate import mean_difference, run_alone
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "eval"]
@@ -60,6 +60,16 @@ def test_the_difference_of_means_is_that_of_pairs() -> None:
     assert half_width == pytest.approx(1.96 * sum(errors) ** 0.5 / 2)
     assert mean_difference(pruned, {"ddp_vllm": {"answers": {"a": first}}}) is None
     assert mean_difference(pruned, {"ddp_vllm": {}}) is None
+
+
+def use_a_missing_package() -> None:
+    import package_that_is_missing  # noqa: F401
+
+
+def test_a_missing_package_is_named_by_the_process_that_wanted_it() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        run_alone(use_a_missing_package)
+    assert caught.value.name == "package_that_is_missing"  # `ddp_vllm.cli` makes its remedy of that
 
 
 @pytest.mark.parametrize(

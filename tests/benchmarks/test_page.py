@@ -20,7 +20,9 @@ HIDDEN, HEAD_DIM, VOCAB = 8, 4, 16
 MACHINE = {"hardware": {"gpus": [], "cores": 2, "cpu": "a CPU"}, "versions": {"torch": "2.13"}}
 
 
-def write_model(folder: Path, *, widths: list[tuple[int, int]], origin: str | None) -> Path:
+def write_model(
+    folder: Path, *, widths: list[tuple[int, int]], origin: str | None, asked: dict[str, Any] | None = None
+) -> Path:
     """Write a tiny model, pruned to (KV heads, MLP channels) a layer; dense if there is no origin."""
     folder.mkdir()
     config: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -28,7 +30,7 @@ def write_model(folder: Path, *, widths: list[tuple[int, int]], origin: str | No
     if origin is not None:
         config["ddp_layers"] = [{"query_heads_per_kv_head": [2] * kv, "intermediate_size": mlp} for kv, mlp in widths]
         masks = {"z": np.zeros(1, np.float32)}
-        recipe = json.dumps({"recipe": {"model": origin, "sparsity": 0.5}})
+        recipe = json.dumps({"recipe": {"model": origin, **(asked or {"sparsity": 0.5})}})
         save_file(masks, folder / "ddp_masks.safetensors", {"ddp": recipe})
     tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
     for layer, (kv, mlp) in enumerate(widths):
@@ -178,10 +180,32 @@ def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
 def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:
     folder = write_model(tmp_path / "new", widths=[(1, 5), (1, 9)], origin=str(dense))
     comparison = collect([folder])
-    assert "new was not evaluated: ddp-vllm eval new" in comparison.notes
+    assert f"new was not evaluated: ddp-vllm eval {folder}" in comparison.notes
+    assert f"new was not measured: ddp-vllm bench sharegpt --dense {dense} --pruned {folder}" in comparison.notes
     page = write_html(comparison)
     assert "<svg" not in page  # one point is no picture
     assert "new was not measured" in page
+
+
+def test_a_dense_model_of_the_hub_is_found_where_eval_puts_it(
+    tmp_path: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`eval DIR --against org/base` writes the dense model's results to ./eval-org--base."""
+    monkeypatch.chdir(tmp_path)
+    results = json.loads((tmp_path / "base" / "eval" / "results.json").read_text())
+    results["ddp_vllm"]["model"] = {"model": "org/base", "name": "base"}
+    (tmp_path / "eval-org--base").mkdir()
+    (tmp_path / "eval-org--base" / "results.json").write_text(json.dumps(results))
+    comparison = collect([pruned], dense="org/base")
+    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("asked", [{"target": 1e6, "budget": "params"}, {"sparsity": 0.2, "budget": "params"}])
+def test_a_run_that_counted_no_units_removed_no_share_of_them(tmp_path: Path, asked: dict[str, Any]) -> None:
+    folder = write_model(tmp_path / "q", widths=[(1, 5), (1, 9)], origin="Qwen/Qwen3-4B", asked=asked)
+    comparison = collect([folder])
+    assert comparison.pruned[0].sparsity is None
+    assert "| units removed | – | – |" in write_markdown(comparison)
 
 
 def test_paper_stands_beside_its_own_models_only(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
         ('model = "m"\nsparsity = 0.2\nstpes = 3\n', ["'stpes'", "unknown", "steps"]),
         ("sparsity = \n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
-        ('model = "m"\n', ["sparsity is missing"]),
+        ('model = "m"\n', ["sparsity is missing", "--target-params"]),
         ('model = "m"\nsparsity = 2\n', ["sparsity is 2", "between 0 and 1"]),
     ],
 )
