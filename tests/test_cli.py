@@ -1,5 +1,6 @@
 """The command line: verbs load when used, errors are one line and a documented exit code."""
 
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -102,3 +103,13 @@ def test_options_of_prune_are_the_documented_ones() -> None:
         "--align", "--quant-friendly", "--tp", "--group", "--budget", "--target-params", "--target-flops",
         "--target-kv-bytes", "--controller", "--shard", "--recipe", "--tracker", "--overwrite",
     }  # fmt: skip
+
+
+def test_a_model_that_needs_another_package_says_so_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    result = CliRunner().invoke(main, ["fetch", "smollm2-135m"])
+    assert (result.exit_code, list(tmp_path.iterdir())) == (3, [])
+    assert result.stderr.endswith("needs one more package: pip install gguf\n")

@@ -77,16 +77,15 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     notes: list[str] = []
     entries = []
     for checkpoint, origin in zip(checkpoints, origins, strict=True):
-        quality = _best_evaluation(evals, checkpoint.folder.resolve().name)
-        speeds = tuple(_speeds(benches, checkpoint.folder.resolve().name))
-        name = checkpoint.folder.resolve().name
-        folder, parent = checkpoint.folder, origin or "MODEL"
+        folder, name = checkpoint.folder, checkpoint.folder.resolve().name
+        quality = _best_evaluation(evals, name)
+        speeds = tuple(_speeds(benches, name))
         notes += [f"{name} was not evaluated: ddp-vllm eval {folder}"] if quality is None else []
-        command = f"ddp-vllm bench sharegpt --dense {parent} --pruned {folder}"
+        command = f"ddp-vllm bench sharegpt --dense {origin or dense or 'MODEL'} --pruned {folder}"
         notes += [f"{name} was not measured: {command}"] if not speeds else []
         entries.append(
             Entry(
-                facts=describe_model(str(checkpoint.folder)),
+                facts=describe_model(str(folder)),
                 dense=origin,
                 sparsity=_units_removed(checkpoint.provenance.get("recipe", {})),
                 quality=quality,

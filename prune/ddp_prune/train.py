@@ -50,7 +50,7 @@ def train(
             metrics = trainer.step(step)
         except (TrainingError, torch.OutOfMemoryError) as error:
             kept = f"the masks of the last save are in {run.folder}" if run.state.exists() else "nothing was saved yet"
-            raise TrainingError(f"{_reason(error, step)}; {kept}; {_remedy(error, recipe, step)}") from None
+            raise TrainingError(f"{_reason(error, step)}; {kept}; {_remedy(error, recipe, step)}") from error
         seconds = time.perf_counter() - began
         metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
         run.log(metrics)
