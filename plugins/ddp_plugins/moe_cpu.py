@@ -8,6 +8,7 @@ Letters: T tokens, H hidden size, K experts a token, P = T·K (token, slot) pair
 `ExpertLayout.order`: experts lie widest first, so a bucket is a run of places.
 """
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BUCKET_ALIGNMENT = 32  # channels and hidden size, asked by cpu_fused_moe on every instruction set
+HUGE_PAGE = 1 << 21  # bytes
 CALL_BYTES = 500_000  # weights read in the time one more call costs: 25 µs at 20 GB/s, one core of an EPYC 9004
 
 
@@ -77,7 +80,7 @@ def finish_weights(
     isa = _instruction_set(w2.dtype)
     buckets = choose_buckets(tuple(widths), _call_rows(w2))
     num_rows = buckets[-1].row + buckets[-1].num_rows
-    new13, new2 = w13.new_empty(2 * num_rows * hidden_size), w2.new_empty(num_rows * hidden_size)
+    new13, new2 = _on_huge_pages(2 * num_rows * hidden_size, w13), _on_huge_pages(num_rows * hidden_size, w2)
     for bucket in buckets:
         experts = bucket.last - bucket.first
         gate_up = w13.new_zeros(experts, 2, bucket.width, hidden_size)
@@ -105,79 +108,101 @@ def ragged_moe(
     num_tokens, num_slots = topk_ids_TK.shape
     table = layout_3E.numpy()
     ids_P = topk_ids_TK.flatten().numpy()
-    places_P, order_P, starts = sort_pairs(table[0], ids_P, None if expert_map is None else expert_map.numpy())
-    weights_P = topk_weights_TK.flatten()[torch.from_numpy(order_P)]
-    if num_tokens == 1 and w13.ndim == 1:
-        return _run_one_token(x_TH, w13, w2, table[2], weights_P, places_P, starts)
+    places_P, order_P = sort_pairs(table[0], ids_P, None if expert_map is None else expert_map.numpy())
+    weights_P = torch.from_numpy(topk_weights_TK.flatten().numpy()[order_P])
+    bucketed = w13.ndim == 1
+    if bucketed and num_tokens == 1:
+        return _run_one_token(x_TH, _plan(x_TH, w13, w2, table[2]), weights_P, places_P)
     x_PH = x_TH[torch.from_numpy(order_P // num_slots)]
     terms_PH = torch.empty_like(x_PH)
-    if starts[0]:
-        terms_PH[: starts[0]] = 0  # pairs without an expert here
-    if w13.ndim == 1:
-        _run_buckets(terms_PH, x_PH, w13, w2, table[2], weights_P, places_P, starts)
+    terms_PH[: places_P.searchsorted(0)] = 0  # pairs without an expert here
+    if bucketed:
+        _run_buckets(terms_PH, x_PH, _plan(x_TH, w13, w2, table[2]), weights_P, places_P)
     else:
-        _run_loop(terms_PH, x_PH, w13, w2, table, weights_P, starts)
+        _run_loop(terms_PH, x_PH, w13, w2, table, weights_P, places_P)
     back_P = np.empty_like(order_P)
     back_P[order_P] = np.arange(len(order_P))
     # bfloat16 and float16 are summed in float32 here and rounded once
     return terms_PH[torch.from_numpy(back_P)].view(num_tokens, num_slots, x_TH.shape[1]).sum(1)
 
 
-def sort_pairs(places_E: Array, ids_P: Array, expert_map: Array | None) -> tuple[Array, Array, list[int]]:
+def sort_pairs(places_E: Array, ids_P: Array, expert_map: Array | None) -> tuple[Array, Array]:
     """Group the pairs by expert, in NumPy: torch's operators cost ten times as much on so few numbers.
 
     places_E: the place of each expert id, -1 for none.
-    Returns the place of each pair in sorted order; the pairs' numbers t·K + k in that order; and where the pairs of
-    each place start, with their end as the last entry. Pairs without an expert here come first.
+    Returns the place of each pair in sorted order, and the pairs' numbers t·K + k in that order. Pairs without an
+    expert here come first, with place -1.
     """
     if expert_map is not None:
         ids_P = np.where(ids_P >= 0, expert_map[ids_P], -1)
     places_P = np.where(ids_P >= 0, places_E[ids_P], np.int32(-1))
     order_P = places_P.argsort(kind="stable")
-    places_P = places_P[order_P]
-    return places_P, order_P, places_P.searchsorted(np.arange(len(places_E) + 1)).tolist()
+    return places_P[order_P], order_P
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What every call over the same finished weights needs; found at the first, since between calls caches are cold."""
+
+    bounds: Array
+    """First place of each bucket, and one past the last place of all."""
+    weights: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Each bucket's part of the finished weights."""
+    addresses: tuple[int, int]
+
+
+_PLANS = WeakTensorKeyDictionary()  # of finished w13
+
+
+def _plan(x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, widths_E: Array) -> _Plan:
+    addresses = (w13.data_ptr(), w2.data_ptr())
+    plan: _Plan | None = _PLANS.get(w13)
+    if plan is None or plan.addresses != addresses:  # someone may have given the parameters other storage
+        hidden_size = x_TH.shape[1]
+        buckets = choose_buckets(tuple(widths_E.tolist()), _call_rows(x_TH))
+        plan = _Plan(
+            bounds=np.array([bucket.first for bucket in buckets] + [buckets[-1].last], np.int32),
+            weights=tuple(_bucket_weights(bucket, w13.detach(), w2.detach(), hidden_size) for bucket in buckets),
+            addresses=addresses,
+        )
+        _PLANS[w13] = plan
+    return plan
 
 
 def _run_buckets(
-    terms_PH: torch.Tensor,
-    x_PH: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    widths_E: Array,
-    weights_P: torch.Tensor,
-    places_P: Array,
-    starts: list[int],
+    terms_PH: torch.Tensor, x_PH: torch.Tensor, plan: _Plan, weights_P: torch.Tensor, places_P: Array
 ) -> None:
     isa = _instruction_set(x_PH.dtype)
-    active, sizes, ids_P = _active_buckets(x_PH, widths_E, places_P, starts)
-    tensors = (terms_PH[starts[0] :], x_PH[starts[0] :], weights_P[starts[0] :, None], ids_P[:, None])
+    active, sizes, ids_P = _active_buckets(plan, places_P)
+    first = len(places_P) - len(ids_P)
+    tensors = (terms_PH[first:], x_PH[first:], weights_P[first:, None], ids_P[:, None])
     parts = [tensor.split(sizes) for tensor in tensors]  # all at once: between the calls the cache is cold
-    calls = [
-        (terms, x, *_bucket_weights(bucket, w13, w2, x_PH.shape[1]), weights, ids)
-        for bucket, terms, x, weights, ids in zip(active, *parts, strict=True)
-    ]
-    for call in calls:
-        _run_vllm(*call, isa)
+    for (w13, w2), terms, x, weights, ids in zip(active, *parts, strict=True):
+        _run_vllm(terms, x, w13, w2, weights, ids, isa)
 
 
-def _run_one_token(
-    x_1H: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    widths_E: Array,
-    weights_P: torch.Tensor,
-    places_P: Array,
-    starts: list[int],
-) -> torch.Tensor:
+def _run_one_token(x_1H: torch.Tensor, plan: _Plan, weights_P: torch.Tensor, places_P: Array) -> torch.Tensor:
     """Return `y_1H`: one token's experts of a bucket are one row for vLLM's kernel, so nothing is gathered."""
     isa = _instruction_set(x_1H.dtype)
-    active, sizes, ids_P = _active_buckets(x_1H, widths_E, places_P, starts)
+    active, sizes, ids_P = _active_buckets(plan, places_P)
     sums_BH = x_1H.new_empty(len(active), x_1H.shape[1])
-    parts = (sums_BH.split(1), weights_P[None, starts[0] :].split(sizes, 1), ids_P[None].split(sizes, 1))
-    for bucket, sum_1H, weights, ids in zip(active, *parts, strict=False):  # without a bucket, split gives one empty
-        packed = _bucket_weights(bucket, w13, w2, x_1H.shape[1])
-        _run_vllm(sum_1H, x_1H, *packed, weights, ids, isa)
+    weights_1P = weights_P[None, len(places_P) - len(ids_P) :]
+    parts = (sums_BH.split(1), weights_1P.split(sizes, 1), ids_P[None].split(sizes, 1))
+    for (w13, w2), sum_1H, weights, ids in zip(active, *parts, strict=False):  # of no bucket split gives one empty
+        _run_vllm(sum_1H, x_1H, w13, w2, weights, ids, isa)
     return sums_BH.sum(0, keepdim=True)
+
+
+def _active_buckets(
+    plan: _Plan, places_P: Array
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[int], torch.Tensor]:
+    """Return weights and number of pairs of each bucket that has any, and for those pairs the expert's number in it."""
+    starts = places_P.searchsorted(plan.bounds)
+    sizes = np.diff(starts)
+    active = sizes.nonzero()[0]
+    sizes = sizes[active]
+    ids_P = places_P[starts[0] :] - plan.bounds[active].repeat(sizes)
+    return [plan.weights[number] for number in active], sizes.tolist(), torch.from_numpy(ids_P)
 
 
 def _run_vllm(
@@ -193,17 +218,6 @@ def _run_vllm(
     torch.ops._C.cpu_fused_moe(out, x, w13, w2, None, None, weights, ids, False, "silu", isa)
 
 
-def _active_buckets(
-    x: torch.Tensor, widths_E: Array, places_P: Array, starts: list[int]
-) -> tuple[list[Bucket], list[int], torch.Tensor]:
-    """Return the buckets with pairs, how many each has, and for all those pairs the expert's number in its bucket."""
-    buckets = choose_buckets(tuple(widths_E.tolist()), _call_rows(x))
-    active = [bucket for bucket in buckets if starts[bucket.first] < starts[bucket.last]]
-    sizes = [starts[bucket.last] - starts[bucket.first] for bucket in active]
-    first_P = np.repeat(np.array([bucket.first for bucket in active], np.int32), sizes)
-    return active, sizes, torch.from_numpy(places_P[starts[0] :] - first_P)
-
-
 def _run_loop(
     terms_PH: torch.Tensor,
     x_PH: torch.Tensor,
@@ -211,9 +225,10 @@ def _run_loop(
     w2: torch.Tensor,
     table: Array,
     weights_P: torch.Tensor,
-    starts: list[int],
+    places_P: Array,
 ) -> None:
     _, offsets, widths = table.tolist()
+    starts = places_P.searchsorted(np.arange(len(widths) + 1)).tolist()
     for place, (offset, width) in enumerate(zip(offsets, widths, strict=True)):
         pairs, rows = slice(starts[place], starts[place + 1]), slice(offset, offset + width)
         if pairs.start < pairs.stop:
@@ -231,6 +246,22 @@ def _bucket_weights(
         w13.as_strided((experts, 2 * width, hidden_size), (2 * size, hidden_size, 1), 2 * start),
         w2.as_strided((experts, hidden_size, width), (size, width, 1), start),
     )
+
+
+def _on_huge_pages(size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return `size` numbers of unknown value, on pages of 2 MB where Linux gives them.
+
+    A token reads far more weights than the processor can remember pages of 4 kB for.
+    """
+    num_bytes = size * like.element_size()
+    if num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return like.new_empty(size)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        return like.new_empty(size)  # a kernel without them
+    return torch.frombuffer(memory, dtype=like.dtype)
 
 
 def _call_rows(like_PH: torch.Tensor) -> int:

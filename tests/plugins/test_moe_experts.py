@@ -108,16 +108,23 @@ def test_buckets_over_vllms_kernel() -> None:
 
 
 def check_buckets() -> None:
-    """Run every case through vLLM's `cpu_fused_moe`; print how many went that way."""
+    """Run every case through vLLM's `cpu_fused_moe`, a second time with other weights in the same parameters.
+
+    Prints how many went that way.
+    """
     bucketed = 0
     for call_rows in (0, 40):  # a bucket for each width, and some in common; so small experts would all be in one
         moe_cpu._call_rows = lambda _, rows=call_rows: rows
+        moe_cpu.HUGE_PAGE = 1 if call_rows else 1 << 30  # with and without
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for case in CASES.values():
                 problem = draw(case, dtype)
                 w13, w2 = problem.finished()
                 bucketed += w13.ndim == 1
+                rest = (problem.layout, problem.weights, problem.ids, problem.expert_map)
                 with poisoned():
-                    y = ragged_moe(problem.x, w13, w2, problem.layout, problem.weights, problem.ids, problem.expert_map)
+                    y = ragged_moe(problem.x, w13, w2, *rest)
                 problem.check(y)
+                w13.data, w2.data = torch.zeros_like(w13), torch.zeros_like(w2)
+                assert not ragged_moe(problem.x, w13, w2, *rest).any()  # nothing of the old weights is remembered
     print("BUCKETED", bucketed)
