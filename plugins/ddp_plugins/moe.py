@@ -62,9 +62,14 @@ def check_settings(vllm_config: VllmConfig) -> None:
         )
     if parallel.enable_eplb:
         raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
+    if parallel.data_parallel_size > 1:  # vLLM would gather all ranks' tokens before routing, but mask one rank's
+        raise SettingError(
+            f"data_parallel_size={parallel.data_parallel_size}: experts of different widths are not served data "
+            "parallel; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
+        )
     fields = vars(vllm_config.model_config.hf_config)
     check_expert_ranks(
-        parallel.tensor_parallel_size * parallel.data_parallel_size,  # vLLM splits experts over both
+        parallel.tensor_parallel_size,
         num_experts=count_experts(fields),
         dense_width=fields.get("moe_intermediate_size") or fields["intermediate_size"],
         is_expert_parallel=parallel.enable_expert_parallel,

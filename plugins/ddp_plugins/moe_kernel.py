@@ -171,7 +171,8 @@ def gate_up(
     up_start = num_rows.to(tl.int64) * H
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
         place, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
-        has_column = column < tl.load(width_ptr + place)
+        # told that widths are padded to 16, the compiler moves 16 bytes at a time where it masks with them
+        has_column = column < tl.multiple_of(tl.load(width_ptr + place), 16)
         pair = tl.load(order_ptr + slot, mask=has_row, other=0)
         depth = tl.arange(0, DEPTH)
         x_ptrs = x_ptr + (pair // num_slots).to(tl.int64)[:, None] * x_stride + depth[None, :]
@@ -213,7 +214,7 @@ def down(
     tiles, ends = _ends_of_tiles(count_ptr, (H + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
         place, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
-        width = tl.load(width_ptr + place)
+        width = tl.multiple_of(tl.load(width_ptr + place), 16)
         has_column = column < H
         depth = tl.arange(0, DEPTH)
         h_ptrs = hidden_ptr + slot.to(tl.int64)[:, None] * hidden_stride + depth[None, :]
@@ -276,7 +277,9 @@ def ragged_moe(
         return y_TH
     if not max_width:
         return y_TH.zero_()
-    tiles = tiles or choose_tiles(num_pairs, num_experts, x_TH.dtype)
+    # pairs of all ranks' experts are given
+    all_experts = num_experts if expert_map is None else len(expert_map)
+    tiles = tiles or choose_tiles(num_pairs, all_experts, x_TH.dtype)
     ids, weights = topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     place, offset, width = layout_3E
     mapping = place if expert_map is None else expert_map

@@ -103,15 +103,20 @@ def pad(name: str, tensor: torch.Tensor, widths: LayerWidths, fitted: FittedWidt
         taken += len(kept)
         shape = list(compact.shape)
         shape[axis] = length
-        places = torch.tensor(kept, device=tensor.device)
-        pieces.append(tensor.new_zeros(shape).index_copy(axis, places, compact).flatten(axis, axis + 1))
+        piece = tensor.new_zeros(shape)
+        places = slice(len(kept)) if isinstance(kept, range) else list(kept)  # a slice is copied several times as fast
+        piece.movedim(axis, 0)[places] = compact.movedim(axis, 0)
+        pieces.append(piece.flatten(axis, axis + 1))
     return torch.cat(pieces, axis)
 
 
 def _blocks(
     projection: str, widths: LayerWidths, fitted: FittedWidths, head_dim: int
 ) -> tuple[list[tuple[Sequence[int], int]], int]:
-    """Return, for each part of a projection, where its heads or channels go and among how many; and their size."""
+    """Return, for each part of a projection, where its heads or channels go and among how many; and their size.
+
+    A range starts at 0.
+    """
     group = fitted.query_heads_per_kv_head
     places = [kv * group + head for kv, count in enumerate(widths.query_heads_per_kv_head) for head in range(count)]
     query = (places, fitted.num_query_heads)

@@ -78,6 +78,7 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, mon
     multiply = "wgmma.mma_async" if tiles.pairs >= 64 else "mma.sync"
     assert compiled.asm["ptx"].count(multiply) >= 4, "the tensor cores are not used"
     assert compiled.asm["ptx"].count("cp.async.cg") >= tiles.stages, "weights are not read ahead"
+    assert not re.search(r"(ld|st)\.global\S*\.b16", compiled.asm["ptx"]), "two bytes at a time"
 
 
 @pytest.mark.gpu
