@@ -10,6 +10,7 @@ import torch
 from ddp_vllm.errors import ServingError
 
 CPU_ALIGNMENT = 32  # vLLM pads the intermediate size to it, and refuses other hidden sizes
+GPU_ALIGNMENT = 64  # for its sake: odd widths would be read two bytes at a time
 
 
 def build_vllm(
@@ -22,7 +23,7 @@ def build_vllm(
     """
     like = experts[0][0]
     on_cpu = like.device.type == "cpu"
-    step, hidden = (CPU_ALIGNMENT if on_cpu else 1), like.shape[1]
+    step, hidden = (CPU_ALIGNMENT if on_cpu else GPU_ALIGNMENT), like.shape[1]
     width = max(1, max(-(-len(gate) // step) for gate, _, _ in experts)) * step
     w13, w2 = like.new_zeros(len(experts), 2 * width, hidden), like.new_zeros(len(experts), hidden, width)
     for i, (gate, up, down) in enumerate(experts):

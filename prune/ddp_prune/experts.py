@@ -53,10 +53,15 @@ class _ScaleExperts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x_SC, mask_EC, experts_S, sizes_E = ctx.saved_tensors
         products = gradients[0].to(mask_EC.dtype) * x_SC  # summed in the masks' float32
-        sums = torch.segment_reduce(products, "sum", lengths=sizes_E, axis=0, initial=0.0)
+        sums = _sums(products, sizes_E)
         if ctx.squares_EC is not None:
-            ctx.squares_EC += torch.segment_reduce(products.square_(), "sum", lengths=sizes_E, axis=0, initial=0.0)
+            ctx.squares_EC += _sums(products.square_(), sizes_E)
         return gradients[0] * mask_EC.to(x_SC.dtype)[experts_S], sums, None, None, None
+
+
+def _sums(rows_SC: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each expert's rows, [E, C]; `unsafe` leaves out checks for which a GPU would stop."""
+    return torch.segment_reduce(rows_SC, "sum", lengths=sizes_E, axis=0, unsafe=True, initial=0.0)
 
 
 def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -68,10 +73,12 @@ def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weight
     gates: LayerGates = experts.ddp_gates()
     num_tokens, num_chosen = ids_TK.shape
     experts_S, order_S = ids_TK.flatten().sort(stable=True)
-    sizes_E = torch.bincount(experts_S, minlength=experts.num_experts)
+    # not bincount, which on a GPU waits for its largest number
+    ends_E = torch.searchsorted(experts_S, torch.arange(experts.num_experts, device=experts_S.device), right=True)
+    sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     if gates.counts is not None:
         gates.counts.add_(sizes_E)
-    ends_E = sizes_E.cumsum(0).to(torch.int32)
+    ends_E = ends_E.to(torch.int32)
     y = grouped_linear(x_TH[order_S // num_chosen], experts.gate_up_proj, ends_E)
     y = experts._apply_gate(y)
     if gates.mask is not None:
