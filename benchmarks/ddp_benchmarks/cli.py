@@ -184,7 +184,7 @@ def _numbers(option: str, text: str) -> list[float]:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Folder of the results. [default: MODEL/eval; eval-NAME for the hub]",
+    help="Folder of the results, those of --against in its against-NAME. [default: MODEL/eval; eval-NAME for the hub]",
 )
 def eval(model: str, tasks: str, against: str | None, output: Path | None, **options: Any) -> None:
     """Evaluate MODEL, a folder or a hub name, on the paper's tasks through lm-eval.
@@ -198,22 +198,27 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
     """
     from rich.console import Console
 
-    from ddp_benchmarks.evaluate import EvalSettings, default_output, evaluate
+    from ddp_benchmarks.evaluate import EvalSettings, against_output, default_output, evaluate
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.report import print_quality
+    from ddp_benchmarks.results import make_folder
     from ddp_benchmarks.tasks import choose_tasks
 
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
     if any(len(pair) != 2 for pair in pairs):
         raise SettingError("--model-args needs name=value pairs by commas, such as max_model_len=2048")
     names = choose_tasks(tasks)
+    settings = []
+    for each in filter(None, (against, model)):
+        chosen = output if output is None or each == model else against_output(each, output)
+        folder = chosen or default_output(each)
+        settings.append(EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options))
+        settings[-1].check()
+    for one in settings:
+        make_folder(one.output)
     console = Console(highlight=False)
-    found = []
     with terminable():
-        for each in filter(None, (against, model)):
-            folder = output if output and each == model else default_output(each)
-            settings = EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options)
-            found.append(evaluate(settings, say=lambda text: console.print(text, style="dim")))
+        found = [evaluate(one, say=lambda text: console.print(text, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
 
@@ -241,6 +246,8 @@ def compare(
     from ddp_benchmarks.results import check_file, write_text
 
     markdown = output.with_suffix(".md")
+    if markdown == output:
+        raise SettingError(f"{output} is where the Markdown goes; call the page {output.with_suffix('.html')}")
     for path in (output, markdown):
         check_file(path, overwrite=overwrite)
     comparison = collect(folders, results=results, dense=dense)

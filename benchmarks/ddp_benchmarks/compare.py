@@ -1,7 +1,8 @@
 """Gather what is known about pruned checkpoints: their sizes, their evaluations and their benchmarks.
 
-Results are found in a checkpoint's folder and its `eval` folder, or passed by name. Two evaluations are only compared
-if they read the same rows.
+Results are found in a checkpoint's folder and its `eval` folder, or passed by name. What lies in a checkpoint's folder
+is that checkpoint's; all else belongs to the model whose resolved folder or hub name it stores. Two evaluations are
+only compared if they read the same rows.
 """
 
 import json
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.evaluate import default_output, mean_accuracy, mean_difference, score
-from ddp_benchmarks.models import ModelFacts, describe_model
+from ddp_benchmarks.models import ModelFacts, describe_model, identify
 from ddp_benchmarks.results import FORMAT
 from ddp_benchmarks.tasks import TASKS
-from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import CheckpointError, TextError
+from ddp_benchmarks.verdict import judge
+from ddp_vllm.checkpoint import read_checkpoint, read_json
+from ddp_vllm.errors import CheckpointError, SettingError, TextError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,30 +64,41 @@ class Comparison:
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
     """Gather everything about the pruned checkpoints in `folders` and their dense model.
 
-    Raises: CheckpointError if a folder is no pruned checkpoint; TextError if a passed file is no results file.
+    Raises: CheckpointError if a folder is no pruned checkpoint; SettingError if they come from different models;
+        TextError if a passed file is no results file.
     """
     checkpoints = [read_checkpoint(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     origins = [str(checkpoint.provenance.get("recipe", {}).get("model", "")) or None for checkpoint in checkpoints]
+    parents = sorted({identify(origin) for origin in origins if origin})
+    if dense is None and len(parents) > 1:
+        raise SettingError(
+            f"the folders were pruned from different models ({', '.join(parents)}); compare those of one model, or "
+            "pass --dense if these are copies of one"
+        )
     dense = dense or next(filter(None, origins), None)
     nearby = [*folders, *([Path(dense) if Path(dense).is_dir() else default_output(dense)] if dense else [])]
-    files = [(path, _read(path, strict=True)) for path in results] + list(_nearby_results(nearby))
-    benches = [content for _, content in files if content.get("format") == FORMAT]
-    evals = [content for _, content in files if "ddp_vllm" in content]
+    passed = {path.resolve(): path for path in results}
+    found = {path.resolve(): path for path in _nearby_files(nearby) if path.resolve() not in passed}
+    contents = [_read(path, strict=True) for path in passed.values()]
+    contents += [_read(path, strict=False) for path in found.values()]
+    benches = [content for content in contents if content.get("format") == FORMAT]
+    evals = [content for content in contents if "ddp_vllm" in content]
     notes: list[str] = []
     entries = []
     for checkpoint, origin in zip(checkpoints, origins, strict=True):
-        folder, name = checkpoint.folder, checkpoint.folder.resolve().name
-        quality = _best_evaluation(evals, name)
-        speeds = tuple(_speeds(benches, name))
+        folder, facts = checkpoint.folder, describe_model(str(checkpoint.folder))
+        name = facts.name
+        quality = _best_evaluation(evals, facts)
+        speeds = tuple(_speeds(benches, facts))
         notes += [f"{name} was not evaluated: ddp-vllm eval {folder}"] if quality is None else []
         command = f"ddp-vllm bench sharegpt --dense {origin or dense or 'MODEL'} --pruned {folder}"
         notes += [f"{name} was not measured: {command}"] if not speeds else []
         entries.append(
             Entry(
-                facts=describe_model(str(folder)),
+                facts=facts,
                 dense=origin,
                 sparsity=_units_removed(checkpoint.provenance.get("recipe", {})),
                 quality=quality,
@@ -101,11 +114,10 @@ def _units_removed(recipe: Mapping[str, Any]) -> float | None:
     return (recipe.get("sparsity") or None) if counts_units else None
 
 
-def _nearby_results(folders: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _nearby_files(folders: Iterable[Path]) -> Iterator[Path]:
     for folder in folders:
-        for path in sorted([*folder.glob("*.json"), *(folder / "eval").glob("*.json")]):
-            if path.stat().st_size < 100 * 2**20 and (content := _read(path, strict=False)):
-                yield path, content
+        for pattern in ("*.json", "eval/*.json", "eval/against-*/*.json"):
+            yield from (path for path in sorted(folder.glob(pattern)) if path.stat().st_size < 100 * 2**20)
 
 
 def _read(path: Path, *, strict: bool) -> dict[str, Any]:
@@ -116,16 +128,56 @@ def _read(path: Path, *, strict: bool) -> dict[str, Any]:
         if strict:
             raise TextError(f"{path} cannot be read ({error}); pass a results file of bench or eval") from error
         return {}
-    if isinstance(content, dict) and (content.get("format") == FORMAT or "ddp_vllm" in content):
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        _identify_all(content["models"], path)
+        return content
+    if isinstance(content, dict) and "ddp_vllm" in content:
+        _identify_all([content["ddp_vllm"]["model"]], path)
         return content
     if strict:
         raise TextError(f"{path} is no results file of ddp-vllm bench or eval; run one of them first")
     return {}
 
 
-def _best_evaluation(evals: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
+def _identify_all(models: Sequence[dict[str, Any]], path: Path) -> None:
+    """Replace each `model` that results store by its resolved folder.
+
+    A checkpoint may have been renamed since, so what lies in its folder or `eval` folder is its own: of models that are
+    pruned as it is, or dense as it is, the only one.
+    """
+    for model in models:
+        if Path(model["model"]).is_absolute():  # older results also hold paths relative to an unknown folder
+            model["model"] = identify(model["model"])
+    parent = path.absolute().parent
+    home = parent.parent if parent.name == "eval" else parent
+    if (home / "config.json").is_file():
+        pruned = "ddp_layers" in read_json(home / "config.json")
+        alike = [model for model in models if model["pruned"] == pruned]
+        if len(alike) == 1:
+            alike[0]["model"] = identify(str(home))
+
+
+def _same(models: Iterable[Mapping[str, Any]], facts: ModelFacts) -> list[Mapping[str, Any]]:
+    return [model for model in models if model["pruned"] == facts.pruned and model["model"] == facts.model]
+
+
+def _namesakes(models: Iterable[Mapping[str, Any]], facts: ModelFacts) -> list[Mapping[str, Any]]:
+    """Return those of the same name in no known folder: of another machine, or relative; [] if there are several."""
+    found = []
+    for model in models:
+        name, folders = model["name"], (Path(model["model"]), Path(facts.model))
+        alike = facts.name in (name, Path(name).name) or name == Path(facts.name).name
+        here = all(folder.is_absolute() and folder.exists() for folder in folders)
+        if alike and not here and model["pruned"] == facts.pruned and model["model"] != facts.model:
+            found.append(model)
+    return found if len({model["model"] for model in found}) == 1 else []
+
+
+def _best_evaluation(evals: Sequence[Mapping[str, Any]], facts: ModelFacts) -> Mapping[str, Any] | None:
     """Return the evaluation of a model with the most tasks, the one of most rows and then the latest among equals."""
-    mine = [found for found in evals if Path(found["ddp_vllm"]["model"]["model"]).resolve().name == name]
+    models = [found["ddp_vllm"]["model"] for found in evals]
+    known = [*_same(models, facts), *_namesakes(models, facts)]
+    mine = [found for found, model in zip(evals, models, strict=True) if model in known]
     return max(mine, key=lambda found: (len(found["results"]), _num_rows(found), found.get("date") or 0), default=None)
 
 
@@ -133,12 +185,15 @@ def _num_rows(evaluation: Mapping[str, Any]) -> int:
     return sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
 
 
-def _speeds(benches: Iterable[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
+def _speeds(benches: Iterable[Mapping[str, Any]], facts: ModelFacts) -> Iterator[Mapping[str, Any]]:
     for bench in benches:
-        labels = [m["label"] for m in bench["models"][1:] if Path(m["model"]).resolve().name == name]
+        models = bench["models"][1:]
+        labels = [model["label"] for model in _same(models, facts) or _namesakes(models, facts)]
         for verdict in bench.get("verdicts", []):
             if verdict["label"] in labels:
-                yield {**verdict, "bench": bench}
+                ratios = verdict["metrics"]["requests_per_second"]["ratios"]
+                sentence = judge([1.0] * len(ratios), ratios).sentence  # older results hold one without the interval
+                yield {**verdict, "sentence": sentence, "bench": bench}
 
 
 def _dense_entry(
@@ -149,24 +204,29 @@ def _dense_entry(
     notes: list[str],
 ) -> Entry | None:
     """Return the dense model's entry, with the evaluation that read the same rows as the pruned ones'."""
-    facts = next((bench["models"][0] for bench in benches), None)
-    dense = dense or (facts["model"] if facts else None)
+    baselines = [bench["models"][0] for bench in benches]
+    dense = dense or next((model["model"] for model in baselines), None)
     if dense is None:
         return None
-    known = {key: facts[key] for key in ModelFacts.__dataclass_fields__} if facts else None
     local = (Path(dense) / "config.json").is_file()
-    reference = describe_model(dense) if local else ModelFacts(**known) if known else None
-    if reference is None:
-        reference = ModelFacts(model=dense, name=dense, pruned=False)
+    facts = describe_model(dense) if local else ModelFacts(model=identify(dense), name=dense, pruned=False)
+    known = [model for model in baselines if _same([model], facts) or _namesakes([model], facts)]
+    if facts.pruned:
+        raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
+    for entry in entries:
+        others = [model for model in (speed["bench"]["models"][0] for speed in entry.speeds) if model not in known]
+        notes += [f"{entry.facts.name} was measured against {model['model']}, not {dense}" for model in others[:1]]
     wanted = [rows_read(entry.quality) for entry in entries if entry.quality]
     same = [found for found in evals if not wanted or rows_read(found) == wanted[0]]
-    quality = _best_evaluation(same, Path(dense).resolve().name)
+    quality = _best_evaluation(same, facts)
     if quality is None:
         command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"
         notes.append(f"the dense model was not evaluated on the same rows: {command}")
     if any(rows != wanted[0] for rows in wanted[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")
-    return Entry(facts=reference, quality=quality)
+    if known and not local:
+        facts = ModelFacts(**{key: known[0][key] for key in ModelFacts.__dataclass_fields__})
+    return Entry(facts=facts, quality=quality)
 
 
 def rows_read(evaluation: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -208,11 +268,11 @@ def peak_memory(entry: Entry, comparison: Comparison) -> float | None:
 
     On the GPUs if there were some. Served and offline engines differ in processes, so only one benchmark is read.
     """
-    speed = entry.speed or next((other.speed for other in comparison.pruned if other.speed), None)
+    speeds = [entry.speed] if entry.facts.pruned else [other.speed for other in comparison.pruned]
+    speed = next(filter(None, speeds), None)
     if speed is None:
         return None
-    bench, name = speed["bench"], Path(entry.facts.model).resolve().name
-    models = bench["models"] if entry.facts.pruned else bench["models"][:1]
-    labels = [model["label"] for model in models if not entry.facts.pruned or Path(model["model"]).name == name]
-    engines = [run["engine"] for run in bench["runs"] if run["label"] in labels and run["load"] == speed["load"]]
+    bench = speed["bench"]
+    label = speed["label"] if entry.facts.pruned else bench["models"][0]["label"]
+    engines = [run["engine"] for run in bench["runs"] if (run["label"], run["load"]) == (label, speed["load"])]
     return max((taken.get("peak_device_bytes") or taken["peak_memory_bytes"] for taken in engines), default=None)

@@ -279,9 +279,9 @@ def _request(url: str, *, body: Mapping[str, Any] | None = None, timeout: float)
 
 
 def model_arguments(model: str) -> list[str]:
-    """Return the extra vLLM arguments a model needs: a pruned folder carries its own model code."""
+    """Return the extra vLLM arguments a model needs: a pruned folder carries our code; no other is trusted unasked."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return ["--trust-remote-code"] if "auto_map" in config else []
+    return ["--trust-remote-code"] if "ddp_layers" in config else []

@@ -26,6 +26,7 @@ from ddp_benchmarks.results import write_results
 from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 
+_SOFT_CAP = "attn_logit_softcapping"  # of Gemma-2's config
 _PER_TASK = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks")
 
 
@@ -50,7 +51,11 @@ class EvalSettings:
     output: Path = Path("eval")
 
     def check(self) -> None:
-        """Raises: SettingError naming the value and its range; ServingError if vLLM is asked for and missing."""
+        """Check all that can be checked before a model is loaded.
+
+        Raises: SettingError naming the value and its range; ServingError if vLLM is asked for and missing; ModelError;
+            TextError.
+        """
         if self.limit is not None and self.limit < 1:
             raise SettingError(f"--limit {self.limit} is below 1; leave it out to evaluate every row")
         for name, low in (("batch_size", 1), ("max_length", 16)):
@@ -58,11 +63,33 @@ class EvalSettings:
                 raise SettingError(f"--{name.replace('_', '-')} {getattr(self, name)} is below {low}")
         if self.backend == "vllm":
             vllm_command()
+        describe_model(self.model)
+        self.files()
+
+    def files(self) -> dict[str, Path]:
+        """Return the local file of each task; {} if rows come from the hub. Raises: TextError if one is missing."""
+        files = find_files(self.tasks, self.data)
+        if self.data and (missing := [name for name in self.tasks if name not in files]):
+            names = ", ".join(f"{TASKS[name].file}.jsonl" for name in missing)
+            places = ", ".join(map(str, self.data))
+            raise TextError(
+                f"no local file for {', '.join(missing)} ({names}) in {places}; add it, or choose other --tasks"
+            )
+        return files
 
 
 def default_output(model: str) -> Path:
     """Return where results go: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
-    return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{model.replace('/', '--')}")
+    return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{_folder_name(model)}")
+
+
+def against_output(model: str, output: Path) -> Path:
+    """Return where the results of the model to compare with go if those of the other are to go to `output`."""
+    return output / f"against-{_folder_name(model)}"
+
+
+def _folder_name(model: str) -> str:
+    return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "--")
 
 
 def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -72,13 +99,7 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
     Raises: ModelError, TextError, SettingError before the model is loaded; ServingError if vLLM fails.
     """
     settings.check()
-    facts = describe_model(settings.model)
-    files = find_files(settings.tasks, settings.data)
-    if settings.data and (missing := [name for name in settings.tasks if name not in files]):
-        raise TextError(
-            f"no local file for {', '.join(missing)} ({', '.join(TASKS[name].file + '.jsonl' for name in missing)}) in "
-            f"{', '.join(map(str, settings.data))}; add it, or choose other --tasks"
-        )
+    facts, files = describe_model(settings.model), settings.files()
     cached = {name: _cache_file(settings, name, files.get(name)) for name in settings.tasks}
     todo = [name for name, file in cached.items() if not file.exists()]
     if done := len(settings.tasks) - len(todo):
@@ -106,8 +127,9 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
     """Name a task's cache file by all that could change its result."""
     folder = local_folder(settings.model)
     weights = sorted(folder.glob("model*.safetensors")) if folder else []
+    config = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
     parts = [
-        settings.model if folder is None else (folder / "config.json").read_text(encoding="utf-8"),
+        config if folder else settings.model,
         [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
         [
             settings.backend,
@@ -119,6 +141,7 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
         ],
         file_sha256(data) if data else "hub",
         versions().get("lm-eval"),
+        *(["eager"] if settings.backend == "hf" and json.loads(config).get(_SOFT_CAP) else []),
     ]
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
     return settings.output / "tasks" / f"{name}-{digest}.json"
@@ -200,20 +223,25 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     """Return lm-eval's model object and the arguments it was made with. Raises: ModelError."""
     import torch
     from lm_eval.api.registry import get_model
+    from transformers import PretrainedConfig
 
     length = "max_length" if settings.backend == "hf" else "max_model_len"
     arguments: dict[str, Any] = {"pretrained": settings.model, "dtype": settings.dtype, length: settings.max_length}
-    arguments |= dict(settings.model_args)
-    arguments |= {"trust_remote_code": True} if model_arguments(settings.model) else {}
     common: dict[str, Any] = {"batch_size": settings.batch_size}
     if settings.backend == "hf":
         common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if settings.backend == "hf" and PretrainedConfig.get_config_dict(settings.model)[0].get(_SOFT_CAP):
+            arguments["attn_implementation"] = "eager"  # the others leave the cap out
+        arguments |= dict(settings.model_args)
+        arguments |= {"trust_remote_code": True} if model_arguments(settings.model) else {}
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
     except (OSError, ValueError, TypeError) as error:
+        own_code = "trust_remote_code" in str(error)
+        remedy = "if you trust it, pass --model-args trust_remote_code=True" if own_code else "try the other --backend"
         raise ModelError(
             f"{settings.model} cannot be loaded by lm-eval's {settings.backend} backend "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); try the other --backend"
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); {remedy}"
         ) from error
 
 
@@ -237,6 +265,8 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
 
     Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out.
+    The interval is a normal one of the spread between rows. A task of one row has no spread, and one whose rows all
+    changed alike shows none, which is no proof that there is none: with such a task the answer is None.
     """
     ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
     if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
@@ -244,8 +274,10 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     means, variances = [], []
     for name, rows in ours.items():
         differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
+        if len(differences) < 2 or (differences[0] and len(set(differences)) == 1):
+            return None
         means.append(fmean(differences))
-        variances.append(pvariance(differences) / max(1, len(differences) - 1))
+        variances.append(pvariance(differences) / (len(differences) - 1))
     return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
 
 

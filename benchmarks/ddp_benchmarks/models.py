@@ -22,8 +22,9 @@ class ModelFacts:
     """One model of a comparison; None where a model has never been on this machine."""
 
     model: str
-    """Folder or hub name, as the user gave it."""
+    """What tells it from every other model: its resolved folder, or its name on the hub."""
     name: str
+    """Last part of that folder, or the whole hub name."""
     pruned: bool
     parameters: int | None = None
     """Numbers on disk; tied embeddings count once."""
@@ -33,6 +34,11 @@ class ModelFacts:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def identify(model: str) -> str:
+    """Return the resolved folder of a model, or its name on the hub."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def describe_model(model: str) -> ModelFacts:
@@ -54,7 +60,7 @@ def describe_model(model: str) -> ModelFacts:
         kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers", 0))
         parameters = _num_parameters(folder)
     return ModelFacts(
-        model=model,
+        model=identify(model),
         name=name,
         pruned="ddp_layers" in config,
         parameters=parameters,

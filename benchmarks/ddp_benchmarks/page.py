@@ -13,6 +13,7 @@ from ddp_benchmarks.compare import Comparison, Entry, difference, peak_memory, r
 from ddp_benchmarks.evaluate import in_points, points
 from ddp_benchmarks.paper import PaperModel, paper_model
 from ddp_benchmarks.tasks import TASKS
+from ddp_benchmarks.verdict import with_interval
 
 _MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")
 _STYLE = """
@@ -295,7 +296,7 @@ def _column(entry: Entry) -> str:
 def _ratio(verdict: Any) -> str:
     if verdict["low"] is None:
         return f"{verdict['ratio']:.2f}× (one pair)"
-    return f"{verdict['ratio']:.2f}× [{verdict['low']:.2f}, {verdict['high']:.2f}]"
+    return with_interval(verdict["ratio"], verdict["low"], verdict["high"])
 
 
 def _mean(entry: Entry) -> str:

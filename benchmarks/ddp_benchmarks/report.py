@@ -171,6 +171,8 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
     console.print(table)
     if difference := mean_difference(results, dense) if dense else None:
         console.print(f"[bold]mean accuracy[/bold], same questions: [bold]{in_points(*difference)}[/bold]")
+    elif dense and results["ddp_vllm"]["answers"]:
+        console.print("[bold]mean accuracy[/bold], same questions: too few rows to say whether it differs")
 
 
 def _value(task: str, found: tuple[float, float | None] | None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def check_file(output: Path, *, overwrite: bool) -> None:
         raise OutputError(f"{output} is a folder; pass the name of a .json file")
     if output.exists() and not overwrite:
         raise OutputError(f"{output} exists; choose another --output or pass --overwrite")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder of results before any work. Raises: OutputError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written ({error}); choose another --output") from error
 
 
 def write_results(results: Mapping[str, Any], output: Path) -> None:

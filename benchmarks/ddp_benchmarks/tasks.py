@@ -4,6 +4,7 @@ A local task is four lines of YAML around lm-eval's own file: `include:` keeps i
 version, the other lines replace where the data come from. So the two can't drift apart.
 """
 
+import glob
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -178,7 +179,7 @@ def write_task(name: str, file: Path, folder: Path) -> Path:
         "task": name,
         "dataset_path": "json",
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {task.split: str(file.resolve())}},
+        "dataset_kwargs": {"data_files": {task.split: glob.escape(str(file.resolve()))}},  # it reads names as patterns
         **{f"{split}_split": split if split == task.split else None for split in ("training", "validation", "test")},
     }
     if name == "hellaswag" and "query" in row:  # rows that were prepared already, as lm-eval's process_docs would

@@ -39,16 +39,12 @@ class Verdict:
     """The 95 % interval; 0 and infinity when one pair is all there is."""
 
     @property
-    def half_width(self) -> float:
-        return (self.high - self.low) / 2
-
-    @property
     def sentence(self) -> str:
         """The verdict in words."""
         pairs = len(self.ratios)
         if pairs < 2:
             return f"{self.ratio:.2f}× in one pair, which says nothing about the spread; measure {ENOUGH_PAIRS} pairs"
-        value = f"{self.ratio:.2f}× ± {_digits(self.half_width)}"
+        value = with_interval(self.ratio, self.low, self.high)
         few = f" (only {pairs} pairs)" if pairs < ENOUGH_PAIRS else ""
         if self.low > 1:
             return f"{value} faster{few}"
@@ -89,6 +85,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "lowest": min(values), "highest": max(values)}
 
 
-def _digits(half_width: float) -> str:
-    """Two decimals, three where two would say zero."""
-    return f"{half_width:.2f}" if half_width >= 0.005 else f"{half_width:.3f}"
+def with_interval(ratio: float, low: float, high: float) -> str:
+    """Write a ratio with its interval in two decimals, in more where two would show a bound as 1 or both as one."""
+    for decimals in (2, 3, 4):
+        middle, lower, upper, one = (f"{value:.{decimals}f}" for value in (ratio, low, high, 1.0))
+        if len({lower, upper, one}) == 3:
+            break
+    return f"{middle}× [{lower}, {upper}]"

@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ddp_benchmarks.evaluate import mean_difference, run_alone
+from ddp_benchmarks import evaluate
+from ddp_benchmarks.evaluate import EvalSettings, _cache_file, mean_difference, run_alone
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "eval"]
@@ -60,6 +62,111 @@ def test_the_difference_of_means_is_that_of_pairs() -> None:
     assert half_width == pytest.approx(1.96 * sum(errors) ** 0.5 / 2)
     assert mean_difference(pruned, {"ddp_vllm": {"answers": {"a": first}}}) is None
     assert mean_difference(pruned, {"ddp_vllm": {}}) is None
+
+
+@pytest.mark.parametrize(
+    ("dense", "pruned", "known"),
+    [
+        ([1.0], [0.0], False),  # --limit 1
+        ([1.0], [1.0], False),
+        ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], False),
+        ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], False),
+        ([1.0, 1.0, 1.0], [0.0, 0.0, 1.0], True),
+        ([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], True),  # none changed: a model against itself
+    ],
+)
+def test_too_few_rows_give_no_interval(dense: list[float], pruned: list[float], known: bool) -> None:
+    many = [1.0, 0.0] * 50
+    results = [{"ddp_vllm": {"answers": {"a": many, "b": rows}}} for rows in (pruned, dense)]
+    assert (mean_difference(*results) is not None) == known
+
+
+def test_results_of_the_dense_model_go_beside_those_of_the_pruned(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+    """With --output nothing is written into either model's folder; `eval` over one row knows no interval."""
+    pytest.importorskip("lm_eval")
+    dense = shutil.copytree(tiny, tmp_path / "dense")
+    arguments = [str(tiny), "--against", str(dense), "--tasks", "piqa", "--data", str(piqa), "--limit", "1"]
+    output = run(*arguments, "-o", str(tmp_path / "out"), home=tmp_path / "hf")
+    assert output.returncode == 0, output.stderr[-2000:]
+    assert "too few rows to say whether it differs" in output.stdout
+    results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
+    assert results["ddp_vllm"]["model"]["model"] == str(dense)
+    assert len(list((tmp_path / "out").glob("results_*.json"))) == 1
+    assert not (dense / "eval").exists() and not (tiny / "eval").exists()
+
+
+def test_an_unwritable_output_is_refused_before_any_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    dense = shutil.copytree(tiny, tmp_path / "dense")
+    (dense / "eval").touch()
+    arguments = [str(tiny), "--against", str(dense), "--tasks", "piqa", "--data", str(piqa)]
+    for more, unwritable in (["-o", str(tmp_path / "file")], tmp_path / "file"), ([], dense / "eval"):
+        output = run(*arguments, *more, home=tmp_path / "hf")
+        assert (output.returncode, output.stderr.count("\n")) == (5, 1), output.stderr
+        assert str(unwritable) in output.stderr and "choose another --output" in output.stderr
+
+
+_LOAD = """
+import sys
+from ddp_benchmarks.evaluate import EvalSettings, _load_model
+for folder in sys.argv[1:]:
+    model, _ = _load_model(EvalSettings(model=folder, tasks=("piqa",), max_length=64))
+    print("RESULT", model.model.config._attn_implementation)
+"""
+
+
+def test_a_model_that_caps_attention_is_loaded_with_its_cap(tiny: Path, tmp_path: Path) -> None:
+    """transformers' sdpa leaves Gemma-2's cap out, so the dense model would be another one than the pruned."""
+    pytest.importorskip("lm_eval")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name, cap in (("capped", 50.0), ("plain", None)):
+        shutil.copytree(tiny, tmp_path / name)
+        config = transformers.Gemma2Config(
+            **sizes, num_key_value_heads=1, head_dim=8, vocab_size=300, attn_logit_softcapping=cap
+        )
+        transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / name)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    command = [sys.executable, "-c", _LOAD, str(tmp_path / "capped"), str(tmp_path / "plain")]
+    output = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert output.returncode == 0, output.stderr[-2000:]
+    assert [line for line in output.stdout.splitlines() if line.startswith("RESULT")] == ["RESULT eager", "RESULT sdpa"]
+
+
+def test_tasks_kept_from_before_the_cap_was_applied_are_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"attn_logit_softcapping": 50.0}')
+    settings = [
+        EvalSettings(model=str(tmp_path), tasks=("piqa",), backend=backend, output=tmp_path / "eval")
+        for backend in ("hf", "vllm")
+    ]
+    now = [_cache_file(each, "piqa", None) for each in settings]
+    monkeypatch.setattr(evaluate, "_SOFT_CAP", "of no model")  # as it was
+    before = [_cache_file(each, "piqa", None) for each in settings]
+    assert now[0] != before[0] and now[1] == before[1]
+
+
+def test_code_of_a_dense_folder_runs_only_if_asked(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    folder, ran = shutil.copytree(tiny, tmp_path / "own-code"), tmp_path / "ran"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"open({str(ran)!r}, 'w').close()\n"
+        "class C(LlamaConfig):\n    model_type = 'own'\n"
+        "class M(LlamaForCausalLM):\n    config_class = C\n"
+    )
+    arguments = [str(folder), "--tasks", "piqa", "--data", str(piqa), "-o", str(tmp_path / "out")]
+    output = run(*arguments, home=tmp_path / "hf")
+    assert output.returncode == 3 and "--model-args trust_remote_code=True" in output.stderr, output.stderr[-2000:]
+    assert not ran.exists()
+    output = run(*arguments, "--model-args", "trust_remote_code=True", home=tmp_path / "hf")
+    assert output.returncode == 0, output.stderr[-2000:]
+    assert ran.exists()
 
 
 def use_a_missing_package() -> None:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ddp_benchmarks.compare import collect, retained
+from ddp_benchmarks.models import describe_model
 from ddp_benchmarks.page import write_html, write_markdown
 from ddp_benchmarks.paper import paper_model
 from ddp_benchmarks.results import FORMAT, verdicts
@@ -24,7 +25,7 @@ def write_model(
     folder: Path, *, widths: list[tuple[int, int]], origin: str | None, asked: dict[str, Any] | None = None
 ) -> Path:
     """Write a tiny model, pruned to (KV heads, MLP channels) a layer; dense if there is no origin."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     config: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"num_hidden_layers": 2, "intermediate_size": 16, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
     if origin is not None:
@@ -57,7 +58,7 @@ def write_evaluation(
         "n-samples": {"piqa": {"original": 9, "effective": 9}},
         "date": 1.0,
         "ddp_vllm": {
-            "model": {"model": str(folder), "name": folder.name},
+            "model": describe_model(str(folder)).to_json(),
             "settings": {"limit": limit, "max_length": 2048, "backend": "hf"},
             "data": "hub",
             **MACHINE,
@@ -67,7 +68,7 @@ def write_evaluation(
         rows = [float(row < 100 * accuracy) for row in range(100)]
         results["ddp_vllm"]["answers"] = {"piqa": rows, "boolq": rows}
     path = folder / "eval" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(results))
     return path
 
@@ -80,9 +81,8 @@ def write_bench(path: Path, dense: Path, pruned: Path, speeds: list[tuple[float,
         for turn, pair in enumerate(speeds)
         for label, value in zip(("dense", pruned.name), pair, strict=True)
     ]
-    facts = {"pruned": False, "parameters": 1, "weight_bytes": 1, "kv_bytes_per_token": 1}
-    models = [{"label": "dense", "model": str(dense), "name": dense.name, **facts}]
-    models += [{"label": pruned.name, "model": str(pruned), "name": pruned.name, **facts}]
+    models = [{"label": "dense", **describe_model(str(dense)).to_json()}]
+    models += [{"label": pruned.name, **describe_model(str(pruned)).to_json()}]
     results: dict[str, Any] = {"format": FORMAT, "complete": True, "reason": None, "started": "2026", **MACHINE}
     results |= {"settings": {"mode": "offline", "pairs": len(speeds), "seed": 0}, "models": models, "runs": runs}
     results["sample"] = {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}
@@ -121,7 +121,7 @@ def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
     assert [entry.facts.kv_bytes_per_token for entry in comparison.entries] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
     assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
     for text in (write_html(comparison), write_markdown(comparison)):
-        assert "faster, offline" in text
+        assert "1.50× [1.45, 1.55] faster, offline" in text
         assert "75.0 % of the dense accuracy" in text
         assert "50.0 % less KV cache a token" in text
         assert "30.00" in text  # the perplexity
@@ -193,7 +193,7 @@ def test_a_dense_model_of_the_hub_is_found_where_eval_puts_it(
     """`eval DIR --against org/base` writes the dense model's results to ./eval-org--base."""
     monkeypatch.chdir(tmp_path)
     results = json.loads((tmp_path / "base" / "eval" / "results.json").read_text())
-    results["ddp_vllm"]["model"] = {"model": "org/base", "name": "base"}
+    results["ddp_vllm"]["model"] = {"model": "org/base", "name": "org/base", "pruned": False}
     (tmp_path / "eval-org--base").mkdir()
     (tmp_path / "eval-org--base" / "results.json").write_text(json.dumps(results))
     comparison = collect([pruned], dense="org/base")

@@ -80,15 +80,32 @@ def test_only_the_data_source_is_replaced(name: str, data: Path, tmp_path: Path)
     assert stock[f"{TASKS[name].split}_split"] == TASKS[name].split  # lm-eval scores the same split of the hub's data
 
 
-def test_lm_eval_reads_local_rows_with_its_own_prompts(data: Path, tmp_path: Path) -> None:
-    for name in TASKS:
-        write_task(name, data / f"{TASKS[name].file}.jsonl", tmp_path)
-    command = [sys.executable, "-c", _BUILD, str(tmp_path), *TASKS]
-    environment = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PATH": ""}
+def build(folder: Path, *names: str, home: Path) -> dict[str, Any]:
+    """Return what lm-eval makes of the tasks written into a folder."""
+    environment = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "PATH": ""}
+    command = [sys.executable, "-c", _BUILD, str(folder), *names]
     output = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert output.returncode == 0, output.stderr[-2000:]
     line = next(line for line in output.stdout.splitlines() if line.startswith("RESULT"))
-    built = json.loads(line.removeprefix("RESULT"))
+    return dict(json.loads(line.removeprefix("RESULT")))
+
+
+def test_a_name_is_no_pattern(tmp_path: Path) -> None:
+    """`datasets` reads names as globs, in which [v2] is one letter and a* is more than one file."""
+    folder = tmp_path / "data [v1]"
+    folder.mkdir()
+    (folder / "a2.jsonl").write_text((json.dumps(ROWS["piqa"]) + "\n") * 2)
+    for name, file in (("piqa", "plain [v2].jsonl"), ("rte", "a*.jsonl")):
+        (folder / file).write_text(json.dumps(ROWS[name]) + "\n")
+        write_task(name, folder / file, tmp_path)
+    built = build(tmp_path, "piqa", "rte", home=tmp_path / "hf")
+    assert {name: task["rows"] for name, task in built.items()} == {"piqa": 1, "rte": 1}
+
+
+def test_lm_eval_reads_local_rows_with_its_own_prompts(data: Path, tmp_path: Path) -> None:
+    for name in TASKS:
+        write_task(name, data / f"{TASKS[name].file}.jsonl", tmp_path)
+    built = build(tmp_path, *TASKS, home=tmp_path / "hf")
     assert {name: task["rows"] for name, task in built.items()} == dict.fromkeys(TASKS, 2)
     assert built["arc_easy"]["text"] == "Question: Ice is\nAnswer:"
     assert built["boolq"]["text"] == "Ice floats.\nQuestion: does ice float?\nAnswer:"

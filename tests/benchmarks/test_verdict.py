@@ -17,7 +17,7 @@ def test_interval_of_five_known_pairs() -> None:
     verdict = judge([10, 10, 10, 10, 10], [12, 12.5, 13, 12.2, 12.8])
     assert verdict.ratio == pytest.approx(1.2494558, abs=1e-6)
     assert (verdict.low, verdict.high) == pytest.approx((1.1992921, 1.3017177), abs=1e-5)
-    assert verdict.sentence == "1.25× ± 0.05 faster"
+    assert verdict.sentence == "1.25× [1.20, 1.30] faster"
 
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
@@ -35,15 +35,19 @@ def test_pairing_removes_what_slows_both() -> None:
     machine = [1.0, 0.5, 0.8, 0.3, 0.9]  # ever busier or idler
     verdict = judge(machine, [1.2 * speed for speed in machine])
     assert verdict.ratio == pytest.approx(1.2)
-    assert verdict.half_width == pytest.approx(0, abs=1e-9)
+    assert (verdict.low, verdict.high) == pytest.approx((1.2, 1.2), abs=1e-9)
 
 
 @pytest.mark.parametrize(
     ("pruned", "sentence"),
     [
-        ([0.99, 1.01, 1.0, 1.02, 0.98], "no measurable difference (1.00× ± 0.02)"),
-        ([0.80, 0.81, 0.79, 0.80, 0.80], "0.80× ± 0.01, slower"),
-        ([1.3, 1.31], "1.30× ± 0.06 faster (only 2 pairs)"),
+        ([0.99, 1.01, 1.0, 1.02, 0.98], "no measurable difference (1.00× [0.98, 1.02])"),
+        ([0.80, 0.81, 0.79, 0.80, 0.80], "0.80× [0.79, 0.81], slower"),
+        ([1.3, 1.31], "1.30× [1.24, 1.37] faster (only 2 pairs)"),
+        ([1.20, 1.5, 1.40], "1.36× [1.02, 1.81] faster (only 3 pairs)"),  # wider above than below; ± 0.39 would reach 1
+        ([1.02, 1.03, 1.04, 1.05, 1.0], "1.028× [1.004, 1.052] faster"),  # two decimals would show 1.00
+        ([1.2, 1.2002, 1.1999, 1.2001, 1.1998], "1.2000× [1.1998, 1.2002] faster"),
+        ([1.0, 1.0, 1.0, 1.0, 1.0], "no measurable difference (1.0000× [1.0000, 1.0000])"),
         ([1.3], "1.30× in one pair, which says nothing about the spread; measure 5 pairs"),
     ],
 )
