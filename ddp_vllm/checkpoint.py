@@ -159,9 +159,14 @@ def read_provenance(path: Path) -> dict[str, Any]:
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuse an output that exists, before any work is done.
 
-    Raises: OutputError if `output` exists and `overwrite` is off, if it is no folder we could have written, or if
-        nothing can be written there.
+    Raises: OutputError if `output` exists and `overwrite` is off, if it is no folder we could have written or could
+        rename, or if nothing can be written there.
     """
+    if output.name in ("", "..") or os.path.ismount(output) or Path.cwd().is_relative_to(output.resolve()):
+        raise OutputError(
+            f"{output} is a mount point, or the folder you are in or above, and cannot be replaced; "
+            "choose a folder inside it"
+        )
     parent = next(folder for folder in output.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{output} cannot be written: {parent} is no folder you may write to; choose another folder")
@@ -191,8 +196,8 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         for path in temporary.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)
-                _sync(path)
-        _sync(temporary)
+                sync(path)
+        sync(temporary)
         if output.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
             os.rename(output, old / "folder")
@@ -200,12 +205,13 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             os.rename(temporary, output)
-        _sync(output.parent)
+        sync(output.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -45,7 +45,7 @@ def fetch_model(name: str) -> Path:
     if not (folder / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
             raise ModelError(f"{name} comes as a GGUF file, which needs one more package: pip install gguf")
-        with _Building(folder) as building:
+        with _Building(folder / "config.json") as building:
             _convert_gguf(name, building)
     return folder
 
@@ -57,7 +57,7 @@ def fetch_conversations() -> Path:
     """
     file = cache_folder() / "sharegpt" / "sharegpt.jsonl"
     if not file.exists():
-        with _Building(file.parent) as building:
+        with _Building(file) as building:
             text = _largest_member(_download(SHAREGPT, building, TextError)).decode("utf-8", "ignore")
             with open(building / file.name, "w", encoding="utf-8") as out:
                 for conversation in _complete_objects(text):
@@ -68,10 +68,13 @@ def fetch_conversations() -> Path:
 
 
 class _Building:
-    """A temporary folder that becomes `target` if the block succeeds; another process may win the race."""
+    """A temporary folder that becomes that of `file` if the block succeeds; another process may win the race.
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
+    A folder that lacks `file` is no winner; it is replaced.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.target = file, file.parent
 
     def __enter__(self) -> Path:
         self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,8 @@ class _Building:
         return self.folder
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and not self.target.exists():
+        if kind is None and not self.file.exists():
+            shutil.rmtree(self.target, ignore_errors=True)
             os.rename(self.folder, self.target)
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -105,6 +105,23 @@ def test_options_of_prune_are_the_documented_ones() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+@pytest.mark.parametrize("output", [".", "..", "", "/", "/proc", "inner/..", "../inner/."])
+def test_an_output_that_cannot_be_renamed(
+    output: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them hold a config.json or are mounted, so that `--overwrite` would replace them."""
+    for folder in (tmp_path, tmp_path / "inner"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "inner")
+    for arguments in (["prune", "model", "--sparsity", "0.2"], ["apply", "model", "--masks", "masks"]):
+        result = CliRunner().invoke(main, [*arguments, "-o", output, *flags])
+        assert result.exit_code == 5, (result.output, result.exception)
+        assert "cannot be replaced; choose a folder inside it" in result.stderr and result.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "config.json", "inner"]
+
+
 def test_a_model_that_needs_another_package_says_so_before_it_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,6 +194,13 @@ register_checkpoint_conversion_mapping("ddp_mixtral", [WeightRenaming(".block_sp
 
 
 def register_deepseek() -> None:
-    """Let transformers' Auto classes load dense DeepSeekMoE (v1) folders with the classes above; safe to call again."""
+    """Let transformers' Auto classes load dense DeepSeekMoE (v1) folders with the classes above; safe to call again.
+
+    The published tokenizer_config.json names a Llama tokenizer, which reads its byte-level vocabulary without blanks;
+    transformers sets it aside for the later DeepSeeks, which it knows.
+    """
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
     AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
+    TOKENIZER_MAPPING_NAMES[DeepseekConfig.model_type] = "TokenizersBackend"

@@ -2,7 +2,9 @@
 
 import math
 import time
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,17 @@ from ddp_prune.pools import Pool, describe, make_pools
 from ddp_prune.processes import failing_together
 from ddp_prune.recipe import Recipe
 from ddp_prune.report import write_report
-from ddp_prune.run_state import METRICS_FILE, RunState
+from ddp_prune.run_state import METRICS_FILE, RunState, check_run_folders, fingerprint
 from ddp_prune.sharding import check_shares, load_sharded
-from ddp_prune.source import Source, check_spares_source, load_model, open_source, weight_shapes
+from ddp_prune.source import (
+    Source,
+    check_index,
+    check_spares_source,
+    load_model,
+    open_source,
+    weight_files,
+    weight_shapes,
+)
 from ddp_prune.summary import print_checkpoint
 from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
 from ddp_prune.train import train
@@ -38,6 +48,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     Everything a user can get wrong is checked before the model is loaded. Raises: a child of DdpError.
     """
     check_output(output, overwrite=overwrite)
+    check_run_folders(output)
     trackers = [str(name) for name in get_available_trackers()]
     if tracker and tracker not in trackers:
         known = ", ".join(trackers) or "none; for example pip install tensorboard"
@@ -57,9 +68,10 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         accelerator.init_trackers("ddp-vllm", config=recipe.to_dict())
     set_seed(recipe.seed)
     main = accelerator.is_main_process
+    say = partial(console.print, markup=False)  # [ in the name of a file is a [
     if main:
         passes = recipe.steps * recipe.batch_size / len(blocks.train)
-        console.print(
+        say(
             f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
             f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
         )
@@ -67,66 +79,88 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}")
         for line in map(describe, pools):
             console.print(line)
+    learned_from = fingerprint([blocks.train, blocks.heldout], weight_files(source.folder)) if main else None
+    run = RunState(output, recipe, learned_from=learned_from, writes=main, say=partial(say, soft_wrap=True))
+    with ExitStack() as stack:
+        with failing_together(accelerator):
+            stack.enter_context(run.locked())
+        gated = _load(recipe, source, head_unit, accelerator)
+        progress = _Progress(console, recipe, 1.0 - pools[0].keep_ratio, main)
+        learned, perplexity = _learn(gated, blocks, recipe, accelerator, run, progress)
+        accelerator.end_training()
+        if not main:
+            return
+        export(
+            source,
+            learned.gates,
+            output,
+            head_unit=head_unit,
+            provenance={
+                "recipe": recipe.to_dict(),
+                "rounding": learned.rounding,
+                **routing(learned, source.sizes.routed_layers),
+                "perplexity": perplexity,
+            },
+            evidence={"z": learned.z, "saliency": learned.saliency},
+            overwrite=overwrite,
+            extra_files={f"ddp_{METRICS_FILE}": run.metrics.read_text(encoding="utf-8")},
+        )
+        run.remove()
+    checkpoint = read_checkpoint(output)
+    print_checkpoint(checkpoint, console)
+    page = write_report(checkpoint, output)
+    say(
+        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
+        f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
+    )
+
+
+def _load(recipe: Recipe, source: Source, head_unit: str, accelerator: Accelerator) -> GatedModel:
     if recipe.shard:
         model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
     else:
-        model = load_model(source, recipe.dtype).to(accelerator.device)
-    gated = GatedModel(model, source.family, source.sizes, head_unit)
+        model = load_model(source, recipe.dtype, accelerator.device)
+    return GatedModel(model, source.family, source.sizes, head_unit)
+
+
+def _learn(
+    gated: GatedModel, blocks: Blocks, recipe: Recipe, accelerator: Accelerator, run: RunState, progress: "_Progress"
+) -> tuple[Learned, dict[str, Any]]:
+    """Return what was learned, and the perplexity of held-out text before and after. Raises: ModelError."""
     dense_losses = block_losses(gated, None, blocks.heldout)
     dense = perplexity_of(dense_losses)
     if not math.isfinite(dense):
         raise ModelError(
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
         )
-    run = RunState(output, recipe, writes=main)
-    with _Progress(console, recipe, 1.0 - pools[0].keep_ratio, main) as report:
+    with progress as report:
         learned = train(gated, blocks.train, recipe, accelerator, run, report)
     masks = {kind: gates.to(accelerator.device) for kind, gates in learned.gates.items()}
     pruned_losses = block_losses(gated, masks, blocks.heldout)
-    accelerator.end_training()
-    if not main:
-        return
-    provenance = {
-        "recipe": recipe.to_dict(),
-        "rounding": learned.rounding,
-        **routing(learned, source.sizes.routed_layers),
-        "perplexity": {
-            "dense": dense,
-            "pruned": perplexity_of(pruned_losses),
-            "tokens": blocks.heldout.numel(),
-            "block_losses": {"dense": dense_losses, "pruned": pruned_losses},
-        },
+    return learned, {
+        "dense": dense,
+        "pruned": perplexity_of(pruned_losses),
+        "tokens": blocks.heldout.numel(),
+        "block_losses": {"dense": dense_losses, "pruned": pruned_losses},
     }
-    export(
-        source,
-        learned.gates,
-        output,
-        head_unit=head_unit,
-        provenance=provenance,
-        evidence={"z": learned.z, "saliency": learned.saliency},
-        overwrite=overwrite,
-        extra_files={f"ddp_{METRICS_FILE}": run.metrics.read_text(encoding="utf-8")},
-    )
-    run.remove()
-    checkpoint = read_checkpoint(output)
-    print_checkpoint(checkpoint, console)
-    page = write_report(checkpoint, output)
-    console.print(
-        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
-        f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
-    )
 
 
 def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blocks]:
     """Find the model and the text, and check that the recipe suits them."""
     source = open_source(recipe.model)
     check_spares_source(output, source)
+    check_index(source.folder)
+    longest = source.config.get("max_position_embeddings")
+    if isinstance(longest, int) and recipe.seq_len > longest:
+        raise SettingError(
+            f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,} positions; lower --seq-len"
+        )
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     if recipe.group == "expert" and not source.sizes.num_experts:
         raise SettingError(
             f"group is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
         )
-    pools = make_pools(source.config, weight_shapes(source.folder), source.sizes, head_unit, recipe)
+    pools = make_pools(source.config, weight_shapes(source), source.sizes, head_unit, recipe)
     blocks = load_blocks(
         recipe.data,
         load_tokenizer(str(source.folder)),

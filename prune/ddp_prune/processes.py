@@ -39,4 +39,5 @@ def free_memory(accelerator: Accelerator) -> int:
     """Return the bytes that are free for this process where it computes."""
     if accelerator.device.type == "cuda":
         return torch.cuda.mem_get_info(accelerator.device)[0]
-    return int(get_max_memory()["cpu"]) // accelerator.num_processes
+    memory = get_max_memory()
+    return int(memory.get("cpu", memory.get("mps", 0))) // accelerator.num_processes  # a Mac's is counted once

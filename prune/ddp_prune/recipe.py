@@ -51,7 +51,7 @@ class Recipe:
     micro_batch_size: int = 0
     """Sequences a forward pass; 0 chooses one that keeps about 8,192 tokens in flight, 1,024 on a CPU."""
     seq_len: int = 2048
-    """Tokens a sequence."""
+    """Tokens a sequence; the first is BOS where the model's tokenizer begins every text with it."""
     seed: int = 0
     """Orders the documents. The gates start at exactly 1, so nothing else is random."""
 
@@ -93,7 +93,8 @@ class Recipe:
     heldout_blocks: int = 16
     """Sequences of the text that are never trained on; their perplexity is reported."""
     dtype: str = "auto"
-    """Number format of the frozen weights; `auto` takes the checkpoint's."""
+    """Number format of the frozen weights while learning; `auto` takes the checkpoint's, but bfloat16 for float16, in
+    which small gradients vanish. What is exported has the checkpoint's either way."""
     activation_checkpointing: str = "auto"
     """Run layers again in backward instead of keeping what they computed: a third more work, a small part of the
     memory, the same gradients. `auto` does it when half of the free memory would not hold the activations."""
@@ -124,6 +125,8 @@ class Recipe:
         _at_least("seq_len", self.seq_len, 8)
         for name in ("micro_batch_size", "seed", "distillation", "learning_rate"):
             _at_least(name, getattr(self, name), 0)
+        if self.seed >= 2**32:
+            raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
         for name in ("lambda_learning_rate", "lambda2_learning_rate"):
             _at_least(name, getattr(self, name), 0)
         for name in ("polish", "warmup"):

@@ -1,14 +1,17 @@
 """What a run keeps on disk while it learns, so that an interrupted run goes on where it was.
 
-`<output>.run/` holds `state.safetensors` (replaced as a whole, never half written) and `metrics.jsonl` (one line a
-step). The same command finds it and goes on; the folder is removed when the checkpoint is written. Another command
-for the same output starts anew and keeps what it finds as `<output>.run.old`.
+`<output>.run/` holds `state.safetensors` (replaced as a whole, never half written), `metrics.jsonl` (one line a step)
+and, while a process works on it, `lock`. The same command on the same text and weights finds it and goes on; the folder
+is removed when the checkpoint is written. Another command for the same output starts anew and keeps what it finds as
+`<output>.run.old`. A folder of that name with files of others is refused.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
-import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +20,61 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ddp_prune.recipe import Recipe
+from ddp_vllm.checkpoint import sync
+from ddp_vllm.errors import OutputError
 
-STATE_FILE, METRICS_FILE = "state.safetensors", "metrics.jsonl"
+STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
+TEMPORARY_FILE = "state.tmp"
+FILES = {STATE_FILE, METRICS_FILE, LOCK_FILE, TEMPORARY_FILE}
 STATE_FORMAT = 2  # which tensors a saved state has; one of another format is put aside
 
 
 class RunState:
     """The folder of one run; only the main process writes."""
 
-    def __init__(self, output: Path, recipe: Recipe, *, writes: bool = True) -> None:
-        self.folder, self.recipe, self.writes = output.with_name(f"{output.name}.run"), recipe, writes
+    def __init__(
+        self,
+        output: Path,
+        recipe: Recipe,
+        *,
+        learned_from: dict[str, Any] | None = None,
+        writes: bool = True,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`learned_from` is the `fingerprint` of text and weights; `say` takes a line for the user."""
+        self.folder, self.old = run_folders(output)
+        self.recipe, self.learned_from, self.writes, self.say = recipe, learned_from, writes, say
         self.state, self.metrics = self.folder / STATE_FILE, self.folder / METRICS_FILE
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes away from the folder. Raises: OutputError if one works on it, or nothing can be written.
+
+        The system lets go of the lock when the process ends, however it ends.
+        """
+        if not self.writes:
+            yield
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with lock:
+            if not _lock(lock.fileno()):
+                raise OutputError(f"another process works on {self.folder}; wait for it, or choose another output")
+            try:
+                yield
+            finally:
+                (self.folder / LOCK_FILE).unlink(missing_ok=True)
+                with suppress(OSError):  # there is something to go on from
+                    self.folder.rmdir()
+
     def load(self) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
-        """Return (next step, tensors, extra) of an interrupted run with the same recipe, or None to start anew."""
+        """Return (next step, tensors, extra) of an interrupted run, or None to start anew.
+
+        Recipe, text and weights must be those of this run.
+        """
         try:
             with safe_open(self.state, framework="pt") as file:
                 header = json.loads((file.metadata() or {})["run"])
@@ -39,9 +83,12 @@ class RunState:
             return None
         if header.get("format") != STATE_FORMAT or _settings(header["recipe"]) != _settings(self.recipe.to_dict()):
             return None
+        if header.get("learned_from") != self.learned_from:
+            return None
         if self.writes:
             lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
             self.metrics.write_text("".join(f"{line}\n" for line in lines[: header["step"]]), encoding="utf-8")
+            self.say(f"going on at step {min(header['step'] + 1, self.recipe.steps)} of {self.recipe.steps}")
         return header["step"], tensors, header["extra"]
 
     def start(self) -> None:
@@ -49,31 +96,101 @@ class RunState:
         if not self.writes:
             return
         if self.state.exists():
-            old = self.folder.with_name(f"{self.folder.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(self.folder, old)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+            self.old.mkdir(exist_ok=True)
+            _delete(self.old, FILES)
+            for name in {path.name for path in self.folder.iterdir()} - {LOCK_FILE}:
+                os.replace(self.folder / name, self.old / name)
+            self.say(f"another run was put aside in {self.old}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _delete(self.folder, FILES - {LOCK_FILE})
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Replace the saved state; `step` is the next one to do."""
+        """Replace the saved state; `step` is the next one to do. Raises: OutputError if it cannot be written."""
         if not self.writes:
             return
         header = {"format": STATE_FORMAT, "step": step, "recipe": self.recipe.to_dict(), "extra": extra}
-        temporary = self.state.with_suffix(".tmp")
-        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, {"run": json.dumps(header)})
-        os.replace(temporary, self.state)
+        header["learned_from"] = self.learned_from
+        temporary = self.folder / TEMPORARY_FILE
+        contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        try:
+            save_file(contiguous, temporary, {"run": json.dumps(header)})
+            sync(temporary)
+            os.replace(temporary, self.state)
+            sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            raise self._unwritable(error) from error
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Append one step's metrics."""
-        if self.writes:
+        """Append one step's metrics. Raises: OutputError if they cannot be written."""
+        if not self.writes:
+            return
+        try:
             with open(self.metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def remove(self) -> None:
         """Delete the folder, after the checkpoint is safe."""
         if self.writes:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _delete(self.folder, FILES)
+            with suppress(OSError):  # somebody put a file there
+                self.folder.rmdir()
+
+    def _unwritable(self, error: Exception) -> OutputError:
+        reason = " ".join(str(error).split())
+        return OutputError(
+            f"the run cannot be saved in {self.folder} ({reason}); make room, and the same command goes on from there"
+        )
+
+
+def run_folders(output: Path) -> tuple[Path, Path]:
+    """Return the folder of a run, and that of the run it put aside."""
+    return output.with_name(f"{output.name}.run"), output.with_name(f"{output.name}.run.old")
+
+
+def check_run_folders(output: Path) -> None:
+    """Refuse folders of a run's name that no run wrote, which would be lost. Raises: OutputError."""
+    for folder in run_folders(output):
+        if not folder.exists():
+            continue
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
+        if foreign := names - FILES:
+            raise OutputError(
+                f"{folder} is where a run would be kept, but it holds {min(foreign)}, which is no file of a run; "
+                "move it away or choose another output"
+            )
+
+
+def fingerprint(text: Iterable[torch.Tensor], weights: Iterable[Path]) -> dict[str, Any]:
+    """Return what a run learns from, briefly: a hash of the blocks of text; name, size and time of the weight files."""
+    digest = hashlib.sha256()
+    for blocks in text:
+        digest.update(f"{list(blocks.shape)}".encode())
+        digest.update(blocks.contiguous().numpy().data)
+    files = [(path.name, path.stat()) for path in weights]
+    return {
+        "text": digest.hexdigest(),
+        "weights": [[name, status.st_size, status.st_mtime_ns] for name, status in files],
+    }
+
+
+def _delete(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _lock(descriptor: int) -> bool:
+    """Return whether the file is ours now; yes too where there are no such locks, on Windows and some file systems."""
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:

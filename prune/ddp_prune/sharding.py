@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ddp_prune.source import Source, prepare_transformers, weight_files
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_prune.source import Source, check_complete, loading_options, weight_files
+from ddp_vllm.errors import SettingError
 
 
 def check_shares(batch_size: int, num_processes: int) -> None:
@@ -44,25 +44,19 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    prepare_transformers(source)
     files = [safe_open(path, framework="pt") for path in weight_files(source.folder)]
     slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
-    config = AutoConfig.from_pretrained(source.folder)
-    stored = config.dtype or next(iter(slices.values()))[:1].dtype
-    wanted = stored if dtype == "auto" else getattr(torch, dtype)
+    config, options = AutoConfig.from_pretrained(source.folder), loading_options(source, dtype)
     with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=wanted)
+        model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.requires_grad_(False)
     shard_layers(model, source.family.layers, device, num_processes)
     settings = LoadStateDictConfig(
-        device_map={"": device}, dtype=wanted, weight_mapping=get_model_conversion_mapping(model)
+        device_map={"": device}, dtype=options["dtype"], weight_mapping=get_model_conversion_mapping(model)
     )
     convert_and_load_state_dict_in_model(model, slices, settings)  # reads each DTensor's own rows
     model.tie_weights()
-    if lacking := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-        raise ModelError(
-            f"{source.folder} lacks {lacking[0]} ({len(lacking)} weights in all); download the model again"
-        )
+    check_complete(source, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     model.requires_grad_(False)
     return model.eval()
 

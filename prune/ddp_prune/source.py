@@ -1,9 +1,11 @@
 """The dense model to prune: a local folder, or a hub name downloaded into the hub's own cache."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ddp_prune.families import Dimensions, Family, dimensions_of, family_of
 from ddp_vllm.checkpoint import INDEX_FILE, read_json
@@ -22,6 +24,8 @@ COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
     "LICENSE*",
     "NOTICE*",
 )
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the format of those who trained the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +39,10 @@ class Source:
 
 
 def open_source(model: str) -> Source:
-    """Find the dense model and check that it can be pruned, before anything heavy is loaded.
+    """Find the dense model, check that it can be pruned, and see to it that transformers can read it.
 
-    Raises: ModelError if the folder is unknown, holds no readable safetensors or is of a family without a row.
+    No weight is loaded. Raises: ModelError if the folder is unknown, holds no readable safetensors or is of a family
+    without a row.
     """
     folder = Path(model) if Path(model).is_dir() else _download(model)
     try:
@@ -52,6 +57,7 @@ def open_source(model: str) -> Source:
         raise ModelError(f"{model}: {error}") from None
     _check_weights(folder)
     _check_experts(folder, family, sizes)
+    _prepare_transformers(config)
     return Source(folder=folder, config=config, family=family, sizes=sizes)
 
 
@@ -59,6 +65,15 @@ def check_spares_source(output: Path, source: Source) -> None:
     """Refuse an output that would replace the dense model itself. Raises: OutputError."""
     if source.folder.resolve().is_relative_to(output.resolve()):
         raise OutputError(f"{output} holds the dense model, which --overwrite would delete; choose another folder")
+
+
+def check_index(folder: Path) -> None:
+    """Refuse weights that can be cut as they are, but that transformers cannot load. Raises: ModelError."""
+    if not any((folder / name).exists() for name in ("model.safetensors", INDEX_FILE)):
+        raise ModelError(
+            f"{folder} holds {weight_files(folder)[0].name}, but neither model.safetensors nor {INDEX_FILE}; "
+            "download the model again, whole"
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -75,14 +90,16 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
 
 
-def weight_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor of a dense checkpoint, from the headers alone."""
+def weight_shapes(source: Source) -> dict[str, list[int]]:
+    """Return the shape of every parameter of a dense model, from the headers of its weights alone."""
     from safetensors import safe_open
 
     shapes: dict[str, list[int]] = {}
-    for path in weight_files(folder):
+    for path in weight_files(source.folder):
         with safe_open(path, framework="numpy") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    if source.config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)  # some write the embedding down twice
     return shapes
 
 
@@ -136,7 +153,7 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=[*COMPANIONS, "*.safetensors", "*.safetensors.index.json"]))
+        return Path(snapshot_download(model, allow_patterns=[*COMPANIONS, *WEIGHTS], ignore_patterns=COPIES))
     except Exception as error:  # the hub's client raises many kinds, of several libraries
         reason = str(error).strip().split("\n")[0][:200]
         raise ModelError(
@@ -144,26 +161,64 @@ def _download(model: str) -> Path:
         ) from error
 
 
-def prepare_transformers(source: Source) -> None:
-    """Teach transformers the family that it does not know, and silence its progress bars."""
+def _prepare_transformers(config: Mapping[str, Any]) -> None:
+    """Teach transformers the family that it does not know, model and tokenizer, and silence its progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if source.config["model_type"] == "deepseek":
+    if config["model_type"] == "deepseek":
         from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
         register_deepseek()
 
 
-def load_model(source: Source, dtype: str) -> Any:
-    """Load the stock transformers model, frozen, in eval mode.
+def loading_options(source: Source, dtype: str) -> dict[str, Any]:
+    """Return the number format and the attention that transformers shall give the model.
 
+    `auto` is the stored format, but bfloat16 for float16, in which small gradients would vanish.
     transformers' fused attention leaves out the cap on scores that Gemma-2 was trained with and vLLM applies.
     """
-    from transformers import AutoModelForCausalLM
+    from safetensors import safe_open
+    from transformers import AutoConfig
 
-    prepare_transformers(source)
-    options = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
-    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, **options)
+    wanted = AutoConfig.from_pretrained(source.folder).dtype if dtype == "auto" else getattr(torch, dtype)
+    if wanted is None:  # the config does not say
+        with safe_open(weight_files(source.folder)[0], framework="pt") as file:
+            wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
+    if dtype == "auto" and wanted == torch.float16:
+        wanted = torch.bfloat16
+    attention = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
+    return {"dtype": wanted, **attention}
+
+
+def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
+    """Load the stock transformers model, frozen, in eval mode; onto `device`, and not by way of host memory.
+
+    Raises: ModelError if weights are missing, which transformers would make up, or of another shape.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    options = loading_options(source, dtype)
+    if device is not None and device.type != "cpu":
+        options["device_map"] = {"": device}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it tells of missing weights, our error says
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source.folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    check_complete(source, {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
     model.requires_grad_(False)
     return model.eval()
+
+
+def check_complete(source: Source, lacking: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks weights, named as transformers names them. Raises: ModelError."""
+    if lacking:
+        raise ModelError(
+            f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json asks for "
+            f"({len(lacking)} weights in all); download the model again"
+        )

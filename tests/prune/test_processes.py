@@ -13,19 +13,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
-from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM, MixtralConfig, MixtralForCausalLM
 from two_processes import BLOCKS, SETTINGS
 
+from ddp_prune import processes
 from ddp_prune.gates import GatedModel
+from ddp_prune.processes import free_memory
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.sharding import check_shares
+from ddp_prune.sharding import check_shares, load_sharded
 from ddp_prune.source import load_model, open_source
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_vllm.cli import main
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import ModelError, SettingError
 
 ROOT = Path(__file__).parent.parent.parent
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]
@@ -182,3 +184,43 @@ def test_weights_are_cut_over_several_processes_with_equal_batches() -> None:
     with pytest.raises(SettingError, match=r"batch_size is 10, which 4 processes .* make it 12"):
         check_shares(10, 4)
     check_shares(16, 8)
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_cut_model_is_the_model_that_is_loaded_whole(group_of_one: None, tmp_path: Path) -> None:
+    """Gemma-2's cap on scores, so tight that it shows, and float16, which is learned on in bfloat16."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, attn_logit_softcapping=0.5, initializer_range=0.5, query_pre_attn_scalar=1,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).half().save_pretrained(tmp_path / "gemma")
+    source = open_source(str(tmp_path / "gemma"))
+    for dtype, used in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        whole, cut = load_model(source, dtype), load_sharded(source, dtype, torch.device("cpu"), 1)
+        assert cut.config._attn_implementation == whole.config._attn_implementation == "eager"
+        assert {parameter.dtype for parameter in cut.parameters()} == {used} == {whole.dtype}
+        with torch.no_grad():
+            capped = whole(BLOCKS).logits
+            assert torch.equal(cut(BLOCKS).logits, capped)
+    whole.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert (whole(BLOCKS).logits - capped).abs().max() > 0.1
+    weights = load_file(tmp_path / "gemma" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight.*1 weights in all"):
+        load_sharded(open_source(str(tmp_path / "gemma")), "auto", torch.device("cpu"), 1)
+
+
+def test_free_memory_where_host_and_device_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerate answers on a Mac, and elsewhere."""
+    for answer in ({"mps": 1000}, {"cpu": 1000}, {0: 5, "cpu": 1000}):
+        monkeypatch.setattr(processes, "get_max_memory", lambda answer=answer: answer)
+        assert free_memory(Accelerator(cpu=True)) == 1000

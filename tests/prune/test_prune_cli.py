@@ -250,6 +250,8 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line m
     "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
     "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
     "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
+    "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "2,048 positions", "lower --seq-len"]),
+    "seed too large": (["--seed", "5000000000"], ["seed is 5000000000", "below 2^32"]),
     "align not positive": (["--align", "0"], ["align is 0", "at least 1"]),
     "align wider than a layer": (["--align", "128"], ["align is 128", "3 × 96", "smaller"]),
     "recipe missing": (["--recipe", "none.toml"], ["none.toml", "cannot be read"]),
@@ -293,6 +295,10 @@ MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "quantised": (_config(quantization_config={"quant_method": "awq"}), ["quantised"]),
     "tokenizer missing": (_no_tokenizer, ["no tokenizer", "tokenizer.json"]),
     "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), [".safetensors"]),
+    "index missing": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
+        ["model-00001-of-00002.safetensors", "neither model.safetensors nor model.safetensors.index.json"],
+    ),
     "config broken": (lambda folder: (folder / "config.json").write_text("{"), ["config.json"]),
 }
 

@@ -45,6 +45,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("mu_start", float("inf"), "finite"),
     ("gate_floor", float("nan"), "finite"),
     ("seed", -1, "at least 0"),
+    ("seed", 2**32, "below 2^32"),
     ("head_unit", "head", "auto, kv-group, query-head"),
     ("group", "block", "global, layer"),
     ("budget", "pid", "units, params, flops, kv-bytes"),
@@ -74,7 +75,7 @@ def test_a_value_out_of_range_is_refused_with_its_limit(name: str, value: Any, l
 
 def test_values_at_the_limits_are_taken() -> None:
     limits = {"steps": 1, "batch_size": 1, "seq_len": 8, "polish": 0, "warmup": 0.0, "mu_end": 0.5, "distillation": 0}
-    recipe = Recipe(**GIVEN | limits)
+    recipe = Recipe(**GIVEN | limits | {"seed": 2**32 - 1})
     assert type(recipe.polish) is float and type(recipe.distillation) is float  # 0 in TOML is an integer
     assert (recipe.search_steps, recipe.polish_steps) == (1, 0)
 

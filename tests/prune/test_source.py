@@ -5,11 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
+from ddp_prune.export import export
 from ddp_prune.families import FAMILIES, choose_head_unit
-from ddp_prune.source import load_model, open_source
+from ddp_prune.gates import unit_shapes
+from ddp_prune.source import load_model, open_source, weight_shapes
 from ddp_vllm.errors import ModelError
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # what the config says, what the line must say
@@ -54,6 +60,97 @@ def test_the_model_is_frozen(tiny_model: Path) -> None:
     model = load_model(open_source(str(tiny_model)), "auto")
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_auto_learns_in_the_stored_format_but_for_float16(tiny_model: Path, tmp_path: Path) -> None:
+    """Also where the config does not say. What is exported keeps the stored format."""
+    for stored, used in ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+        folder = tmp_path / str(stored)
+        LlamaForCausalLM.from_pretrained(tiny_model, dtype=stored).save_pretrained(folder)
+        source = open_source(str(folder))
+        assert {parameter.dtype for parameter in load_model(source, "auto").parameters()} == {used}
+        gates = {kind: torch.ones(shape) for kind, shape in unit_shapes(source.sizes, "kv-group").items()}
+        export(source, gates, folder / "pruned", head_unit="kv-group", provenance={})
+        weights = load_file(folder / "pruned" / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {stored}
+        assert json.loads((folder / "pruned" / "config.json").read_text())["dtype"] == str(stored).split(".")[1]
+        _edit(folder, {"dtype": None})
+        source = open_source(str(folder))
+        assert {parameter.dtype for parameter in load_model(source, "auto").parameters()} == {used}
+        assert {parameter.dtype for parameter in load_model(source, "float16").parameters()} == {torch.float16}
+
+
+def test_a_model_is_loaded_where_it_computes(tiny_model: Path) -> None:
+    """The device without memory stands for a GPU: nothing of the model is left on the CPU."""
+    source = open_source(str(tiny_model))
+    model = load_model(source, "auto", torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    there, plain = load_model(source, "auto", torch.device("cpu")).state_dict(), load_model(source, "auto").state_dict()
+    assert there.keys() == plain.keys() and all(torch.equal(there[name], plain[name]) for name in plain)
+
+
+def _weights(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        edit(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return rewrite
+
+
+MLP = "model.layers.1.mlp.{}_proj.weight"
+INCOMPLETE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "a block missing": (
+        _weights(lambda weights: [weights.pop(MLP.format(name)) for name in ("gate", "up", "down")]),
+        [MLP.format("down"), "3 weights"],
+    ),
+    "a norm missing": (_weights(lambda weights: weights.pop("model.norm.weight")), ["model.norm.weight", "1 weights"]),
+    "another shape": (
+        _weights(lambda weights: weights.update({MLP.format("up"): torch.ones(95, 64)})),
+        [MLP.format("up"), "another shape"],
+    ),
+}
+
+
+def test_shapes_on_disk_are_those_of_the_parameters(folder: Path) -> None:
+    """A tied head that was written down as well is no parameter of its own."""
+    _weights(lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}))(folder)
+    source = open_source(str(folder))
+    parameters = load_model(source, "auto").named_parameters()
+    assert weight_shapes(source) == {name: list(parameter.shape) for name, parameter in parameters}
+
+
+@pytest.mark.parametrize("case", INCOMPLETE)
+def test_weights_are_not_made_up(case: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The head of the tiny model is its embedding, so it is not missed."""
+    edit, words = INCOMPLETE[case]
+    source = open_source(str(folder))
+    load_model(source, "auto")
+    edit(folder)
+    with pytest.raises(ModelError) as caught:
+        load_model(open_source(str(folder)), "auto")
+    message = str(caught.value)
+    assert all(word in message for word in (str(folder), "download the model again", *words)), message
+    assert "\n" not in message and capfd.readouterr().err == ""
+
+
+def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    """Mistral's and Llama's repositories hold their weights twice."""
+    listed = [
+        "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "tokenizer.json",
+        "model.safetensors.index.json", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
+        "consolidated.safetensors.index.json", "original/consolidated.00.pth", "original/tokenizer.model",
+        "original/model.safetensors", "modeling_x.py", "tokenizer.model",
+    ]  # fmt: skip
+    fetched: list[str] = []
+
+    def download(name: str, **patterns: Any) -> str:
+        fetched.extend(filter_repo_objects(listed, **patterns))
+        return str(tiny_model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    open_source("owner/name")
+    assert fetched == [*listed[:5], "tokenizer.model"]
 
 
 @pytest.mark.parametrize("case", REFUSED)

