@@ -4,30 +4,36 @@ A short run must not spend itself on the few documents it meets first. So docume
 about one block, then each another, until there is enough. Sources of different kinds take turns as well. Reading is
 `datasets`' work: a hub name is streamed, a local file may be .txt, .jsonl, .json or .parquet, plain or compressed with
 gz, xz or zst. The cache is keyed by content: same text, tokenizer and sizes, same file.
+Where the tokenizer begins every text with BOS, so does every block: models of such a family (Llama-3, Mistral, Gemma)
+never saw a text without it, and lean on it as the place where attention goes that finds nothing.
 """
 
+import glob
 import hashlib
 import itertools
 import json
 import math
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
-from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.errors import ModelError, OutputError, TextError
 from ddp_vllm.registry import cache_folder
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
 EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
 NEIGHBOURS = 1000  # documents of a streamed dataset that are shuffled among each other
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +70,40 @@ def load_blocks(
     """Read, tokenise and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
 
     Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
-    Raises: TextError if the text cannot be read or holds fewer than `min_train_blocks + heldout_blocks` blocks.
+    With a tokenizer that begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text; else text alone.
+    Raises: TextError if the text cannot be read or holds fewer than `min_train_blocks + heldout_blocks` blocks;
+        OutputError if the cache cannot be written.
     """
     path = cache_folder() / "tokens" / f"{_key(data, tokenizer, seq_len, train_blocks, heldout_blocks, seed)}.npy"
     if path.exists():
         blocks = np.load(path)
     else:
+        _check_cache()
+        begin = leading_bos(tokenizer)
+        width = seq_len - len(begin)  # of a block's text
         excerpts = read_excerpts(data, tokenizer, seed, size=EXCERPT * seq_len, few=4 * heldout_blocks)
         heldout, last = np.empty(0, np.int32), 0
-        while len(heldout) < heldout_blocks * seq_len and (numbered := next(excerpts, None)):
+        while len(heldout) < heldout_blocks * width and (numbered := next(excerpts, None)):
             last, text = max(last, numbered[0]), numbered[1]
-            heldout = np.concatenate([heldout, _pack([text], tokenizer, heldout_blocks * seq_len - len(heldout))])
-        train = _pack((text for number, text in excerpts if number > last), tokenizer, train_blocks * seq_len)
-        found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * seq_len
-        if len(train) < min_train_blocks * seq_len:
+            heldout = np.concatenate([heldout, _pack([text], tokenizer, heldout_blocks * width - len(heldout))])
+        train = _pack((text for number, text in excerpts if number > last), tokenizer, train_blocks * width)
+        found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * width
+        if len(train) < min_train_blocks * width:
             raise TextError(
                 f"{data} holds {found:,} tokens, but one step and the held-out text need {need:,}; "
                 "give more text or lower --batch-size or --seq-len"
             )
-        blocks = np.concatenate([heldout, train[: len(train) // seq_len * seq_len]]).reshape(-1, seq_len)
+        blocks = np.concatenate([heldout, train[: len(train) // width * width]]).reshape(-1, width)
+        blocks = np.hstack([np.tile(np.asarray(begin, np.int32), (len(blocks), 1)), blocks])
         _save(path, blocks)
     tokens = torch.from_numpy(blocks.astype(np.int64))
     return Blocks(train=tokens[heldout_blocks:], heldout=tokens[:heldout_blocks], found=blocks.size)
+
+
+def leading_bos(tokenizer: Any) -> list[int]:
+    """Return [BOS] if the tokenizer begins every text with it, else []."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []
 
 
 def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -> Iterator[tuple[int, str]]:
@@ -93,7 +111,8 @@ def read_excerpts(data: str, tokenizer: Any, seed: int, *, size: int, few: int) 
 
     `data` names sources, separated by commas: hub datasets or files. They take turns, an excerpt each; one that is
     named twice has two turns, and one that has no more leaves them to the others.
-    A row is a document: its `text`, or its `conversations`/`messages` rendered with the tokenizer's chat template.
+    A row is a document: its `text`, or its `conversations`/`messages` rendered with the tokenizer's chat template; as
+    plain text if there is none, or if it refuses those turns even when they begin with the user and alternate.
     Documents of a source are shuffled by `seed` (those of a streamed hub dataset among their neighbours) and take
     turns, `size` characters each time; of fewer than `few`, every piece counts as a document. Raises: TextError.
     """
@@ -212,7 +231,7 @@ def _read_file(path: Path) -> Any:
     if kind == "parquet" and path.suffix in COMPRESSIONS:  # its reader needs a file it can seek in
         file = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=cache)).extract(file)
     read = getattr(datasets.Dataset, f"from_{kind}")  # load_dataset would tell the hub about every local file
-    return read(file, cache_dir=cache, **options)
+    return read(glob.escape(file), cache_dir=cache, **options)  # a name with [ would be taken for a pattern
 
 
 def _document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
@@ -231,9 +250,21 @@ def _document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
         for turn in turns
     ]
     messages = [message for message in messages if message["content"]]
-    if tokenizer.chat_template and messages:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    if tokenizer.chat_template:
+        for arrange in (list, _alternating):
+            with suppress(TemplateError):  # what a template raises that refuses these roles in this order
+                if turns := arrange(messages):
+                    return str(tokenizer.apply_chat_template(turns, tokenize=False))
     return "\n\n".join(message["content"] for message in messages)
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out what the assistant says first, and make one turn of neighbours in the same role."""
+    rest = itertools.dropwhile(lambda message: message["role"] == "assistant", messages)
+    return [
+        {"role": role, "content": "\n\n".join(message["content"] for message in turn)}
+        for role, turn in itertools.groupby(rest, key=lambda message: message["role"])
+    ]
 
 
 def _pack(documents: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
@@ -261,8 +292,8 @@ def _tokenise(batch: list[str], tokenizer: Any, stream: list[np.ndarray]) -> int
 
 
 def _key(data: str, tokenizer: Any, *sizes: int) -> str:
-    """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, the sizes."""
-    settings = [EXCERPT, NEIGHBOURS, sizes, tokenizer.eos_token_id, tokenizer.chat_template]
+    """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, BOS, the sizes."""
+    settings = [EXCERPT, NEIGHBOURS, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
     digest = hashlib.sha256(json.dumps(settings).encode())
     names = sources_of(data)
     if len(names) > 1:
@@ -278,8 +309,30 @@ def _key(data: str, tokenizer: Any, *sizes: int) -> str:
     return digest.hexdigest()[:32]
 
 
+def _check_cache() -> None:
+    """Try to write there: `datasets` would blame the text. Raises: OutputError."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> OutputError:
+    return OutputError(
+        f"the cache {cache_folder()} cannot be written ({error.strerror or error}); "
+        "make room there, or set DDP_VLLM_CACHE to another folder"
+    )
+
+
 def _save(path: Path, blocks: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.tmp.npy")
-    np.save(temporary, blocks.astype(np.int32))
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(temporary, blocks.astype(np.int32))
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise _unwritable(error) from error

@@ -2,15 +2,20 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_prune.export import export
+from ddp_prune.export import export, write_masks
 from ddp_prune.gates import unit_shapes
 from ddp_prune.source import open_source
+from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
+from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
 TEXT = "The quick  brown fox,\n number 12's  lazy dog."
 
@@ -33,3 +38,52 @@ def test_the_same_tokens(model_type: str, stated: str, tiny_model: Path, tmp_pat
     assert type(tokenizer) is type(expected)
     assert tokenizer(TEXT)["input_ids"] == expected(TEXT)["input_ids"]
     assert tokenizer.eos_token_id == expected.eos_token_id == 0
+
+
+def _deepseek(tiny_model: Path, folder: Path) -> Path:
+    """A folder as DeepSeekMoE-16B is published: with the names of Python files, and of a class for its tokenizer."""
+    register_deepseek()
+    config = DeepseekConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=40, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, n_routed_experts=4, num_experts_per_tok=2, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    code = {"AutoConfig": "configuration_deepseek.DeepseekConfig"}
+    stated = {"tokenizer_class": "LlamaTokenizerFast"}
+    for name, changes in (("config.json", {"auto_map": code}), ("tokenizer_config.json", stated)):
+        settings: dict[str, Any] = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+FRESH = """
+import json, sys
+from pathlib import Path
+from ddp_prune.export import apply_masks
+from ddp_prune.source import open_source
+from ddp_prune.tokens import load_tokenizer
+dense, masks, pruned, text = sys.argv[1:]
+tokenizer = load_tokenizer(str(open_source(dense).folder))
+apply_masks(dense, Path(masks), Path(pruned), overwrite=False)
+print(json.dumps(tokenizer(text)["input_ids"]))
+"""
+
+
+def test_the_tokens_of_deepseek_are_those_of_its_file(tiny_model: Path, tmp_path: Path) -> None:
+    """transformers does not know its type, so it would take the class that is stated, which drops the blanks.
+
+    In a process of its own, as here the type is known already; a question there would get no answer.
+    """
+    dense, masks, pruned = _deepseek(tiny_model, tmp_path / "dense"), tmp_path / "masks", tmp_path / "pruned"
+    source = open_source(str(dense))
+    gates = {kind: torch.ones(shape) for kind, shape in unit_shapes(source.sizes, "auto").items()}
+    write_masks(gates, masks, head_unit="auto", provenance={})
+    command = [sys.executable, "-c", FRESH, *map(str, (dense, masks, pruned)), TEXT]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == 0, result.stderr
+    expected = PreTrainedTokenizerFast(tokenizer_file=str(tiny_model / "tokenizer.json"))(TEXT)["input_ids"]
+    assert json.loads(result.stdout) == expected
+    for folder in (dense, pruned):
+        assert AutoTokenizer.from_pretrained(folder, trust_remote_code=folder == pruned)(TEXT)["input_ids"] == expected
