@@ -42,8 +42,9 @@ class Entry:
 
     @property
     def speed(self) -> Mapping[str, Any] | None:
-        """The verdict that goes into the picture: offline if there is one, else the first load."""
-        return next((speed for speed in self.speeds if speed["load"] == "offline"), next(iter(self.speeds), None))
+        """The verdict that goes into the picture: offline, else all at once, else the first load."""
+        order = ("offline", "all at once", "")
+        return next((speed for start in order for speed in self.speeds if speed["load"].startswith(start)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,11 @@ from typing import Any
 from ddp_benchmarks.compare import Comparison, Entry, difference, peak_memory, retained, task_scores
 from ddp_benchmarks.evaluate import in_points, points
 from ddp_benchmarks.paper import PaperModel, paper_model
+from ddp_benchmarks.results import main_metric, main_verdict, sentence
 from ddp_benchmarks.tasks import TASKS
-from ddp_benchmarks.verdict import with_interval
+from ddp_benchmarks.verdict import ratio_text
 
+_METRICS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
 _MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#111;background:#fff;max-width:60rem;margin:0 auto;padding:1rem}
@@ -35,7 +37,7 @@ def headline(entry: Entry, comparison: Comparison) -> str:
     """Say in one sentence what pruning cost and gave."""
     parts = []
     if entry.speed:
-        parts.append(f"{entry.speed['sentence']}, {entry.speed['load']}")
+        parts.append(f"{sentence(entry.speed)}, {entry.speed['load']}")
     if (kept := retained(entry, comparison.dense)) is not None:
         limit = entry.quality["ddp_vllm"]["settings"]["limit"] if entry.quality else None
         rows = f" (first {limit} rows of each task)" if limit else ""
@@ -63,10 +65,10 @@ def size_table(comparison: Comparison) -> Table:
         cells = []
         for entry in entries:
             found = [speed for speed in entry.speeds if speed["load"] == load]
-            cells.append(_ratio(found[0]["metrics"]["requests_per_second"]) if found else "–")
+            cells.append(ratio_text(main_verdict(found[0])) if found else "–")
         if comparison.dense:
             cells[0] = "1"
-        rows.append([f"requests/s, {load}", *cells])
+        rows.append([f"{_METRICS[main_metric(load)]}, {load}", *cells])
     tasks = {e.accuracy[2] for e in entries if e.accuracy}
     heading = f"mean accuracy, {min(tasks)} tasks" if len(tasks) == 1 else "mean accuracy"
     rows.append([heading, *(_mean(e) + _of_tasks(e, tasks) for e in entries)])
@@ -96,9 +98,9 @@ def latency_table(comparison: Comparison) -> Table:
     for entry in comparison.pruned:
         for speed in entry.speeds:
             for metric, verdict in speed["metrics"].items():
-                if metric != "requests_per_second" and metric.startswith(("p50", "p99", "output", "goodput")):
+                if metric != main_metric(speed["load"]) and metric.startswith(("p50", "p99", "output", "goodput")):
                     heading = metric.removesuffix("_ms").replace("_", " ")
-                    rows.append([f"{_name(entry)}, {speed['load']}", heading, _ratio(verdict)])
+                    rows.append([f"{_name(entry)}, {speed['load']}", heading, ratio_text(verdict)])
     return ["", "metric", "times better than dense"], rows
 
 
@@ -111,7 +113,7 @@ def paper_table(paper: PaperModel, comparison: Comparison) -> Table:
         ]
         matching = [entry for entry in ours if entry.accuracy and entry.accuracy[2] == paper.num_tasks]
         speed = f"{row.speedup:.2f}× ({row.gpu})" if row.speedup else "–"
-        ratios = [_ratio(e.speed["metrics"]["requests_per_second"]) for e in ours if e.speed]
+        ratios = [ratio_text(main_verdict(e.speed)) for e in ours if e.speed and _metric(e) == "requests_per_second"]
         accuracy = _mean(matching[0]) if matching else "–"
         rows.append([f"{100 * row.sparsity:g} %", f"{row.accuracy:.2f}", accuracy, speed, ratios[0] if ratios else "–"])
     return [
@@ -152,7 +154,8 @@ def draw_quality(comparison: Comparison) -> str | None:
                 capsize=4,
                 label=_name(entry),
             )
-        axes.set(xlabel="requests/s, times the dense model's", ylabel="mean accuracy, %")
+        names = dict.fromkeys(_METRICS[_metric(entry)] for entry, _ in shown if entry.speed)
+        axes.set(xlabel=f"{' or '.join(names)}, times better than dense", ylabel="mean accuracy, %")
         axes.margins(0.15)
         figure.legend(loc="outside lower center", ncols=1 if len(shown) < 4 else 2, frameon=False)
         image = io.StringIO()
@@ -167,7 +170,7 @@ def _point(entry: Entry, comparison: Comparison) -> dict[str, float] | None:
     if entry.accuracy is None or (entry.facts.pruned and not entry.speed):
         return None
     if entry.facts.pruned and entry.speed:
-        verdict = entry.speed["metrics"]["requests_per_second"]
+        verdict = main_verdict(entry.speed)
         x = verdict["ratio"]
         low, high = (verdict[key] if verdict[key] is not None else x for key in ("low", "high"))
     else:
@@ -226,7 +229,7 @@ _CAPTION = (
 
 def _sections(comparison: Comparison) -> list[tuple[str, Table, str]]:
     size_remark = (
-        "Speed is the ratio to the dense model, pair by pair, with its 95 % interval. Accuracy ± standard error."
+        "Speed: how many times better than dense, pair by pair, with its 95 % interval. Accuracy ± standard error."
     )
     sections = [("Size, speed, quality", size_table(comparison), size_remark)]
     if (tasks := task_table(comparison))[1]:
@@ -293,10 +296,8 @@ def _column(entry: Entry) -> str:
     return entry.facts.name if entry.facts.pruned else "dense"
 
 
-def _ratio(verdict: Any) -> str:
-    if verdict["low"] is None:
-        return f"{verdict['ratio']:.2f}× (one pair)"
-    return with_interval(verdict["ratio"], verdict["low"], verdict["high"])
+def _metric(entry: Entry) -> str:
+    return main_metric(entry.speed["load"] if entry.speed else "")
 
 
 def _mean(entry: Entry) -> str:

@@ -1,7 +1,7 @@
 """Benchmark results for the eye: a table in the terminal, a picture beside the JSON, one JSON line for machines."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ddp_benchmarks.evaluate import in_points, mean_difference, score
+from ddp_benchmarks.results import main_metric, main_verdict, measured, sentence
 from ddp_benchmarks.tasks import TASKS
-from ddp_benchmarks.verdict import spread
+from ddp_benchmarks.verdict import ratio_text, spread
 
 _ROWS = (  # metric, heading, decimals
     ("requests_per_second", "requests/s", 2),
@@ -39,42 +40,35 @@ _ENGINE_ROWS = (  # fact, heading, divisor, decimals
 )
 
 
-def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[str, Any]]:
-    """Return the runs of one model at one load that count: complete, and not of the warm-up round."""
-    return [
-        run
-        for run in results["runs"]
-        if run["label"] == label and run["load"] == load and run["round"] >= 0 and "incomplete" not in run
-    ]
-
-
 def print_report(results: Mapping[str, Any], console: Console) -> None:
-    """Print one table a load, medians over the rounds, and each verdict under it."""
+    """Print one table a load, medians of the rounds and ratios to the dense model, and each verdict under it."""
     labels = [model["label"] for model in results["models"]]
     for load in dict.fromkeys(run["load"] for run in results["runs"]):
         table = Table(title=f"ShareGPT, {load}: medians of the measured rounds", box=box.SIMPLE_HEAD)
         table.add_column("")
-        for label in labels:
+        answers = {each["label"]: each["metrics"] for each in results.get("verdicts", []) if each["load"] == load}
+        for label in (*labels, *(f"{label}, times better [95 %]" for label in answers)):
             table.add_column(label, justify="right")
         runs = {label: measured(results, label, load) for label in labels}
         for metric, heading, decimals in _ROWS:
-            _add_row(
-                table, heading, [[run["metrics"].get(metric) for run in runs[label]] for label in labels], decimals
-            )
+            values = [[run["metrics"].get(metric) for run in runs[label]] for label in labels]
+            ratios = [ratio_text(found[metric]) if metric in found else "–" for found in answers.values()]
+            _add_row(table, heading, values, decimals, ratios)
         for fact, heading, divisor, decimals in _ENGINE_ROWS:
             values = [[run["engine"].get(fact) for run in runs[label]] for label in labels]
             _add_row(table, heading, [[v / divisor for v in each if v is not None] for each in values], decimals)
         console.print(table)
     for answer in results.get("verdicts", []):
-        console.print(f"[bold]{answer['label']}[/bold], {answer['load']}: [bold]{answer['sentence']}[/bold]")
+        console.print(f"[bold]{answer['label']}[/bold], {answer['load']}: [bold]{sentence(answer)}[/bold]")
     if not results["complete"]:
         console.print(f"[bold]Incomplete[/bold]: {results['reason']}", style="red")
 
 
-def _add_row(table: Table, heading: str, columns: list[list[Any]], decimals: int) -> None:
+def _add_row(table: Table, heading: str, columns: list[list[Any]], decimals: int, ratios: Sequence[str] = ()) -> None:
     present = [[value for value in column if value is not None] for column in columns]
     if any(present):
-        table.add_row(heading, *(f"{median(column):,.{decimals}f}" if column else "–" for column in present))
+        medians = [f"{median(column):,.{decimals}f}" if column else "–" for column in present]
+        table.add_row(heading, *medians, *ratios)
 
 
 def json_line(results: Mapping[str, Any]) -> str:
@@ -94,7 +88,8 @@ def json_line(results: Mapping[str, Any]) -> str:
             "seed": results["settings"]["seed"],
             "requests_per_second": medians,
             "verdicts": [
-                {key: answer[key] for key in ("label", "load", "pairs", "sentence")}
+                {key: answer[key] for key in ("label", "load", "pairs")}
+                | {"metric": main_metric(answer["load"]), "sentence": sentence(answer)}
                 for answer in results.get("verdicts", [])
             ],
         },
@@ -115,18 +110,20 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
         len(loads), 2, figsize=(9, 0.9 + 1.1 * len(loads) * len(labels)), squeeze=False, layout="constrained"
     )
     for (speeds, ratios), load in zip(rows, loads, strict=True):
+        metric = main_metric(load)
         for row, label in enumerate(labels):
-            values = [run["metrics"]["requests_per_second"] for run in measured(results, label, load)]
+            values = [run["metrics"][metric] for run in measured(results, label, load) if metric in run["metrics"]]
             speeds.plot(values, [row] * len(values), "o", color="black", fillstyle="none", markersize=7)
             if values:
                 speeds.plot([median(values)] * 2, [row - 0.25, row + 0.25], color="black")
-        speeds.set(xlabel="requests/s (circles: runs, bar: median)", title=load)
+        heading = next(heading for name, heading, _ in _ROWS if name == metric)
+        speeds.set(xlabel=f"{heading} (circles: runs, bar: median)", title=load)
         speeds.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
         speeds.set_xlim(0, 1.08 * speeds.get_xlim()[1])
         for row, label in enumerate(labels):
             _draw_ratio(ratios, row, label, load, results)
         ratios.axvline(1, color="black", linestyle=":")
-        ratios.set(xlabel="times the dense speed, 95 % interval", yticks=[])
+        ratios.set(xlabel="times better than dense, 95 % interval", yticks=[])
         ratios.set(ylim=(len(labels) - 0.5, -0.5))
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -135,11 +132,11 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
 def _draw_ratio(axes: Any, row: int, label: str, load: str, results: Mapping[str, Any]) -> None:
     for answer in results.get("verdicts", []):
         if (answer["label"], answer["load"]) == (label, load):
-            verdict = answer["metrics"]["requests_per_second"]
+            verdict = main_verdict(answer)
             if verdict["low"] is not None:
                 axes.plot([verdict["low"], verdict["high"]], [row, row], color="black", marker="|", markersize=10)
             axes.plot(verdict["ratio"], row, "s", color="black")
-            axes.text(0.5, row - 0.2, answer["sentence"], transform=axes.get_yaxis_transform(), ha="center", fontsize=9)
+            axes.text(0.5, row - 0.2, sentence(answer), transform=axes.get_yaxis_transform(), ha="center", fontsize=9)
 
 
 def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, console: Console) -> None:

@@ -13,34 +13,58 @@ from ddp_vllm.errors import OutputError, TextError
 FORMAT = "ddp-vllm bench sharegpt 1"
 
 
+def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[str, Any]]:
+    """Return the runs of one model at one load that count: complete, and not of the warm-up round."""
+    return [
+        run
+        for run in results["runs"]
+        if run["label"] == label and run["load"] == load and run["round"] >= 0 and "incomplete" not in run
+    ]
+
+
 def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compare each pruned model with the dense one, for each load, from the rounds that both finished.
 
     Throughput ratios are pruned over dense; latency ratios are dense over pruned. Above 1 is better in both.
     """
-    runs = [run for run in results["runs"] if run["round"] >= 0 and "incomplete" not in run]
-    speed = {(run["label"], run["load"], run["round"]): run["metrics"] for run in runs}
     answers = []
-    for label in [model["label"] for model in results["models"][1:]]:
-        for load in dict.fromkeys(run["load"] for run in runs):
-            rounds = sorted(turn for name, at, turn in speed if name == label and at == load)
-            pairs = [
-                (speed["dense", load, turn], speed[label, load, turn])
-                for turn in rounds
-                if ("dense", load, turn) in speed
-            ]
+    for model in results["models"][1:]:
+        for load in dict.fromkeys(run["load"] for run in results["runs"]):
+            dense, pruned = (
+                {run["round"]: run["metrics"] for run in measured(results, label, load)}
+                for label in ("dense", model["label"])
+            )
+            pairs = [(dense[turn], pruned[turn]) for turn in sorted(dense.keys() & pruned.keys())]
             if not pairs:
                 continue
-            answer: dict[str, Any] = {"label": label, "load": load, "pairs": len(pairs), "metrics": {}}
+            answer: dict[str, Any] = {"label": model["label"], "load": load, "pairs": len(pairs), "metrics": {}}
             for metric in pairs[0][0]:
                 before, after = ([pair[side][metric] for pair in pairs] for side in (0, 1))
                 if min(*before, *after) > 0:
                     verdict = judge(after, before) if metric.endswith("_ms") else judge(before, after)
                     answer["metrics"][metric] = verdict.to_json()
-            if "requests_per_second" in answer["metrics"]:
-                answer["sentence"] = answer["metrics"]["requests_per_second"]["sentence"]
-                answers.append(answer)
+            if main_metric(load) in answer["metrics"]:
+                answers.append(answer | {"metric": main_metric(load), "sentence": sentence(answer)})
     return answers
+
+
+def main_metric(load: str) -> str:
+    """Return the metric that says how much faster a model is at a load.
+
+    That is requests/s, but where they arrive at a rate: below saturation every model then finishes as many as arrive.
+    """
+    return "p50_tpot_ms" if "requests/s" in load else "requests_per_second"
+
+
+def main_verdict(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the verdict on the metric that counts at the load of an answer of `verdicts`."""
+    return dict(answer["metrics"][main_metric(answer["load"])])
+
+
+def sentence(answer: Mapping[str, Any]) -> str:
+    """Say an answer of `verdicts` in words; the metric is named where it is not requests/s."""
+    timed = main_metric(answer["load"]).endswith("_ms")
+    return ("time per output token: " if timed else "") + str(main_verdict(answer)["sentence"])
 
 
 def check_file(output: Path, *, overwrite: bool) -> None:

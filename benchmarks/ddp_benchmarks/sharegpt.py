@@ -26,6 +26,8 @@ from ddp_vllm.registry import fetch_conversations
 
 GRACE_SECONDS = 10  # for a client to write what it has after its server died
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES = (50, 99)
+_LATENCY_METRICS = [f"p{percentile}_{latency}_ms" for latency in LATENCIES for percentile in PERCENTILES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +235,7 @@ def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem:
     command += ["--endpoint", "/v1/completions", "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
     command += [*_dataset_arguments(settings, stem.parent, sample), "--request-rate", str(load.request_rate)]
     command += ["--num-warmups", str(settings.warmups), "--percentile-metrics", ",".join(LATENCIES)]
-    command += ["--metric-percentiles", "50,90,95,99"]
+    command += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
     command += ["--save-result", "--result-dir", str(stem.parent), "--result-filename", raw_file.name]
     if load.max_concurrency is not None:
         command += ["--max-concurrency", str(load.max_concurrency)]
@@ -253,7 +255,7 @@ def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem:
     }
     if raw.get("request_goodput") is not None:
         metrics["goodput_requests_per_second"] = raw["request_goodput"]
-    metrics |= {key: raw[key] for key in raw if key.endswith("_ms") and key.split("_")[1] in LATENCIES}
+    metrics |= {name: raw[name] for name in _LATENCY_METRICS if name in raw}
     tokens = raw["total_input_tokens"] + raw["total_output_tokens"]
     return run | {"metrics": metrics, "raw": raw} | _different_work(raw["completed"], tokens, sample)
 

@@ -5,10 +5,11 @@ scale, and a Student t interval of 95 % is put around that mean: exp(m ± t·s/�
 It asks that the log ratios of the pairs are independent and roughly normal; it does not ask that machines are equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
 from statistics import fmean, median, stdev
+from typing import Any
 
 ENOUGH_PAIRS = 5
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
@@ -92,3 +93,10 @@ def with_interval(ratio: float, low: float, high: float) -> str:
         if len({lower, upper, one}) == 3:
             break
     return f"{middle}× [{lower}, {upper}]"
+
+
+def ratio_text(verdict: Mapping[str, Any]) -> str:
+    """Write the ratio of a verdict in JSON with its interval, if it has one."""
+    if verdict["low"] is None:
+        return f"{verdict['ratio']:.2f}× (one pair)"
+    return with_interval(verdict["ratio"], verdict["low"], verdict["high"])

@@ -73,11 +73,20 @@ def write_evaluation(
     return path
 
 
-def write_bench(path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]]) -> Path:
-    """Write results as `bench sharegpt` does, from (dense, pruned) requests/s."""
+def write_bench(
+    path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]], load: str = "offline"
+) -> Path:
+    """Write results as `bench sharegpt` does, from (dense, pruned) requests/s; tokens come half as fast again."""
     engine = {"peak_memory_bytes": 2**30}
     runs = [
-        {"round": turn, "label": label, "load": "offline", "metrics": {"requests_per_second": value}, "engine": engine}
+        {
+            "round": turn,
+            "label": label,
+            "load": load,
+            "metrics": {"requests_per_second": value}
+            | ({"p50_tpot_ms": 30 if label == "dense" else 20} if load != "offline" else {}),
+            "engine": engine,
+        }
         for turn, pair in enumerate(speeds)
         for label, value in zip(("dense", pruned.name), pair, strict=True)
     ]
@@ -126,6 +135,22 @@ def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
         assert "50.0 % less KV cache a token" in text
         assert "30.00" in text  # the perplexity
         assert "arXiv" not in text  # the paper did not prune this model
+
+
+def test_at_a_rate_the_page_tells_the_time_per_token(pruned: Path, dense: Path) -> None:
+    """There requests/s are what arrives; in the picture offline goes first, then all at once."""
+    (pruned / "sharegpt.json").unlink()
+    served = pruned / "sharegpt-serve.json"
+    write_bench(served, dense, pruned, [(0.25, 0.25)] * 3, "0.25 requests/s")
+    text = write_markdown(collect([pruned]))
+    assert "time per output token: 1.5000× [1.5000, 1.5000] faster (only 3 pairs), 0.25 requests/s" in text
+    assert "| time per output token, 0.25 requests/s | 1 | 1.5000× [1.5000, 1.5000] |" in text
+    assert "<svg" in (page := write_html(collect([pruned]))) and "time per output token, times better" in page
+    write_bench(pruned / "burst.json", dense, pruned, [(1, 1.2)] * 3, "all at once, 4 in flight")
+    served.rename(pruned / "a.json")  # read before it
+    (entry,) = collect([pruned]).pruned
+    assert [speed["load"] for speed in entry.speeds] == ["0.25 requests/s", "all at once, 4 in flight"]
+    assert entry.speed and entry.speed["load"] == "all at once, 4 in flight"
 
 
 def test_page_is_well_formed_and_loads_nothing(pruned: Path) -> None:
