@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
+from ddp_benchmarks.processes import terminable
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.registry import fetch_conversations, fetch_model
 
@@ -59,7 +60,13 @@ def command(*arguments: object) -> None:
     """Run one of our own commands as a user would; its output is shown, a failure ends the demo."""
     words = [str(argument) for argument in arguments]
     print("     $ ddp-vllm " + " ".join(words), flush=True)
-    code = subprocess.run([sys.executable, "-m", "ddp_vllm", *words]).returncode
+    process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *words])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # subprocess.run would kill it at once, before it has stopped its engine
+        process.terminate()
+        process.wait()
+        raise
     if code:
         sys.exit(code)
 
@@ -79,4 +86,5 @@ def summary(pruned: Path, speed: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with terminable():
+        main()

@@ -21,6 +21,8 @@ from typing import Any
 from ddp_benchmarks.conversations import draw_sample, read_conversations
 from ddp_benchmarks.engine import Server
 from ddp_benchmarks.machine import hardware, today, versions
+from ddp_benchmarks.models import token_counter
+from ddp_benchmarks.processes import terminable
 from ddp_benchmarks.verdict import judge, spread
 from ddp_vllm.registry import fetch_conversations
 
@@ -61,11 +63,7 @@ def main() -> None:
 
 def first_turns(data: Path, model: str, num_prompts: int) -> list[str]:
     """Return the questions of the conversations that `ddp-vllm bench sharegpt` would draw."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    conversations = read_conversations(data)
-    sample = draw_sample(conversations, lambda text: len(tokenizer(text).input_ids), num_prompts=num_prompts, seed=0)
+    sample = draw_sample(read_conversations(data), token_counter(model), num_prompts=num_prompts, seed=0)
     return [entry["conversations"][0]["value"] for entry in sample.entries]
 
 
@@ -125,4 +123,5 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with terminable():
+        main()

@@ -69,13 +69,22 @@ def device_bytes(smi: str) -> int:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that the engine inside is stopped too."""
+    """Let SIGTERM and a lost terminal end the block as Ctrl-C does, so that the engine inside is stopped too.
+
+    SIGHUP stays ignored where it is, as under nohup.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:  # the kernel sends one and the shell another, which would cut the stopping short
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

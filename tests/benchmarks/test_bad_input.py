@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -138,6 +139,66 @@ def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
         check_file(tmp_path, overwrite=True)
     with pytest.raises(TextError, match="no results file"):
         read_results(file)
+
+
+_WAIT = """
+import signal, sys, time
+from ddp_benchmarks.processes import terminable
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+with terminable():
+    try:
+        print("ready", flush=True)
+        time.sleep(2)
+    except KeyboardInterrupt:
+        time.sleep(0.5)  # stopping an engine; the shell's signal comes after the kernel's
+        print("stopped", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "number", "said"),
+    [
+        ("SIG_DFL", signal.SIGTERM, "stopped\n"),
+        ("SIG_DFL", signal.SIGHUP, "stopped\n"),
+        ("SIG_IGN", signal.SIGHUP, ""),  # nohup
+    ],
+)
+def test_a_lost_terminal_stops_the_engine_unless_ignored(before: str, number: int, said: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
+    command = [sys.executable, "-c", _WAIT, before]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout and run.stdout.readline() == "ready\n"
+        run.send_signal(number)
+        if number == signal.SIGHUP:
+            time.sleep(0.2)
+            run.send_signal(number)
+        assert run.stdout.read() == said
+    assert run.returncode == 0
+
+
+_DEMO = """
+import sys
+import demo
+from ddp_benchmarks.processes import terminable
+sys.executable = sys.argv[1]
+with terminable():
+    demo.command("bench")
+"""
+
+
+def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
+    command = tmp_path / "command"
+    command.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {tmp_path}/stopped; exit 1' TERM\ntouch {tmp_path}/up\n"
+                       "for i in $(seq 200); do sleep 0.1; done\n")  # fmt: skip
+    command.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
+    script = [sys.executable, "-c", _DEMO, str(command)]
+    with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as demo:
+        while not (tmp_path / "up").exists():
+            assert demo.poll() is None
+            time.sleep(0.05)
+        demo.terminate()
+    assert (tmp_path / "stopped").exists()
 
 
 def test_a_group_ends_whole_even_if_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
