@@ -6,7 +6,6 @@ A small real model (SmolLM2-135M-Instruct) and real text (ShareGPT) come from th
 of the commands a user has; what is there already is used again. Results are in demo-output/.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -14,7 +13,9 @@ from pathlib import Path
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
 from ddp_benchmarks.processes import terminable
+from ddp_benchmarks.results import read_results
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.errors import TextError
 from ddp_vllm.registry import fetch_conversations, fetch_model
 
 FOLDER = Path("demo-output")
@@ -45,9 +46,9 @@ def main() -> None:
     say(f"     asked over HTTP: {PROMPT!r}\n     answered:        {answer!r}")
 
     say("4/4  measuring dense against pruned in real vLLM, in turn")
-    if not speed.exists():
+    if not is_complete(speed):
         command("bench", "sharegpt", "--dense", model, "--pruned", pruned, "--dataset", text, "--num-prompts", 8,
-                "--pairs", 3, "--no-warmup-round", "-o", speed, "--", "--enforce-eager")  # fmt: skip
+                "--pairs", 3, "--no-warmup-round", "-o", speed, "--overwrite", "--", "--enforce-eager")  # fmt: skip
     summary(pruned, speed)
     print(f"\n{time.perf_counter() - fetched:.0f} s after the downloads, {time.perf_counter() - began:.0f} s in all.")
 
@@ -71,6 +72,14 @@ def command(*arguments: object) -> None:
         sys.exit(code)
 
 
+def is_complete(speed: Path) -> bool:
+    """Tell whether a benchmark ran to its end; one that was interrupted keeps what it had."""
+    try:
+        return bool(read_results(speed)["complete"])
+    except TextError:
+        return False
+
+
 def summary(pruned: Path, speed: Path) -> None:
     checkpoint = read_checkpoint(pruned)
     quality = checkpoint.provenance["perplexity"]
@@ -79,8 +88,8 @@ def summary(pruned: Path, speed: Path) -> None:
     say("what you hold now")
     print(f"     perplexity on held-out text: {quality['dense']:.2f} dense, {quality['pruned']:.2f} pruned")
     print(f"     weights: {dense / 1e6:.0f} MB dense, {size / 1e6:.0f} MB pruned")
-    for verdict in json.loads(speed.read_text(encoding="utf-8")).get("verdicts", []):
-        print(f"     throughput: {verdict['metrics']['requests_per_second']['sentence']}")
+    for verdict in read_results(speed)["verdicts"]:
+        print(f"     throughput: {verdict['sentence']}")
     variables = " ".join(f"{name}={value}" for name, value in CPU_DEFAULTS.items())
     print(f"     to serve it again: . .venv/bin/activate; {variables} {SERVE}")
 

@@ -17,10 +17,11 @@ from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port, model_arguments
 from ddp_benchmarks.models import check_vocabularies, describe_model
 from ddp_benchmarks.processes import end_group, group_members
-from ddp_benchmarks.results import check_file, read_results
+from ddp_benchmarks.results import FORMAT, check_file, read_results
 from ddp_benchmarks.sharegpt import Load, Settings, _schedule
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
+from demo import is_complete
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,6 +200,15 @@ def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
             time.sleep(0.05)
         demo.terminate()
     assert (tmp_path / "stopped").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "whole"), [('"complete": true', True), ('"complete": false', False), (None, False)]
+)
+def test_the_demo_uses_a_benchmark_again_only_if_it_ended(tmp_path: Path, content: str | None, whole: bool) -> None:
+    if content:
+        (tmp_path / "speed.json").write_text(f'{{"format": "{FORMAT}", {content}}}')
+    assert is_complete(tmp_path / "speed.json") == whole
 
 
 def test_a_group_ends_whole_even_if_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
