@@ -45,10 +45,8 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
 
     ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
     """
-    from rich.console import Console
-
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.report import draw_speed, json_line, print_report
+    from ddp_benchmarks.report import draw_speed, json_line, plain_console, print_report
     from ddp_benchmarks.results import check_file, read_results
     from ddp_benchmarks.sharegpt import Load, Settings, run_benchmark
 
@@ -65,7 +63,7 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
     )
     settings = Settings(warmup_round=not options.pop("no_warmup_round"), loads=loads, **options)
     settings.check()
-    console = Console(highlight=False)
+    console = plain_console()
     before = output.stat().st_mtime_ns if output.exists() else None
     try:
         with terminable():
@@ -106,8 +104,6 @@ def kernel(
     ddp-vllm bench kernel --shape all
     ddp-vllm bench kernel --shape olmoe-1b-7b --experts 16 --scale 0.5 --tokens 1,16 --sparsity 40
     """
-    from rich.console import Console
-
     from ddp_benchmarks.results import check_file, write_results
 
     check_file(output, overwrite=overwrite)
@@ -116,6 +112,7 @@ def kernel(
     from ddp_benchmarks.experts import SHAPES
     from ddp_benchmarks.kernel import KernelSettings, run_kernel_benchmark
     from ddp_benchmarks.kernel_report import kernel_line, print_kernel
+    from ddp_benchmarks.report import plain_console
 
     settings = KernelSettings(
         shapes=tuple(SHAPES) if shapes == "all" else tuple(shapes.split(",")),
@@ -125,7 +122,7 @@ def kernel(
         **options,
     )
     settings.check()
-    console = Console(highlight=False)
+    console = plain_console()
     results: dict[str, Any] = {}
 
     def save(found: Mapping[str, Any]) -> None:
@@ -196,11 +193,9 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
     With --data no rows are taken from the hub: it holds a file a task, such as piqa_val.jsonl, and what is missing is
     named. Finished tasks are kept and reused.
     """
-    from rich.console import Console
-
     from ddp_benchmarks.evaluate import EvalSettings, against_output, default_output, evaluate
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.report import print_quality
+    from ddp_benchmarks.report import plain_console, print_quality
     from ddp_benchmarks.results import make_folder
     from ddp_benchmarks.tasks import choose_tasks
 
@@ -216,7 +211,7 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
         settings[-1].check()
     for one in settings:
         make_folder(one.output)
-    console = Console(highlight=False)
+    console = plain_console()
     with terminable():
         found = [evaluate(one, say=lambda text: console.print(text, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)

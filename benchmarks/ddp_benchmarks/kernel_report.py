@@ -20,7 +20,7 @@ def print_kernel(results: Mapping[str, Any], console: Console) -> None:
             if rows:
                 console.print(_table(name, sparsity, rows, ceilings))
     if settings["scale"] != 1 or settings["experts"]:
-        console.print("[bold]These are not the real shapes[/bold]: --scale and --experts made them smaller.")
+        console.print("These are not the real shapes: --scale and --experts made them smaller.", style="bold")
     console.print(
         f"ms: ragged. N×: ragged is N times as fast as vLLM's kernel on dense or padded experts, as our kernel on even "
         f"widths of the same bytes, as vLLM's on those. ∝ kept: ragged's time over dense time × what was kept.\n"

@@ -136,7 +136,9 @@ def draw_quality(comparison: Comparison) -> str | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context({"svg.fonttype": "none", "font.size": 12, "font.family": "sans-serif"}):
+    with plt.rc_context(
+        {"svg.fonttype": "none", "text.parse_math": False, "font.size": 12, "font.family": "sans-serif"}
+    ):
         figure, axes = plt.subplots(figsize=(5.4, 4.6), layout="constrained")
         front = _pareto([point for _, point in shown])
         axes.plot([p["x"] for p in front], [p["y"] for p in front], color="0.6", linestyle="--", zorder=0)

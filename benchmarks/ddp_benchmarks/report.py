@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ddp_benchmarks.evaluate import in_points, mean_difference, score
 from ddp_benchmarks.results import main_metric, main_verdict, measured, sentence
@@ -40,6 +41,11 @@ _ENGINE_ROWS = (  # fact, heading, divisor, decimals
 )
 
 
+def plain_console() -> Console:
+    """Return a console that prints names and vLLM's errors as they are: neither [brackets] nor :colons: are markup."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
 def print_report(results: Mapping[str, Any], console: Console) -> None:
     """Print one table a load, medians of the rounds and ratios to the dense model, and each verdict under it."""
     labels = [model["label"] for model in results["models"]]
@@ -59,9 +65,9 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
             _add_row(table, heading, [[v / divisor for v in each if v is not None] for each in values], decimals)
         console.print(table)
     for answer in results.get("verdicts", []):
-        console.print(f"[bold]{answer['label']}[/bold], {answer['load']}: [bold]{sentence(answer)}[/bold]")
+        console.print(Text.assemble((answer["label"], "bold"), f", {answer['load']}: ", (sentence(answer), "bold")))
     if not results["complete"]:
-        console.print(f"[bold]Incomplete[/bold]: {results['reason']}", style="red")
+        console.print(Text.assemble(("Incomplete", "bold"), f": {results['reason']}"), style="red")
 
 
 def _add_row(table: Table, heading: str, columns: list[list[Any]], decimals: int, ratios: Sequence[str] = ()) -> None:
@@ -106,6 +112,7 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
 
     labels = [model["label"] for model in results["models"]]
     loads = list(dict.fromkeys(run["load"] for run in results["runs"]))
+    plt.rcParams["text.parse_math"] = False  # a $ in a name is a dollar
     figure, rows = plt.subplots(
         len(loads), 2, figsize=(9, 0.9 + 1.1 * len(loads) * len(labels)), squeeze=False, layout="constrained"
     )
@@ -139,6 +146,9 @@ def _draw_ratio(axes: Any, row: int, label: str, load: str, results: Mapping[str
             axes.text(0.5, row - 0.2, sentence(answer), transform=axes.get_yaxis_transform(), ha="center", fontsize=9)
 
 
+_SAME_QUESTIONS = Text.assemble(("mean accuracy", "bold"), ", same questions: ")
+
+
 def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, console: Console) -> None:
     """Print each task's metric with its standard error; with `dense` beside it, what fraction is retained."""
     name = results["ddp_vllm"]["model"]["name"]
@@ -167,9 +177,9 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
         table.add_row(f"mean of {len(ours_mean['tasks'])}", "accuracy", *cells, *kept)
     console.print(table)
     if difference := mean_difference(results, dense) if dense else None:
-        console.print(f"[bold]mean accuracy[/bold], same questions: [bold]{in_points(*difference)}[/bold]")
+        console.print(Text.assemble(_SAME_QUESTIONS, (in_points(*difference), "bold")))
     elif dense and results["ddp_vllm"]["answers"]:
-        console.print("[bold]mean accuracy[/bold], same questions: too few rows to say whether it differs")
+        console.print(Text.assemble(_SAME_QUESTIONS, "too few rows to say whether it differs"))
 
 
 def _value(task: str, found: tuple[float, float | None] | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ddp_benchmarks.report import draw_speed, json_line, print_report
+from ddp_benchmarks.report import draw_speed, json_line, plain_console, print_report
 from ddp_benchmarks.results import main_verdict, verdicts
 
 RATE, BURST = "0.25 requests/s", "all at once"
@@ -65,6 +65,22 @@ def test_latencies_are_printed_with_their_intervals(load: str) -> None:
     }
     assert cells["time to first token, p99 ms"][1:] == ["61.4", "45.2", "1.36× [1.32, 1.40]"]
     assert cells["requests/s"][1:] == ["1.00", "1.30", "1.30× [1.28, 1.33]"]
+
+
+def test_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich reads [/pytorch…] as the end of a style and raises, which hid the error itself."""
+    reason = "vllm serve ended with code 1: RuntimeError: [/pytorch/gloo/pair.cc:534] Connection closed :x: [bold]"
+    found = results(RATE, [(1, 1)] * 3, TPOT, complete=False, reason=reason)
+    for part in (*found["models"], *found["runs"]):
+        part["label"] = part["label"].replace("half", "[/b] $x^$ :x:")
+    found["verdicts"] = verdicts(found)
+    monkeypatch.setenv("COLUMNS", "200")
+    console = plain_console()
+    with console.capture() as capture:
+        print_report(found, console)
+    assert f"Incomplete: {reason}" in capture.get() and f"[/b] $x^$ :x:, {RATE}: time" in capture.get()
+    pytest.importorskip("matplotlib")
+    draw_speed(found, tmp_path / "speed.png")
 
 
 def test_the_picture_shows_what_the_sentence_says(tmp_path: Path) -> None:
