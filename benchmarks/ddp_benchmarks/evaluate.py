@@ -27,6 +27,7 @@ from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 
 _SOFT_CAP = "attn_logit_softcapping"  # of Gemma-2's config
+ENOUGH_ROWS = 30  # to believe that nothing changed; a normal interval also wants about as many
 _PER_TASK = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks")
 
 
@@ -266,7 +267,8 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
 
     Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out.
     The interval is a normal one of the spread between rows. A task of one row has no spread, and one whose rows all
-    changed alike shows none, which is no proof that there is none: with such a task the answer is None.
+    changed alike, or fewer than 30 of which none changed, shows none, which is no proof that there is none: with such
+    a task the answer is None.
     """
     ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
     if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
@@ -274,7 +276,7 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     means, variances = [], []
     for name, rows in ours.items():
         differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
-        if len(differences) < 2 or (differences[0] and len(set(differences)) == 1):
+        if len(set(differences)) == 1 and (differences[0] or len(differences) < ENOUGH_ROWS):
             return None
         means.append(fmean(differences))
         variances.append(pvariance(differences) / (len(differences) - 1))
