@@ -48,7 +48,7 @@ class EvalSettings:
     max_length: int = 2048
     """Longest context in tokens; perplexity is read in windows of this length."""
     model_args: tuple[tuple[str, str], ...] = ()
-    """More arguments of lm-eval's model class, as they are."""
+    """More arguments of lm-eval's model class; it reads True, None and numbers as such."""
     output: Path = Path("eval")
 
     def check(self) -> None:
@@ -223,6 +223,7 @@ def _evaluate_tasks(
 def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     """Return lm-eval's model object and the arguments it was made with. Raises: ModelError."""
     import torch
+    from lm_eval.utils import handle_arg_string
     from lm_eval.api.registry import get_model
     from transformers import PretrainedConfig
 
@@ -234,7 +235,7 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     try:
         if settings.backend == "hf" and PretrainedConfig.get_config_dict(settings.model)[0].get(_SOFT_CAP):
             arguments["attn_implementation"] = "eager"  # the others leave the cap out
-        arguments |= dict(settings.model_args)
+        arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}
         arguments |= {"trust_remote_code": True} if model_arguments(settings.model) else {}
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
     except (OSError, ValueError, TypeError) as error:

@@ -196,4 +196,6 @@ def test_bad_input_has_its_exit_code(
     filled = [argument.format(data=piqa.parent) for argument in arguments]
     output = run(str(tiny), *filled, home=tmp_path / "hf")
     assert (output.returncode, output.stderr.count("\n")) == (code, 1)
+    output = run(*arguments, "--model-args", "trust_remote_code=False", home=tmp_path / "hf")
+    assert output.returncode == 3 and not ran.exists(), output.stderr[-2000:]
     assert reason in output.stderr
