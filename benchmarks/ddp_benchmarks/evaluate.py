@@ -100,19 +100,20 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
     Raises: ModelError, TextError, SettingError before the model is loaded; ServingError if vLLM fails.
     """
     settings.check()
-    facts, files = describe_model(settings.model), settings.files()
+    files = settings.files()
     cached = {name: _cache_file(settings, name, files.get(name)) for name in settings.tasks}
     todo = [name for name, file in cached.items() if not file.exists()]
     if done := len(settings.tasks) - len(todo):
-        say(f"{facts.name}: {done} of {len(settings.tasks)} tasks were evaluated before and are reused")
+        say(f"{settings.model}: {done} of {len(settings.tasks)} tasks were evaluated before and are reused")
     if todo:
-        run_alone(_evaluate_tasks, settings, todo, files, {name: cached[name] for name in todo})
+        run_alone(_evaluate_tasks, settings, todo, files)
+        cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}  # a hub model is here only now
     parts = [json.loads(cached[name].read_text(encoding="utf-8")) for name in settings.tasks]
     answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
     merged = _merge(parts)
     merged["ddp_vllm"] = {
         "format": "ddp-vllm eval 1",
-        "model": facts.to_json(),
+        "model": describe_model(settings.model).to_json(),
         "settings": json.loads(json.dumps(dataclasses.asdict(settings), default=str)),
         "data": {name: file_sha256(file) for name, file in files.items()} or "hub",
         "hardware": hardware(),
@@ -184,9 +185,7 @@ def _call(connection: Connection, function: Callable[..., None], arguments: tupl
         connection.send(error)
 
 
-def _evaluate_tasks(
-    settings: EvalSettings, names: list[str], files: Mapping[str, Path], cached: Mapping[str, Path]
-) -> None:
+def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str, Path]) -> None:
     """Load the model once and run lm-eval task by task; each result is on disk before the next task starts."""
     if settings.data:  # before the first import that reads them
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
@@ -217,14 +216,14 @@ def _evaluate_tasks(
             samples = results.pop("samples")[name]
             if TASKS[name].higher_is_better:
                 results["answers"] = {name: [float(sample[TASKS[name].metric]) for sample in samples]}
-            write_results(json.loads(json.dumps(results, default=str)), cached[name])
+            write_results(json.loads(json.dumps(results, default=str)), _cache_file(settings, name, files.get(name)))
 
 
 def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     """Return lm-eval's model object and the arguments it was made with. Raises: ModelError."""
     import torch
-    from lm_eval.utils import handle_arg_string
     from lm_eval.api.registry import get_model
+    from lm_eval.utils import handle_arg_string
     from transformers import PretrainedConfig
 
     length = "max_length" if settings.backend == "hf" else "max_model_len"

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ddp_benchmarks import evaluate
 from ddp_benchmarks.evaluate import EvalSettings, _cache_file, mean_difference, run_alone
@@ -49,6 +51,35 @@ def test_a_task_is_evaluated_once(tiny: Path, piqa: Path, tmp_path: Path) -> Non
     assert sorted(results["ddp_vllm"]["answers"]["piqa"]) == [0.0, 1.0] and "answers" not in results
     assert "fatal" not in first.stderr  # git, outside a repository
     assert list((tmp_path / "out" / "tasks").iterdir()) == cached
+
+
+def test_a_task_of_a_hub_model_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading it brings its weights to this machine; what names the cache file must be the same before and after."""
+    evaluator = pytest.importorskip("lm_eval.evaluator")
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+
+    def load(settings: EvalSettings) -> tuple[object, dict[str, object]]:
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        save_file({"w": np.zeros(1, np.float32)}, snapshot / "model.safetensors")
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("abc")
+        return object(), {}
+
+    def simple_evaluate(**_: object) -> dict[str, object]:
+        return {"results": {"piqa": {"acc_norm,none": 1.0}}, "config": {}, "samples": {"piqa": [{"acc_norm": 1.0}]}}
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(evaluate, "run_alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(evaluate, "_load_model", load)
+    monkeypatch.setattr(evaluator, "simple_evaluate", simple_evaluate)
+    said: list[str] = []
+    for _ in range(2):
+        results = evaluate.evaluate(
+            EvalSettings(model="org/tiny", tasks=("piqa",), output=tmp_path / "out"), say=said.append
+        )
+        assert results["results"] == {"piqa": {"acc_norm,none": 1.0}}
+    assert said == ["org/tiny: 1 of 1 tasks were evaluated before and are reused"]
 
 
 def test_the_difference_of_means_is_that_of_pairs() -> None:
@@ -165,6 +196,8 @@ def test_code_of_a_dense_folder_runs_only_if_asked(tiny: Path, piqa: Path, tmp_p
     output = run(*arguments, home=tmp_path / "hf")
     assert output.returncode == 3 and "--model-args trust_remote_code=True" in output.stderr, output.stderr[-2000:]
     assert not ran.exists()
+    output = run(*arguments, "--model-args", "trust_remote_code=False", home=tmp_path / "hf")
+    assert output.returncode == 3 and not ran.exists(), output.stderr[-2000:]
     output = run(*arguments, "--model-args", "trust_remote_code=True", home=tmp_path / "hf")
     assert output.returncode == 0, output.stderr[-2000:]
     assert ran.exists()
@@ -196,6 +229,4 @@ def test_bad_input_has_its_exit_code(
     filled = [argument.format(data=piqa.parent) for argument in arguments]
     output = run(str(tiny), *filled, home=tmp_path / "hf")
     assert (output.returncode, output.stderr.count("\n")) == (code, 1)
-    output = run(*arguments, "--model-args", "trust_remote_code=False", home=tmp_path / "hf")
-    assert output.returncode == 3 and not ran.exists(), output.stderr[-2000:]
     assert reason in output.stderr
