@@ -14,8 +14,6 @@ from ddp_vllm.checkpoint import head_dim, read_checkpoint, read_json
 from ddp_vllm.errors import ModelError
 from ddp_vllm.remote_code.widths import WidthsError, folder_shapes
 
-_BYTES = {"float32": 4, "float64": 8}  # of one number in the KV cache; everything else is kept in two bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -41,9 +39,10 @@ def identify(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def describe_model(model: str) -> ModelFacts:
+def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     """Return the facts of a model, read from its config and the headers of its weights.
 
+    `dtype` is vLLM's, in which it keeps keys and values: `auto` takes two bytes for float32 weights too.
     Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot be read.
     """
     folder = local_folder(model)
@@ -65,7 +64,7 @@ def describe_model(model: str) -> ModelFacts:
         pruned="ddp_layers" in config,
         parameters=parameters,
         weight_bytes=weight_bytes,
-        kv_bytes_per_token=_kv_bytes(config, kv_heads),
+        kv_bytes_per_token=_kv_bytes(config, kv_heads, size=4 if dtype in ("float32", "float") else 2),
     )
 
 
@@ -100,8 +99,7 @@ def _num_parameters(folder: Path) -> int | None:
         raise ModelError(str(error)) from error
 
 
-def _kv_bytes(config: Mapping[str, Any], kv_heads: list[int]) -> int | None:
-    size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+def _kv_bytes(config: Mapping[str, Any], kv_heads: list[int], *, size: int) -> int | None:
     if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector a layer, whatever the heads
         return len(kv_heads) * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim", 0)))
     if not sum(kv_heads) or "hidden_size" not in config:

@@ -7,6 +7,7 @@ All models answer the same prompts with the same number of tokens, counted by th
 """
 
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -100,7 +101,8 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
     for pruned in settings.pruned:
         check_vocabularies(settings.dense, pruned)
     labels = _labels(models)
-    facts = [describe_model(model).to_json() | {"label": label} for model, label in zip(models, labels, strict=True)]
+    described = [describe_model(model, dtype=_dtype(settings.engine_arguments)) for model in models]
+    facts = [each.to_json() | {"label": label} for each, label in zip(described, labels, strict=True)]
     settings = _fit(settings)
     sample = _draw(settings)
     say(sample.describe())
@@ -145,6 +147,11 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
         if results["complete"]:
             shutil.rmtree(folder, ignore_errors=True)  # its logs are what an error message points to
     return results
+
+
+def _dtype(engine_arguments: Sequence[str]) -> str:
+    """Return what `--dtype` says among vLLM's arguments."""
+    return (["auto", *re.findall(r"--dtype[ =](\S+)", " ".join(engine_arguments))])[-1]
 
 
 def _labels(models: Sequence[str]) -> list[str]:
