@@ -17,7 +17,7 @@ from ddp_benchmarks.results import FORMAT
 from ddp_benchmarks.tasks import TASKS
 from ddp_benchmarks.verdict import judge
 from ddp_vllm.checkpoint import read_checkpoint, read_json
-from ddp_vllm.errors import CheckpointError, SettingError, TextError
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +209,10 @@ def _dense_entry(
     dense = dense or next((model["model"] for model in baselines), None)
     if dense is None:
         return None
-    local = (Path(dense) / "config.json").is_file()
-    facts = describe_model(dense) if local else ModelFacts(model=identify(dense), name=dense, pruned=False)
+    try:
+        facts = describe_model(dense)
+    except ModelError:  # a folder of another machine
+        facts = ModelFacts(model=identify(dense), name=dense, pruned=False)
     known = [model for model in baselines if _same([model], facts) or _namesakes([model], facts)]
     if facts.pruned:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
@@ -225,7 +227,7 @@ def _dense_entry(
         notes.append(f"the dense model was not evaluated on the same rows: {command}")
     if any(rows != wanted[0] for rows in wanted[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")
-    if known and not local:
+    if known and facts.parameters is None:
         facts = ModelFacts(**{key: known[0][key] for key in ModelFacts.__dataclass_fields__})
     return Entry(facts=facts, quality=quality)
 

@@ -69,10 +69,28 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model: itself, or the snapshot of a hub name that was downloaded before.
+    """Return the folder of a model: itself, or the snapshot of a hub name whose weights were downloaded before.
 
     Raises: ModelError if `model` looks like a path and is none.
     """
+    folder = _known_folder(model)
+    return folder if folder and (Path(model).is_dir() or _is_whole(folder)) else None
+
+
+def _is_whole(snapshot: Path) -> bool:
+    """Tell whether a snapshot holds config and weights, every file of their index; the hub also keeps parts."""
+    if not (snapshot / "config.json").is_file():
+        return False
+    for weights in ("model.safetensors", "pytorch_model.bin"):
+        if (index := snapshot / f"{weights}.index.json").is_file():
+            return all((snapshot / file).is_file() for file in read_json(index)["weight_map"].values())
+        if (snapshot / weights).is_file():
+            return True
+    return False
+
+
+def _known_folder(model: str) -> Path | None:
+    """Return the folder of a model, or what there is of its snapshot. Raises: ModelError as `local_folder`."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/", "~")):
@@ -160,6 +178,8 @@ def _vocabulary(model: str) -> dict[str, int]:
 
 def max_model_len(model: str) -> int | None:
     """Return the longest context the model's config allows in tokens, if it is on this machine and says so."""
-    folder = local_folder(model)
-    length = read_json(folder / "config.json").get("max_position_embeddings") if folder else None
+    folder = _known_folder(model)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    length = read_json(folder / "config.json").get("max_position_embeddings")
     return int(length) if length else None
