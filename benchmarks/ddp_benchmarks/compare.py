@@ -15,7 +15,6 @@ from ddp_benchmarks.evaluate import default_output, mean_accuracy, mean_differen
 from ddp_benchmarks.models import ModelFacts, describe_model, identify
 from ddp_benchmarks.results import FORMAT
 from ddp_benchmarks.tasks import TASKS
-from ddp_benchmarks.verdict import judge
 from ddp_vllm.checkpoint import read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 
@@ -92,8 +91,8 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     for checkpoint, origin in zip(checkpoints, origins, strict=True):
         folder, facts = checkpoint.folder, describe_model(str(checkpoint.folder))
         name = facts.name
-        quality = _best_evaluation(evals, facts)
-        speeds = tuple(_speeds(benches, facts))
+        quality = _best_evaluation(evals, facts, notes)
+        speeds = _speeds(benches, facts, notes)
         notes += [f"{name} was not evaluated: ddp-vllm eval {folder}"] if quality is None else []
         command = f"ddp-vllm bench sharegpt --dense {origin or dense or 'MODEL'} --pruned {folder}"
         notes += [f"{name} was not measured: {command}"] if not speeds else []
@@ -107,7 +106,9 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
             )
         )
     reference = _dense_entry(dense, benches, evals, entries, notes)
-    return Comparison(dense=reference, pruned=tuple(entries), benches=tuple(benches), notes=tuple(notes))
+    shown = [bench for bench in benches if any(speed["bench"] is bench for entry in entries for speed in entry.speeds)]
+    notes = list(dict.fromkeys(notes))
+    return Comparison(dense=reference, pruned=tuple(entries), benches=tuple(shown), notes=tuple(notes))
 
 
 def _units_removed(recipe: Mapping[str, Any]) -> float | None:
@@ -174,10 +175,26 @@ def _namesakes(models: Iterable[Mapping[str, Any]], facts: ModelFacts) -> list[M
     return found if len({model["model"] for model in found}) == 1 else []
 
 
-def _best_evaluation(evals: Sequence[Mapping[str, Any]], facts: ModelFacts) -> Mapping[str, Any] | None:
+def _of_this_model(models: Sequence[Mapping[str, Any]], facts: ModelFacts, notes: list[str]) -> list[Mapping[str, Any]]:
+    """Leave out those that had another number of parameters: their folder was pruned again since they were measured."""
+    kept = []
+    for model in models:
+        before = model.get("parameters")
+        if before and facts.parameters and before != facts.parameters:
+            notes.append(
+                f"results of {facts.name} with {before:,} parameters are left out: it has {facts.parameters:,} now"
+            )
+        else:
+            kept.append(model)
+    return kept
+
+
+def _best_evaluation(
+    evals: Sequence[Mapping[str, Any]], facts: ModelFacts, notes: list[str]
+) -> Mapping[str, Any] | None:
     """Return the evaluation of a model with the most tasks, the one of most rows and then the latest among equals."""
     models = [found["ddp_vllm"]["model"] for found in evals]
-    known = [*_same(models, facts), *_namesakes(models, facts)]
+    known = _of_this_model([*_same(models, facts), *_namesakes(models, facts)], facts, notes)
     mine = [found for found, model in zip(evals, models, strict=True) if model in known]
     return max(mine, key=lambda found: (len(found["results"]), _num_rows(found), found.get("date") or 0), default=None)
 
@@ -186,15 +203,17 @@ def _num_rows(evaluation: Mapping[str, Any]) -> int:
     return sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
 
 
-def _speeds(benches: Iterable[Mapping[str, Any]], facts: ModelFacts) -> Iterator[Mapping[str, Any]]:
-    for bench in benches:
+def _speeds(benches: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
+    """Return a model's verdict at each load: of the latest benchmark that ended, or else of the latest."""
+    latest: dict[str, Mapping[str, Any]] = {}
+    for bench in sorted(benches, key=lambda bench: (bench["complete"], bench["started"])):
         models = bench["models"][1:]
-        labels = [model["label"] for model in _same(models, facts) or _namesakes(models, facts)]
+        mine = _of_this_model(_same(models, facts) or _namesakes(models, facts), facts, notes)
+        labels = [model["label"] for model in mine]
         for verdict in bench.get("verdicts", []):
             if verdict["label"] in labels:
-                ratios = verdict["metrics"]["requests_per_second"]["ratios"]
-                sentence = judge([1.0] * len(ratios), ratios).sentence  # older results hold one without the interval
-                yield {**verdict, "sentence": sentence, "bench": bench}
+                latest[verdict["load"]] = {**verdict, "bench": bench}
+    return tuple(latest.values())
 
 
 def _dense_entry(
@@ -221,7 +240,7 @@ def _dense_entry(
         notes += [f"{entry.facts.name} was measured against {model['model']}, not {dense}" for model in others[:1]]
     wanted = [rows_read(entry.quality) for entry in entries if entry.quality]
     same = [found for found in evals if not wanted or rows_read(found) == wanted[0]]
-    quality = _best_evaluation(same, facts)
+    quality = _best_evaluation(same, facts, notes)
     if quality is None:
         command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"
         notes.append(f"the dense model was not evaluated on the same rows: {command}")

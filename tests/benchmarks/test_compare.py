@@ -1,6 +1,7 @@
 """Whose results are these: by the folder they lie in, by the resolved folder they store, by a name only elsewhere."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from test_page import write_bench, write_evaluation, write_model
 
 from ddp_benchmarks.compare import collect, difference, peak_memory, retained
 from ddp_benchmarks.models import describe_model
-from ddp_benchmarks.page import headline, size_table
+from ddp_benchmarks.page import headline
 from ddp_benchmarks.results import verdicts
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
@@ -188,16 +189,50 @@ def test_a_file_found_and_passed_is_read_once(tmp_path: Path, monkeypatch: pytes
     assert len(comparison.benches) == len(comparison.pruned[0].speeds) == 1
 
 
-def test_older_results_are_told_with_their_interval(tmp_path: Path) -> None:
+def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -> None:
+    """`prune --overwrite` puts another model where the old one was measured."""
+    dense = write_dense(tmp_path / "base")
+    pruned = write_model(tmp_path / "half", widths=[(2, 16), (1, 5)], origin=str(dense))
+    write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
+    evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
+    before = describe_model(str(pruned)).parameters
+    shutil.rmtree(pruned)
+    write_pruned(pruned, dense)
+    comparison = collect([pruned], results=[tmp_path / "bench.json", evaluation])
+    (entry,) = comparison.pruned
+    assert entry.speeds == () and entry.quality is None and comparison.benches == ()
+    now = describe_model(str(pruned)).parameters
+    note = f"results of half with {before:,} parameters are left out: it has {now:,} now"
+    assert comparison.notes.count(note) == 1 and any("was not measured" in each for each in comparison.notes)
+
+
+def test_of_several_results_at_a_load_the_latest_that_ended_counts(tmp_path: Path) -> None:
     dense = write_dense(tmp_path / "base")
     pruned = write_pruned(tmp_path / "half", dense)
-    bench = write_bench(pruned / "sharegpt.json", dense, pruned, [(1, 1.2), (1, 1.5), (1, 1.4)])
-    content = json.loads(bench.read_text())
-    content["verdicts"][0]["sentence"] = "1.36× ± 0.39 faster (only 3 pairs)"
-    bench.write_text(json.dumps(content))
+    for name, started, complete, speeds in (
+        ("z", "2026-01-01T00:00:00Z", True, SLOWER),
+        ("a", "2026-02-01T00:00:00Z", True, FASTER),
+        ("b", "2026-03-01T00:00:00Z", False, SLOWER),
+    ):
+        path = write_bench(pruned / f"{name}.json", dense, pruned, speeds)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": started, "complete": complete}))
     comparison = collect([pruned])
-    assert headline(comparison.pruned[0], comparison).startswith("1.36× [1.02, 1.81] faster (only 3 pairs), offline")
-    assert ["requests/s, offline", "1", "1.36× [1.02, 1.81]"] in size_table(comparison)[1]
+    (speed,) = comparison.pruned[0].speeds
+    assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(1.51, abs=1e-3)
+    assert [bench["started"] for bench in comparison.benches] == ["2026-02-01T00:00:00Z"]
+
+
+def test_a_dense_model_of_the_hub_is_known_once_it_was_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    home = tmp_path / "hub" / "models--org--base"
+    write_model(home / "snapshots" / "abc", widths=[(2, 16), (2, 16)], origin=None)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc")
+    comparison = collect([write_pruned(tmp_path / "half", "org/base")])
+    assert comparison.dense and comparison.dense.facts.name == "org/base"
+    assert "% fewer parameters" in headline(comparison.pruned[0], comparison)
 
 
 def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
