@@ -119,6 +119,10 @@ def _malformed(entry: Any) -> str | None:
     for number, turn in enumerate(turns[:2], 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             return f"turn {number} has no text under the key value"
+    try:
+        json.dumps([entry.get("id"), turns[:2]], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"half a character (\\u{ord(error.object[error.start]):04x}), which no tokenizer reads: mend or drop it"
     return None
 
 

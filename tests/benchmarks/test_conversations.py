@@ -41,6 +41,8 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
         ("[\n1]", "line 2", "int instead of an object"),
         ('{"conversations": [{"from": "human"}]}', "line 1", "turn 1 has no text under the key value"),
         ('{"conversations": [{"value": "a"}, "b"]}', "line 1", "turn 2 has no text"),
+        ('{"conversations": []}\n{"conversations": [{"value": "a \\ud83d"}]}', "line 2", "half a character (\\ud83d)"),
+        ('{"conversations": [], "id": "\\udc00"}', "line 1", "half a character (\\udc00)"),
     ],
 )
 def test_malformed_files_name_line_and_reason(tmp_path: Path, text: str, where: str, reason: str) -> None:
