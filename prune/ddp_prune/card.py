@@ -1,5 +1,7 @@
 """The model card that a pruned checkpoint carries: what was removed, what it cost, how to serve it."""
 
+from pathlib import Path
+
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_prune.source import Source
@@ -46,7 +48,7 @@ def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
     )
     provenance = checkpoint.provenance
     dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or source.folder.name)
-    if "/" in dense and not dense.startswith((".", "/")) and dense.count("/") == 1:
+    if dense.count("/") == 1 and not dense.startswith((".", "/", "~")) and not Path(dense).exists():  # a hub name
         data.base_model = dense
     text = TEXT.format(
         name=name,
