@@ -162,6 +162,9 @@ class DeepseekMoE(nn.Module):
 class DeepseekModel(LlamaModel):
     """Llama whose layers have experts where the config says so."""
 
+    # transformers would inherit what it found out about Llama, if one was loaded before: that it has no experts
+    _can_set_experts_implementation_cached_value = True
+
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__(config)
         for index, layer in enumerate(self.layers):
@@ -173,8 +176,7 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     """DeepSeekMoE (v1), dense."""
 
     config_class = DeepseekConfig
-    # transformers would inherit what it found out about Llama, if one was loaded before: that it has no experts
-    _can_set_experts_implementation_cached_value = True
+    _can_set_experts_implementation_cached_value = True  # as in its decoder
 
     def __init__(self, config: DeepseekConfig) -> None:
         LlamaPreTrainedModel.__init__(self, config)  # LlamaForCausalLM's own would build a Llama first

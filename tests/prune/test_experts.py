@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     LlamaForCausalLM,
+    LlamaModel,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -30,7 +31,7 @@ from ddp_prune.summary import removed_parameters, totals
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
-from ddp_vllm.remote_code.modeling_ddp_moe import DeepseekForCausalLM, register_deepseek
+from ddp_vllm.remote_code.modeling_ddp_moe import DeepseekForCausalLM, DeepseekModel, register_deepseek
 from ddp_vllm.remote_code.widths import is_routed
 
 NUM_EXPERTS, CHANNELS = 8, 24
@@ -390,5 +391,6 @@ def test_a_dense_model_without_a_tensor_of_an_expert(dense: Any, tmp_path: Path)
 
 def test_a_llama_loaded_before_does_not_keep_gates_from_deepseek() -> None:
     """transformers caches on the class what it found out about Llama, and DeepSeek (v1) is a subclass here."""
-    assert not LlamaForCausalLM._can_set_experts_implementation()
-    assert DeepseekForCausalLM._can_set_experts_implementation()
+    for llama, deepseek in ((LlamaForCausalLM, DeepseekForCausalLM), (LlamaModel, DeepseekModel)):
+        assert not llama._can_set_experts_implementation()
+        assert deepseek._can_set_experts_implementation()
