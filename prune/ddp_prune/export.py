@@ -171,7 +171,9 @@ def _copy_companions(source: Path, target: Path) -> None:
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file() and file.name != "config.json":
-                shutil.copyfile(file, target / file.name)
+                copy = target / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def _state_tokenizer_class(source: Path, target: Path) -> None:

@@ -20,6 +20,7 @@ COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "*.model",
     "LICENSE*",
     "NOTICE*",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,19 @@ def test_the_folder_is_whole(pruned: Path, tiny_model: Path) -> None:
     assert (config["model_type"], config["architectures"]) == ("ddp_llama", ["DDPLlamaForCausalLM"])
     assert config["head_dim"] == 8 and config["ddp_layers"][1] == {
         "query_heads_per_kv_head": [], "intermediate_size": 0,
+    }  # fmt: skip
+
+
+def test_further_chat_templates_travel_too(tiny_model: Path, tmp_path: Path) -> None:
+    """transformers writes the default one beside the tokenizer, and the others in a folder of their own."""
+    dense = shutil.copytree(tiny_model, tmp_path / "dense")
+    tokenizer = AutoTokenizer.from_pretrained(dense)
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(dense)
+    source = open_source(str(dense))
+    export(source, _gates(source, "kv-group", ""), tmp_path / "out", head_unit="kv-group", provenance={})
+    assert AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True).chat_template == {
+        "default": "plain", "tool_use": "with tools",
     }  # fmt: skip
 
 
