@@ -57,9 +57,12 @@ def open_source(model: str) -> Source:
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
     _check_weights(folder)
-    _check_experts(folder, family, sizes)
+    source = Source(folder=folder, config=config, family=family, sizes=sizes)
+    shapes = weight_shapes(source)
+    _check_names(source, shapes)
+    (_check_experts if sizes.num_experts else _check_layers)(source, shapes)
     _prepare_transformers(config)
-    return Source(folder=folder, config=config, family=family, sizes=sizes)
+    return source
 
 
 def check_spares_source(output: Path, source: Source) -> None:
@@ -78,7 +81,12 @@ def check_index(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a dense checkpoint; with an index, the ones it names. Raises: ModelError."""
+    """Return the safetensors files of a dense checkpoint, those that transformers reads. Raises: ModelError.
+
+    `model.safetensors` goes before the files that the index names; where there is neither, any will do.
+    """
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
     if not (folder / INDEX_FILE).exists():
         return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     try:
@@ -120,10 +128,41 @@ def _check_weights(folder: Path) -> None:
             raise ModelError(f"{file} cannot be read ({reason}); download the model again") from error
 
 
-def _check_experts(folder: Path, family: Family, sizes: Dimensions) -> None:
-    """Every routed expert must have its tensors, of the size that the config states. Raises: ModelError."""
-    from safetensors import safe_open
+def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:
+    """The decoder's tensors must be named as those of the whole model. Raises: ModelError.
 
+    transformers also loads a decoder that was saved alone, without the prefix that the export looks for.
+    """
+    prefix = f"{source.family.layers}."
+    if not any(name.startswith(prefix) for name in shapes):
+        raise ModelError(
+            f"{source.folder} names its tensors like {min(shapes, default='')!r}, not {prefix}…; load it with "
+            "transformers' AutoModelForCausalLM, write it with save_pretrained to another folder, and prune that"
+        )
+
+
+def _check_layers(source: Source, shapes: Mapping[str, list[int]]) -> None:
+    """Every weight that the export cuts in a dense model must be there, of the size that the config states."""
+    family, sizes = source.family, source.sizes
+    length = {
+        "query": sizes.num_query_heads * sizes.head_dim,
+        "key": sizes.num_kv_heads * sizes.head_dim,
+        "channel": sizes.intermediate_size,
+    }
+    expected = {name: [sum(length[part] for part in parts), sizes.hidden_size] for name, parts in family.rows.items()}
+    expected[family.attention_output] = [sizes.hidden_size, length["query"]]
+    expected[family.mlp_output] = [sizes.hidden_size, length["channel"]]
+    weights = {
+        f"{family.layers}.{layer}.{name}.weight": shape
+        for layer in range(sizes.num_layers)
+        for name, shape in expected.items()
+    }
+    check_complete(source, [name for name, shape in weights.items() if shapes.get(name) != shape])
+
+
+def _check_experts(source: Source, shapes: Mapping[str, list[int]]) -> None:
+    """Every routed expert must have its tensors, of the size that the config states. Raises: ModelError."""
+    family, sizes = source.family, source.sizes
     hidden, channels = sizes.hidden_size, sizes.expert_intermediate_size
     expected = {
         f"{family.layers}.{layer}.{name.format(expert)}.weight": shape
@@ -132,18 +171,15 @@ def _check_experts(folder: Path, family: Family, sizes: Dimensions) -> None:
         for names, shape in ((family.expert_rows, [channels, hidden]), ((family.expert_output,), [hidden, channels]))
         for name in names
     }
-    for path in weight_files(folder) if expected else []:
-        with safe_open(path, framework="numpy") as file:
-            for name in expected.keys() & set(file.keys()):
-                shape, needed = file.get_slice(name).get_shape(), expected.pop(name)
-                if shape != needed:
-                    raise ModelError(
-                        f"{path}: tensor {name} has shape {shape}, but config.json asks for {needed}; "
-                        "download the model again"
-                    )
-    if expected:
+    for name, needed in expected.items():
+        if shapes.get(name, needed) != needed:
+            raise ModelError(
+                f"{source.folder}: tensor {name} has shape {shapes[name]}, but config.json asks for {needed}; "
+                "download the model again"
+            )
+    if missing := [name for name in expected if name not in shapes]:
         raise ModelError(
-            f"{folder} lacks the tensor {next(iter(expected))} ({len(expected)} tensors of experts in all); "
+            f"{source.folder} lacks the tensor {missing[0]} ({len(missing)} tensors of experts in all); "
             "download the model again, as published, with tensors for each expert"
         )
 

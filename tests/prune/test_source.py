@@ -10,12 +10,12 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from ddp_prune.export import export
 from ddp_prune.families import FAMILIES, choose_head_unit
 from ddp_prune.gates import unit_shapes
-from ddp_prune.source import load_model, open_source, weight_shapes
+from ddp_prune.source import load_model, open_source, weight_files, weight_shapes
 from ddp_vllm.errors import ModelError
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # what the config says, what the line must say
@@ -50,6 +50,7 @@ def test_reads_the_sizes_of_a_dense_model(tiny_model: Path) -> None:
 
 
 def test_config_without_the_optional_sizes(folder: Path) -> None:
+    LlamaForCausalLM(LlamaConfig.from_pretrained(folder, num_key_value_heads=8)).save_pretrained(folder)
     _edit(folder, {"head_dim": None, "num_key_value_heads": None})
     sizes = open_source(str(folder)).sizes
     assert (sizes.head_dim, sizes.num_kv_heads) == (8, 8)
@@ -138,6 +139,7 @@ def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tin
     """Mistral's and Llama's repositories hold their weights twice."""
     listed = [
         "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "tokenizer.json",
+        "additional_chat_templates/tool_use.jinja",
         "model.safetensors.index.json", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
         "consolidated.safetensors.index.json", "original/consolidated.00.pth", "original/tokenizer.model",
         "original/model.safetensors", "modeling_x.py", "tokenizer.model",
@@ -150,7 +152,32 @@ def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tin
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     open_source("owner/name")
-    assert fetched == [*listed[:5], "tokenizer.model"]
+    assert fetched == [*listed[:6], "tokenizer.model"]
+
+
+def test_the_remedy_for_a_decoder_saved_alone_works(folder: Path, tmp_path: Path) -> None:
+    """As published embedding models are: the names lack the prefix, and the head is the embedding."""
+    LlamaModel.from_pretrained(folder).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "whole")
+    whole = open_source(str(tmp_path / "whole"))
+    assert weight_shapes(whole).keys() == dict(load_model(whole, "auto").named_parameters()).keys()
+
+
+@pytest.mark.parametrize("beside", ["the shards of an index", "a stray file"])
+def test_what_is_learned_on_is_what_is_exported(beside: str, folder: Path, tmp_path: Path) -> None:
+    """transformers prefers model.safetensors to an index, and both to any other file."""
+    weights = load_file(folder / "model.safetensors")
+    other = {name: 2 * tensor for name, tensor in weights.items()}
+    save_file(other, folder / "model_00001-of-00001.safetensors", {"format": "pt"})
+    if beside == "the shards of an index":
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "model_00001-of-00001.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    source = open_source(str(folder))
+    gates = {kind: torch.ones(shape) for kind, shape in unit_shapes(source.sizes, "kv-group").items()}
+    export(source, gates, tmp_path / "pruned", head_unit="kv-group", provenance={})
+    learned_on, exported = load_model(source, "auto").state_dict(), load_file(tmp_path / "pruned" / "model.safetensors")
+    assert all(torch.equal(exported[name], learned_on[name]) for name in exported)
+    assert weight_files(folder) == [folder / "model.safetensors"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -160,16 +187,30 @@ def test_a_model_that_cannot_be_pruned(case: str, folder: Path) -> None:
     _refused(str(folder), words)
 
 
+def _replace_by_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no safetensors": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), [".safetensors"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["config.json is missing"]),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json cannot be read"]),
     "config no object": (lambda f: (f / "config.json").write_text("[]"), ["config.json is not an object"]),
     "shard missing": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}'),
+        lambda f: _replace_by_index(f, '{"weight_map": {"a": "model-2.safetensors"}}'),
         ["model-2.safetensors"],
     ),
-    "index no object": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), ["index"]),
+    "index no object": (lambda f: _replace_by_index(f, "[]"), ["index"]),
+    "a decoder saved alone": (
+        lambda f: LlamaModel.from_pretrained(f).save_pretrained(f),
+        ["'embed_tokens.weight'", "not model.layers.…", "AutoModelForCausalLM", "save_pretrained"],
+    ),
+    "a projection that no layer has": (_weights(lambda w: w.pop(MLP.format("up"))), [MLP.format("up"), "1 weights"]),
+    "rows fewer than the heads of the config": (
+        _weights(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
+        ["model.layers.2.self_attn.k_proj.weight", "another shape"],
+    ),
     "weights cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:50]),
         ["model.safetensors"],
