@@ -9,11 +9,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ddp_benchmarks.evaluate import default_output, mean_accuracy, mean_difference, score
+from ddp_benchmarks.machine import on_gpu
 from ddp_benchmarks.models import ModelFacts, describe_model, identify
-from ddp_benchmarks.results import FORMAT
+from ddp_benchmarks.results import FORMAT, measured
 from ddp_benchmarks.tasks import TASKS
 from ddp_vllm.checkpoint import read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
@@ -285,16 +287,16 @@ def _on_same_rows(entry: Entry, dense: Entry | None) -> tuple[Mapping[str, Any],
     return entry.quality, dense.quality
 
 
-def peak_memory(entry: Entry, comparison: Comparison) -> float | None:
-    """Return the highest memory in bytes any engine of a model took in the benchmark that is in the picture.
+def engine_fact(entry: Entry, comparison: Comparison, fact: str) -> float | None:
+    """Return the median of what a model's engines said of themselves in the benchmark that is in the picture.
 
-    On the GPUs if there were some. Served and offline engines differ in processes, so only one benchmark is read.
+    Served and offline engines differ in processes, so only one benchmark is read. Peak memory is unknown on a GPU.
     """
     speeds = [entry.speed] if entry.facts.pruned else [other.speed for other in comparison.pruned]
     speed = next(filter(None, speeds), None)
-    if speed is None:
+    if speed is None or (fact == "peak_memory_bytes" and on_gpu(speed["bench"])):
         return None
-    bench = speed["bench"]
-    label = speed["label"] if entry.facts.pruned else bench["models"][0]["label"]
-    engines = [run["engine"] for run in bench["runs"] if (run["label"], run["load"]) == (label, speed["load"])]
-    return max((taken.get("peak_device_bytes") or taken["peak_memory_bytes"] for taken in engines), default=None)
+    label = speed["label"] if entry.facts.pruned else speed["bench"]["models"][0]["label"]
+    engines = [run["engine"] for run in measured(speed["bench"], label, speed["load"])]
+    values = [engine[fact] for engine in engines if fact in engine]
+    return median(values) if values else None

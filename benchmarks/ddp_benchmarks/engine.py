@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ddp_benchmarks.processes import device_bytes, end_group, group_members, resident_bytes
+from ddp_benchmarks.processes import end_group, group_members, resident_bytes
 from ddp_vllm.errors import ServingError
 
 HOST = "127.0.0.1"
@@ -124,8 +124,6 @@ class Engine:
         self.log = log or Path(tempfile.mkdtemp(prefix="ddp-vllm-")) / "vllm.log"
         self.peak_memory_bytes = 0
         """Highest resident memory of all processes of the engine, sampled twice a second; shared pages count twice."""
-        self.peak_device_bytes = 0
-        """Highest memory in use on all NVIDIA devices, by whomever; 0 without nvidia-smi."""
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -186,19 +184,12 @@ class Engine:
         found = {name: pattern.findall(text) for name, pattern in _FACTS.items()}
         facts = {name: float(values[-1].replace(",", "")) for name, values in found.items() if values}
         facts["peak_memory_bytes"] = self.peak_memory_bytes
-        if self.peak_device_bytes:
-            facts["peak_device_bytes"] = self.peak_device_bytes
         return facts
 
     def _sample_memory(self) -> None:
-        smi = shutil.which("nvidia-smi")
-        samples = 0
         while not self._stopped.wait(0.5):
             resident = sum(resident_bytes(process) for process in group_members(self.process.pid))
             self.peak_memory_bytes = max(self.peak_memory_bytes, resident)
-            if smi and samples % 8 == 0:  # every 4 s: the program costs a core tens of milliseconds
-                self.peak_device_bytes = max(self.peak_device_bytes, device_bytes(smi))
-            samples += 1
 
 
 class Server(Engine):

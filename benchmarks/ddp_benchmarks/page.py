@@ -9,7 +9,7 @@ from html import escape
 from math import inf
 from typing import Any
 
-from ddp_benchmarks.compare import Comparison, Entry, difference, peak_memory, retained, task_scores
+from ddp_benchmarks.compare import Comparison, Entry, difference, engine_fact, retained, task_scores
 from ddp_benchmarks.evaluate import in_points, points
 from ddp_benchmarks.paper import PaperModel, paper_model
 from ddp_benchmarks.results import main_metric, main_verdict, sentence
@@ -17,6 +17,11 @@ from ddp_benchmarks.tasks import TASKS
 from ddp_benchmarks.verdict import ratio_text
 
 _METRICS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
+_ENGINE_ROWS = (  # fact, heading, divisor, decimals
+    ("peak_memory_bytes", "peak memory, GiB", 2**30, 2),
+    ("weights_gib", "weights in memory, GiB", 1, 2),
+    ("kv_cache_tokens", "tokens the KV cache holds", 1, 0),
+)
 _MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#111;background:#fff;max-width:60rem;margin:0 auto;padding:1rem}
@@ -59,8 +64,11 @@ def size_table(comparison: Comparison) -> Table:
         ["units removed", *(f"{100 * e.sparsity:g} %" if e.sparsity is not None else "–" for e in entries)],
         ["parameters", *(_millions(e.facts.parameters) for e in entries)],
         ["KV bytes a token", *(_count(e.facts.kv_bytes_per_token) for e in entries)],
-        ["peak memory, GiB", *(_gib(peak_memory(e, comparison)) for e in entries)],
     ]
+    for fact, heading, divisor, decimals in _ENGINE_ROWS:
+        values = [engine_fact(entry, comparison, fact) for entry in entries]
+        if any(values):
+            rows.append([heading, *("–" if v is None else f"{v / divisor:,.{decimals}f}" for v in values)])
     for load in dict.fromkeys(speed["load"] for entry in entries for speed in entry.speeds):
         cells = []
         for entry in entries:
@@ -330,7 +338,3 @@ def _millions(value: int | None) -> str:
 
 def _count(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
-
-
-def _gib(value: float | None) -> str:
-    return "–" if value is None else f"{value / 2**30:.2f}"

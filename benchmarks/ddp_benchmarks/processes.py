@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,13 +57,6 @@ def resident_bytes(process: int) -> int:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
-
-
-def device_bytes(smi: str) -> int:
-    """Return the memory in use on all NVIDIA devices in bytes, asking the program `smi`."""
-    command = [smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return sum(int(line) for line in result.stdout.split() if line.isdigit()) * 2**20
 
 
 @contextmanager

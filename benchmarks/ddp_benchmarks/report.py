@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_benchmarks.evaluate import in_points, mean_difference, score
+from ddp_benchmarks.machine import on_gpu
 from ddp_benchmarks.results import main_metric, main_verdict, measured, sentence
 from ddp_benchmarks.tasks import TASKS
 from ddp_benchmarks.verdict import ratio_text, spread
@@ -32,7 +33,6 @@ _ROWS = (  # metric, heading, decimals
 )
 _ENGINE_ROWS = (  # fact, heading, divisor, decimals
     ("peak_memory_bytes", "peak memory of all processes, GiB", 2**30, 2),
-    ("peak_device_bytes", "peak memory of the GPUs, GiB", 2**30, 2),
     ("weights_gib", "weights, GiB", 1, 2),
     ("kv_cache_tokens", "tokens the KV cache holds", 1, 0),
     ("weights_load_seconds", "loading the weights, s", 1, 1),
@@ -61,6 +61,8 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
             ratios = [ratio_text(found[metric]) if metric in found else "–" for found in answers.values()]
             _add_row(table, heading, values, decimals, ratios)
         for fact, heading, divisor, decimals in _ENGINE_ROWS:
+            if fact == "peak_memory_bytes" and on_gpu(results):
+                continue
             values = [[run["engine"].get(fact) for run in runs[label]] for label in labels]
             _add_row(table, heading, [[v / divisor for v in each if v is not None] for each in values], decimals)
         console.print(table)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from test_page import write_bench, write_evaluation, write_model
 
-from ddp_benchmarks.compare import collect, difference, peak_memory, retained
+from ddp_benchmarks.compare import collect, difference, engine_fact, retained
 from ddp_benchmarks.models import describe_model
 from ddp_benchmarks.page import headline
 from ddp_benchmarks.results import verdicts
@@ -94,7 +94,7 @@ def test_two_folders_of_one_name_in_one_bench(tmp_path: Path) -> None:
         (entry,) = comparison.pruned
         (speed,) = entry.speeds
         assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(ratio, abs=1e-3)
-        assert peak_memory(entry, comparison) == memory * 2**30
+        assert engine_fact(entry, comparison, "peak_memory_bytes") == memory * 2**30
     first.rename(tmp_path / "a" / "other")
     (entry,) = collect([second], results=[tmp_path / "a" / "other" / "sharegpt.json"]).pruned
     assert [speed["label"] for speed in entry.speeds] == ["pruned (2)"]

@@ -77,7 +77,7 @@ def write_bench(
     path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]], load: str = "offline"
 ) -> Path:
     """Write results as `bench sharegpt` does, from (dense, pruned) requests/s; tokens come half as fast again."""
-    engine = {"peak_memory_bytes": 2**30}
+    engine = {"peak_memory_bytes": 2**30, "weights_gib": 0.25, "kv_cache_tokens": 46592.0}
     runs = [
         {
             "round": turn,
@@ -151,6 +151,18 @@ def test_at_a_rate_the_page_tells_the_time_per_token(pruned: Path, dense: Path) 
     (entry,) = collect([pruned]).pruned
     assert [speed["load"] for speed in entry.speeds] == ["0.25 requests/s", "all at once, 4 in flight"]
     assert entry.speed and entry.speed["load"] == "all at once, 4 in flight"
+
+
+@pytest.mark.parametrize(("gpus", "shown"), [([], True), (["NVIDIA H100"], False)])
+def test_memory_that_vllm_reserves_on_a_gpu_is_not_the_models(pruned: Path, gpus: list[str], shown: bool) -> None:
+    file = pruned / "sharegpt.json"
+    content = json.loads(file.read_text())
+    content["hardware"]["gpus"] = gpus
+    file.write_text(json.dumps(content))
+    text = write_markdown(collect([pruned]))
+    assert ("| peak memory, GiB | 1.00 | 1.00 |" in text) == shown == ("peak memory" in text)
+    assert "| weights in memory, GiB | 0.25 | 0.25 |" in text
+    assert "| tokens the KV cache holds | 46,592 | 46,592 |" in text
 
 
 def test_page_is_well_formed_and_loads_nothing(pruned: Path) -> None:
