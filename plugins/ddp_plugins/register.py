@@ -4,6 +4,8 @@ Importing this file imports neither torch nor vLLM, and `register` names model c
 itself when a checkpoint asks for one, after it has set up its devices.
 """
 
+from typing import Any
+
 
 def model_class(config: type) -> str:
     """Return where the vLLM class of a pruned model's configuration lies, as `module:class`."""
@@ -15,6 +17,7 @@ def register() -> None:
     """Tell transformers the configurations and vLLM the architectures of pruned models; safe to call again."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import (
         MODEL_ARCH_CONFIG_CONVERTORS,
@@ -22,6 +25,7 @@ def register() -> None:
     )
 
     from ddp_plugins.limits import Limits
+    from ddp_vllm.checkpoint import MODEL_TYPE_PREFIX
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS
 
     class LatentAttention(ModelArchConfigConvertorBase):
@@ -32,6 +36,11 @@ def register() -> None:
 
     MODEL_ARCH_CONFIG_CONVERTORS["ddp_deepseek_v2"] = LatentAttention
     for config in CONFIGS:
+        dense_type = config.model_type.removeprefix(MODEL_TYPE_PREFIX)
+        tables: tuple[dict[str, Any], ...] = (_FLOAT16_NOT_SUPPORTED_MODELS, MODEL_ARCH_CONFIG_CONVERTORS)
+        for table in tables:  # what vLLM knows of a dense type holds for its pruned one
+            if dense_type in table:
+                table.setdefault(config.model_type, table[dense_type])
         AutoConfig.register(config.model_type, config, exist_ok=True)
         path = model_class(config)
         architecture = path.partition(":")[2]

@@ -35,3 +35,27 @@ for config in CONFIGS:
 print("ddp_plugins.dense" in sys.modules)
 """
     assert run_python(code).strip().splitlines()[-1] == "False"
+
+
+@pytest.mark.vllm
+def test_what_vllm_knows_of_a_dense_type_holds_for_its_pruned_one() -> None:
+    """Of an architecture it must know nothing: the entry of a dense family is our `Limits`, which would hide vLLM's."""
+    code = """
+from ddp_plugins.register import register
+register()
+import torch
+from vllm.config import model
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
+from ddp_vllm.remote_code.configuration_ddp import CONFIGS
+refused = []
+for config in CONFIGS:
+    ours, dense = config.model_type, config.model_type.removeprefix("ddp_")
+    assert model._is_valid_dtype(ours, torch.float16) == model._is_valid_dtype(dense, torch.float16), ours
+    if dense in MODEL_ARCH_CONFIG_CONVERTORS:
+        assert MODEL_ARCH_CONFIG_CONVERTORS[ours] is MODEL_ARCH_CONFIG_CONVERTORS[dense], ours
+    assert config.__name__.removeprefix("DDP").replace("Config", "ForCausalLM") not in MODELS_CONFIG_MAP, ours
+    refused += [ours] * (not model._is_valid_dtype(ours, torch.float16))
+print(*refused)
+"""
+    assert run_python(code).strip().splitlines()[-1] == "ddp_gemma2 ddp_gemma3_text"
