@@ -113,8 +113,12 @@ def pack_expert(
 def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights `ragged_moe` reads, once all experts are packed; call it once, after loading.
 
-    On a GPU they are the same tensors; on a CPU they may be new ones in another order and shape.
+    On a GPU they are the same tensors; on a CPU they may be new ones in another order and shape. Rows that pad an
+    expert become zero, whatever was there: vLLM reloads weights into memory that holds anything.
     """
+    for start, width, padded in zip(layout.offsets, layout.widths, layout.padded, strict=True):
+        w13[:, start + width : start + padded] = 0
+        w2[start + width : start + padded] = 0
     if w13.device.type == "cpu":
         return moe_cpu.finish_weights(
             layout.table(w13.device)[2].tolist(), layout.table(w13.device)[1].tolist(), w13, w2

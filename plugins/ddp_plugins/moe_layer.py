@@ -7,7 +7,6 @@ Shape letters: S packed rows (channels of all experts on this rank), H hidden si
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,15 +52,18 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         self.shares = dict(zip(local, enumerate(shares), strict=True))
         self.layout = ExpertLayout.of([len(share) for share in shares])
         w13, w2 = empty_weights(self.layout, hidden_size, params_dtype)
-        layer.register_buffer("layout_3E", self.layout.table(w2.device), persistent=False)
+        layout_3E = self.layout.table(w2.device)
+        set_weight_attrs(layout_3E, {"weight_loader_numel": 0})
+        layer.register_buffer("layout_3E", layout_3E, persistent=False)
         for name, weight in (("w13_weight", w13), ("w2_weight", w2)):  # vLLM's loaders look for these names
             parameter = nn.Parameter(weight, requires_grad=False)
-            set_weight_attrs(parameter, {"weight_loader": partial(self._load, layer)})
+            # vLLM reloads a layer as soon as this many numbers came: the padding never does
+            num_loaded = weight.numel() // max(1, self.layout.num_rows) * sum(self.layout.widths)
+            set_weight_attrs(parameter, {"weight_loader": self._load, "weight_loader_numel": num_loaded})
             layer.register_parameter(name, parameter)
 
     def _load(
         self,
-        layer: RoutedExperts,
         param: nn.Parameter,
         loaded_weight: torch.Tensor,
         weight_name: str,
@@ -85,7 +87,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             )
         part = loaded_weight.narrow(axis, share.start, len(share))
         matrix = {"w1": "gate_wH", "w3": "up_wH", "w2": "down_Hw"}[shard_id]
-        pack_expert(self.layout, layer.w13_weight.data, layer.w2_weight.data, place, **{matrix: part})
+        pack_expert(self.layout, param.data, param.data, place, **{matrix: part})  # each matrix is in one of the two
         return True if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ddp_plugins import moe_cpu
 from ddp_plugins.moe_cpu import BUCKET_ALIGNMENT, choose_buckets
-from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, pack_expert, ragged_moe
+from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
 
 WIDTHS = st.lists(st.integers(0, 200), max_size=12)
 
@@ -39,6 +39,16 @@ def test_an_expert_is_packed_between_its_neighbours() -> None:
     assert layout.offsets[0] == 32 and layout.num_rows == 48
     assert torch.equal(w13[:, 32:35], torch.stack([gate, up])) and torch.equal(w2[32:35], down.t())
     assert w13[:, :32].count_nonzero() == w13[:, 35:].count_nonzero() == w2[35:].count_nonzero() == 0
+
+
+def test_rows_that_pad_an_expert_end_as_zeros() -> None:
+    """vLLM reloads weights into memory that holds anything."""
+    layout = ExpertLayout.of((3, 0, 20, 16))
+    w13, w2 = (weight.fill_(torch.nan) for weight in empty_weights(layout, 4, torch.float32))
+    for expert, width in enumerate(layout.widths):
+        pack_expert(layout, w13, w2, expert, torch.ones(width, 4), torch.ones(width, 4), torch.ones(4, width))
+    w13, w2 = finish_weights(layout, w13, w2)  # of a hidden size that is not put into buckets
+    assert w13.sum() == 2 * 4 * 39 and w2.sum() == 4 * 39
 
 
 def test_a_matrix_of_another_width_is_not_packed() -> None:
