@@ -28,6 +28,7 @@ from ddp_vllm.remote_code.widths import (
 )
 
 MASKS_FILE = "ddp_masks.safetensors"
+_MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
 INDEX_FILE = "model.safetensors.index.json"
 MODEL_TYPE_PREFIX = "ddp_"
 
@@ -58,6 +59,11 @@ class Checkpoint:
 def head_dim(config: Mapping[str, Any]) -> int:
     """Return the size of one attention head, from a config as plain data."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def is_mask(name: str) -> bool:
+    """Say whether a tensor is one of the masks file, not of the weights."""
+    return _MASK.fullmatch(name) is not None
 
 
 def read_json(path: Path) -> Any:

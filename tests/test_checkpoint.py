@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from ddp_vllm.checkpoint import atomic_folder, check_output, read_checkpoint
+from ddp_vllm.checkpoint import atomic_folder, check_output, is_mask, read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
 
@@ -164,6 +164,12 @@ def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
     assert result.stderr == f"ddp-vllm: {' '.join(str(caught.value).split())}\n"
     for word in words:
         assert word in result.stderr
+
+
+def test_masks_are_told_from_weights() -> None:
+    """vLLM's streaming loaders read every safetensors file of a folder."""
+    assert all(map(is_mask, ("attn.gates", "mlp.saliency", "experts.z")))
+    assert not any(map(is_mask, ("mlp.gate.weight", "model.norm.weight", "lm_head.weight", *_shapes())))
 
 
 def test_inspect_shows_every_layer(folder: Path) -> None:

@@ -7,7 +7,7 @@ replaced by one that adds nothing. A family is one row at the end of this file.
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,12 +26,14 @@ from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCa
 from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
+from vllm.model_executor.utils import set_weight_attrs
 
 from ddp_plugins.limits import check_adapters
+from ddp_plugins.loading import CheckedLoading
 from ddp_plugins.tensor_parallel import channel_block, fit, pad
 from ddp_vllm.checkpoint import head_dim
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, parse_layers
+from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
 
 logger = init_logger("vllm.ddp_plugins.dense")  # vLLM shows what its own loggers say, and those below them
 
@@ -69,8 +71,9 @@ class UnevenHeads(nn.Module):
             padded += [start + min(head, count - 1) for head in range(group)]
             kept += [kv_head * group + head for head in range(count)]
             start += count
-        self.register_buffer("padded", torch.tensor(padded), persistent=False)
-        self.register_buffer("kept", torch.tensor(kept), persistent=False)
+        for name, heads in (("padded", torch.tensor(padded)), ("kept", torch.tensor(kept))):
+            set_weight_attrs(heads, {"weight_loader_numel": 0})  # vLLM's reload waits for none
+            self.register_buffer(name, heads, persistent=False)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query: `[tokens, sum of query heads * head_dim]`, as the result; key, value: `[tokens, KV heads * ...]`."""
@@ -173,7 +176,7 @@ def no_layers(config: Any) -> Iterator[None]:
             os.environ["VLLM_PP_LAYER_PARTITION"] = partition
 
 
-class NonUniform:
+class NonUniform(CheckedLoading):
     """What every pruned family adds to vLLM's own model class."""
 
     decoder_layer: type[nn.Module]
@@ -185,7 +188,8 @@ class NonUniform:
         layers = parse_layers(vars(config))
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self.widths, self.is_quantised = layers, vllm_config.quant_config is not None
+        self.is_quantised = vllm_config.quant_config is not None
+        self.expect_weights(vllm_config, layers)
         self.block = channel_block(
             vars(config),
             get_tensor_model_parallel_world_size(),
@@ -223,46 +227,36 @@ class NonUniform:
         check_adapters(manager, self.widths, config.hidden_size, head_dim(vars(config)))
         self._lora_manager = manager
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load compact weights. Raises: WidthsError, CheckpointError, naming the tensor that is wrong or missing."""
-        names: set[str] = set()
-        loaded = super().load_weights(self._fit_weights(weights, names))  # type: ignore[misc]
-        self._check_complete(names)
-        return loaded
+    def fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a compact tensor padded to its layer's size."""
+        num_ranks = get_tensor_model_parallel_world_size()
+        if ".layers." not in name or (num_ranks == 1 and ".mlp." not in name):
+            return tensor
+        widths = self.widths[extract_layer_index(name)]
+        return pad(name, tensor, widths, fit(widths, num_ranks, self.block), head_dim(vars(self.config)))
 
-    def _fit_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], names: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Check each tensor before vLLM's loaders see it, note its name, and pad it to its layer's size."""
-        num_ranks, size = get_tensor_model_parallel_world_size(), head_dim(vars(self.model.config))
-        for name, tensor in weights:
-            for _ in check_shapes([(name, tensor.shape)], self.widths, size):
-                names.add(name)
-            if ".layers." in name and (num_ranks > 1 or ".mlp." in name):
-                widths = self.widths[extract_layer_index(name)]
-                tensor = pad(name, tensor, widths, fit(widths, num_ranks, self.block), size)
-            yield name, tensor
+    def needed_names(self) -> Iterator[str]:
+        """Yield the names on disk of this rank's projections; vLLM itself misses the rest."""
+        for name, linear in self._projections():
+            yield f"{name}.weight"
+            if linear.bias is not None:
+                yield f"{name}.bias"
 
-    def _check_complete(self, names: set[str]) -> None:
-        """vLLM counts a fused parameter as loaded when one of its parts was; missing parts would be noise."""
-        modules = {name.rpartition(".")[0] for name in names}
+    def check_complete(self, names: set[str]) -> None:
+        super().check_complete(names)
+        for name, linear in self._projections():
+            if linear.bias is None and f"{name}.bias" in names:  # vLLM would drop it without a word
+                raise CheckpointError(f"tensor {name}.bias has no place in vLLM's {type(linear).__name__}")
+
+    def _projections(self) -> Iterator[tuple[str, Any]]:
+        """Yield each projection's name on disk, and vLLM's layer that it is a part of."""
         for index in range(self.model.start_layer, self.model.end_layer):
             for block, fused, output in (("self_attn", "qkv_proj", "o_proj"), ("mlp", "gate_up_proj", "down_proj")):
                 module = getattr(self.model.layers[index], block)
                 if isinstance(module, RemovedBlock):
                     continue
                 for part in (*self.packed_modules_mapping[fused], output):
-                    name = f"model.layers.{index}.{block}.{part}"
-                    # quantised weights go by other names, such as weight_packed
-                    if f"{name}.weight" not in names and not (self.is_quantised and name in modules):
-                        raise CheckpointError(
-                            f"tensor {name}.weight is missing; download it or run ddp-vllm apply again"
-                        )
-                    has_bias = getattr(module, output if part == output else fused).bias is not None
-                    if has_bias and f"{name}.bias" not in names:
-                        raise CheckpointError(f"tensor {name}.bias is missing; download it or run ddp-vllm apply again")
-                    if not has_bias and f"{name}.bias" in names:  # vLLM would drop it without a word
-                        raise CheckpointError(f"tensor {name}.bias has no place in vLLM's {type(module).__name__}")
+                    yield f"model.layers.{index}.{block}.{part}", getattr(module, output if part == output else fused)
 
 
 class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):

@@ -5,12 +5,11 @@ is left to do here is to refuse what cannot work, and to check every tensor befo
 A family is one row at the end of this file.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.models.deepseek_v2 import DeepseekForCausalLM, DeepseekV2ForCausalLM
@@ -21,11 +20,11 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
+from ddp_plugins.loading import CheckedLoading
 from ddp_plugins.moe_layer import RaggedExpertsConfig
 from ddp_plugins.tensor_parallel import check_expert_ranks
-from ddp_vllm.checkpoint import head_dim
-from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, check_shapes, count_experts, parse_layers
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.widths import LayerWidths, count_experts, parse_layers
 
 # what vLLM keeps in one parameter, and the tensors on disk it is made of
 FUSED = {
@@ -86,11 +85,10 @@ def ragged_experts(vllm_config: VllmConfig, layers: Sequence[LayerWidths]) -> It
         vllm_config.quant_config = None
 
 
-class NonUniformExperts:
+class NonUniformExperts(CheckedLoading):
     """What every pruned family adds to vLLM's own model class."""
 
     named_modules: Any
-    config: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         layers = parse_layers(vars(vllm_config.model_config.hf_config))
@@ -98,30 +96,12 @@ class NonUniformExperts:
         check_settings(vllm_config)
         with ragged_experts(vllm_config, layers):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self.widths = layers
+        self.expect_weights(vllm_config, layers)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load compact weights. Raises: WidthsError, CheckpointError, naming the tensor that is wrong or missing."""
-        names: set[str] = set()
-        loaded = super().load_weights(self._check_shapes(weights, names))  # type: ignore[misc]
-        for name in self._needed_names():
-            if name not in names:
-                raise CheckpointError(f"tensor {name} is missing; download it or run ddp-vllm apply again")
-        return loaded
-
-    def _check_shapes(
-        self, weights: Iterable[tuple[str, torch.Tensor]], names: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Check each tensor before vLLM's loaders see it, and note its name."""
-        size = head_dim(vars(self.config))
-        for name, tensor in weights:
-            names.update(check_shapes([(name, tensor.shape)], self.widths, size))
-            yield name, tensor
-
-    def _needed_names(self) -> Iterator[str]:
+    def needed_names(self) -> Iterator[str]:
         """Yield the names on disk of all that this rank holds.
 
-        vLLM counts a fused parameter as loaded when one of its parts was, and of linear layers it misses none.
+        Of linear layers vLLM misses none.
         """
         seen: set[int] = set()  # a tied head is the embedding, and not on disk
         for module_name, module in self.named_modules():

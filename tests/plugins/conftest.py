@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 
 Serve = Callable[..., list[dict[str, Any]]]
 LOGPROB_TOLERANCE = 1e-4
+VLLM = find_spec("vllm")  # not imported in this process
+RELOAD = "model_executor/model_loader/reload/inplace.py"  # an older vLLM updates weights in other ways
+UPDATES = ("reload", "pieces") if VLLM and (Path(str(VLLM.origin)).parent / RELOAD).exists() else ()
 
 
 def job(folder: Path, **options: Any) -> dict[str, Any]:

@@ -7,10 +7,15 @@ Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve
 import json
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes, mlp_widths
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -36,10 +41,12 @@ def serve(
     logprobs: int | None = 0,
     num_tokens: int = NUM_NEW_TOKENS,
     adapters: Sequence[str | None] = (),
+    updates: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Ask all prompts once, then once more for each adapter (None: without one).
+    """Ask all prompts once, then once more for each adapter (None: without one) and after each of `updates`.
 
     logprobs: 0 for those of the chosen tokens; None for none, which saves the sampler 15 s of compilation.
+    updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
     """
     engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False)
@@ -58,14 +65,44 @@ def serve(
             return {"error": f"{type(error).__name__}: {error}"}
         return {"outputs": ask(request or None)}
 
+    def ask_updated(update: str) -> list[dict[str, Any]]:
+        with uninitialised_memory_is_nan():
+            if update == "reload":
+                engine.collective_rpc("reload_weights")
+            else:
+                engine.apply_model(partial(load_in_pieces, folder=Path(folder)))
+        engine.reset_prefix_cache()
+        return ask()
+
     return {
         "outputs": ask(),
+        "updated": {update: ask_updated(update) for update in updates},
         "adapted": [ask_adapter(number, adapter) for number, adapter in enumerate(adapters, 1)],
         "counters": {} if engine.llm_engine.log_stats is False else counters(engine),
         "attention_layers": sorted(engine.llm_engine.vllm_config.compilation_config.static_forward_context),
         "expert_bytes": engine.apply_model(expert_bytes),
         "mlp_widths": engine.apply_model(mlp_widths)[0],
     }
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def load_in_pieces(model: torch.nn.Module, folder: Path) -> None:
+    """Update a model as vLLM's weight transfer does between rollouts: a call for each tensor."""
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+
+    masks = {f"{kind}.{name}": torch.ones(3, 5) for kind in ("attn", "mlp", "experts") for name in ("gates", "z")}
+    initialize_layerwise_reload(model)
+    for name, tensor in (masks | load_file(folder / "model.safetensors")).items():
+        model.load_weights([(name, tensor)])  # type: ignore[operator]
+    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
 
 
 def counters(engine: LLM) -> dict[str, float]:

@@ -1,0 +1,63 @@
+"""What every pruned model does with the tensors vLLM hands it: leave the masks out, check shapes, and miss nothing."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from ddp_vllm.checkpoint import head_dim, is_mask
+from ddp_vllm.errors import CheckpointError
+from ddp_vllm.remote_code.widths import LayerWidths, check_shapes
+
+
+class CheckedLoading:
+    """Goes before vLLM's own model class, whose `load_weights` it calls."""
+
+    config: Any
+    widths: Sequence[LayerWidths]
+    is_loaded: bool
+    """Whether the whole model came once; what comes later may be any part of it, as in reinforcement learning."""
+    is_quantised = False
+
+    def expect_weights(self, vllm_config: VllmConfig, widths: Sequence[LayerWidths]) -> None:
+        """State what `load_weights` checks against."""
+        self.widths = widths
+        self.is_loaded = vllm_config.load_config.load_format == "dummy"  # then nothing is read before the first update
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load compact weights. Raises: WidthsError, CheckpointError, naming the tensor that is wrong or missing."""
+        names: set[str] = set()
+        loaded = super().load_weights(self._checked(weights, names))  # type: ignore[misc]
+        if not self.is_loaded:
+            self.check_complete(names)
+        self.is_loaded = True
+        return loaded
+
+    def fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a compact tensor in the size it has in memory."""
+        return tensor
+
+    def needed_names(self) -> Iterator[str]:
+        """Yield the names on disk of all that this rank holds and vLLM itself might miss without a word."""
+        raise NotImplementedError
+
+    def check_complete(self, names: set[str]) -> None:
+        """vLLM counts a fused parameter as loaded when one of its parts was; missing parts would be noise."""
+        modules = {name.rpartition(".")[0] for name in names}
+        for name in self.needed_names():
+            module, _, kind = name.rpartition(".")
+            # quantised weights go by other names, such as weight_packed
+            if name not in names and not (self.is_quantised and kind == "weight" and module in modules):
+                raise CheckpointError(f"tensor {name} is missing; download it or run ddp-vllm apply again")
+
+    def _checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]], names: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Check each tensor before vLLM's loaders see it, and note its name."""
+        size = head_dim(vars(self.config))
+        for name, tensor in weights:
+            if is_mask(name):  # --load-format runai_streamer reads every safetensors file of the folder
+                continue
+            names.update(check_shapes([(name, tensor.shape)], self.widths, size))
+            yield name, self.fitted(name, tensor)
