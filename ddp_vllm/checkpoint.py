@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,30 +189,61 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `output` that becomes `output` when the block ends without an error.
 
-    Files are synced before the rename, so a crash leaves the old folder, the new one or none, never half of one.
-    Raises: OutputError as `check_output`.
+    Files are synced before the rename, so a crash leaves the old folder, the new one or none, never half of one. It
+    may leave `.NAME.tmp` or `.NAME.old` beside it, which the next call for the same output removes.
+    Raises: OutputError as `check_output`, and if another process writes the same output.
     """
     check_output(output, overwrite=overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        temporary.chmod(0o755)
-        yield temporary
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                path.chmod(0o644)
+    temporary, old = (output.with_name(f".{output.name}.{kind}") for kind in ("tmp", "old"))
+    with _own_folder(temporary, f"another process writes {output}; wait for it, or choose another folder"):
+        try:
+            yield temporary
+            for path in temporary.rglob("*"):
+                if path.is_file():
+                    path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files for their owner alone
                 sync(path)
-        sync(temporary)
-        if output.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
-            os.rename(output, old / "folder")
+            sync(temporary)
+            if output.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                os.rename(output, old)
             os.rename(temporary, output)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, output)
-        sync(output.parent)
+            shutil.rmtree(old, ignore_errors=True)
+            sync(output.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _own_folder(folder: Path, taken: str) -> Iterator[None]:
+    """Make `folder`, empty, and keep other processes away from it. Raises: OutputError(taken)."""
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # another process may have renamed or removed it while we waited for the system
+        if not (lock(descriptor) and folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())):
+            raise OutputError(taken)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Return whether a file or folder is ours now, until the descriptor is closed or the process ends.
+
+    Yes too where there are no such locks, on Windows and some file systems.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
 
 
 def sync(path: Path) -> None:

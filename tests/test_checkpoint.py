@@ -1,7 +1,11 @@
 """A pruned checkpoint is checked before a weight is loaded, and written whole or not at all."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,6 +201,57 @@ def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Pa
         (folder / "config.json").write_text("{}")
         raise error
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ddp_vllm.checkpoint import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").mkdir()
+    (folder / "half" / "model.safetensors").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for _ in range(2):  # a hundred gigabytes each, of a large model
+        assert subprocess.run([sys.executable, "-c", KILLED, str(output)]).returncode == -signal.SIGKILL
+        assert [path.name for path in tmp_path.iterdir()] == [".out.tmp"]
+    with atomic_folder(output) as folder:
+        (folder / "config.json").write_text("{}")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/config.json"]
+
+
+def test_what_was_put_aside_goes_with_the_next(folder: Path) -> None:
+    """A process killed between the two renames leaves the old folder and the new one, both whole."""
+    shutil.copytree(folder, folder.with_name(".pruned.old"))
+    with atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(OutputError, match=r"another process writes .*out; wait"), atomic_folder(tmp_path / "out"):
+            pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o700, 0o600)), (0o002, (0o775, 0o664))])
+def test_who_may_read_is_what_the_user_set(umask: int, modes: tuple[int, int], tmp_path: Path) -> None:
+    """safetensors writes files that only their owner may read, whatever the umask."""
+    before = os.umask(umask)
+    try:
+        with atomic_folder(tmp_path / "out") as folder:
+            save_file({"x": np.ones(1)}, folder / "model.safetensors")
+            (folder / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    written = [tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1]]
 
 
 def test_an_error_leaves_the_old_folder_as_it_was(folder: Path) -> None:

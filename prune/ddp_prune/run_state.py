@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ddp_prune.recipe import Recipe
-from ddp_vllm.checkpoint import sync
+from ddp_vllm.checkpoint import lock, sync
 from ddp_vllm.errors import OutputError
 
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
@@ -57,11 +57,11 @@ class RunState:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (closed below)
+            file = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (closed below)
         except OSError as error:
             raise self._unwritable(error) from error
-        with lock:
-            if not _lock(lock.fileno()):
+        with file:
+            if not lock(file.fileno()):
                 raise OutputError(f"another process works on {self.folder}; wait for it, or choose another output")
             try:
                 yield
@@ -178,19 +178,6 @@ def fingerprint(text: Iterable[torch.Tensor], weights: Iterable[Path]) -> dict[s
 def _delete(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
-
-
-def _lock(descriptor: int) -> bool:
-    """Return whether the file is ours now; yes too where there are no such locks, on Windows and some file systems."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        pass
-    return True
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
