@@ -22,7 +22,7 @@ from ddp_vllm.remote_code.widths import (
     WidthsError,
     check_experts,
     check_shapes,
-    folder_shapes,
+    folder_tensors,
     parse_layers,
 )
 
@@ -90,10 +90,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     _check_index(folder)
     try:
         layers = parse_layers(config)
-        shapes = dict(folder_shapes(folder))
-        check_experts(check_shapes(shapes.items(), layers, head_dim(config)), layers)
+        tensors = list(folder_tensors(folder))
+        check_experts(check_shapes(tensors, layers, head_dim(config)), layers)
     except (WidthsError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: {_one_line(error)}") from error
+    shapes = {name: shape for name, shape, _ in tensors}
     _check_complete(folder, layers, shapes)
     return Checkpoint(
         folder=folder, config=config, layers=layers, shapes=shapes, provenance=read_provenance(folder / MASKS_FILE)

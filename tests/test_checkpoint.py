@@ -157,6 +157,16 @@ def test_reads_a_sound_checkpoint(folder: Path) -> None:
     assert checkpoint.head_dim == 4 and checkpoint.provenance == {}
 
 
+def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) -> None:
+    """bitsandbytes keeps two numbers a byte in one column, NVFP4 two along each row."""
+    packed = {O_PROJ: np.zeros((16 * 12 // 2, 1), np.uint8), DOWN_PROJ: np.zeros((16, 12 // 2), np.uint8)}
+    _weights(lambda w: w.update(packed))(folder)
+    assert read_checkpoint(folder).shapes[O_PROJ] == [96, 1]
+    _weights(lambda w: w.update({"model.layers.1.mlp.up_proj.weight": np.zeros((24, 1), np.uint8)}))(folder)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*gone"):
+        read_checkpoint(folder)
+
+
 @pytest.mark.parametrize("case", CORRUPTIONS)
 def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
     corrupt, words = CORRUPTIONS[case]

@@ -36,7 +36,7 @@ from .configuration_ddp import (
     DDPQwen3Config,
     DDPSmolLM3Config,
 )
-from .widths import LayerWidths, check_experts, check_shapes, folder_shapes, parse_layers
+from .widths import LayerWidths, check_experts, check_shapes, folder_tensors, parse_layers
 
 
 class RemovedAttention(nn.Module):
@@ -176,8 +176,8 @@ class NonUniform:
         """
         if config is not None and config.ddp_layers is not None and Path(pretrained_model_name_or_path).is_dir():
             layers = parse_layers(vars(config))
-            shapes = folder_shapes(Path(pretrained_model_name_or_path))
-            check_experts(check_shapes(shapes, layers, config.head_dim), layers)
+            tensors = folder_tensors(Path(pretrained_model_name_or_path))
+            check_experts(check_shapes(tensors, layers, config.head_dim), layers)
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)  # type: ignore[misc]
 
 

@@ -27,6 +27,7 @@ _OPTIONAL = ("num_key_value_heads", "hidden_size", "head_dim", "moe_intermediate
 EXPERT_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second is Mixtral's
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(weight|bias)$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
+_PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4 bits, NVFP4
 _INPUT_SIDE = ("o_proj", "down_proj", "w2")  # pruned along their inputs, the last axis of the weight
 
 
@@ -250,13 +251,15 @@ def expected_width(name: str, layers: Sequence[LayerWidths], head_dim: int) -> t
 
 
 def check_shapes(
-    shapes: Iterable[tuple[str, Sequence[int]]], layers: Sequence[LayerWidths], head_dim: int
+    tensors: Iterable[tuple[str, Sequence[int], str]], layers: Sequence[LayerWidths], head_dim: int
 ) -> Iterator[str]:
     """Yield each tensor name after checking its shape against the widths.
 
+    tensors: name, shape and number format, as safetensors or torch write it. Packed quantised weights, whose bytes
+        hold several numbers each, may have any shape: their quantiser checks it.
     Raises: WidthsError, naming the tensor, its length and the length the widths ask for.
     """
-    for name, shape in shapes:
+    for name, shape, dtype in tensors:
         expected = expected_width(name, layers, head_dim)
         if expected is not None:
             axis, length = expected
@@ -264,7 +267,7 @@ def check_shapes(
                 raise WidthsError(
                     f"tensor {name} belongs to a block that ddp_layers says is gone; run ddp-vllm apply again"
                 )
-            if axis >= len(shape) or shape[axis] != length:
+            if dtype not in _PACKED and (axis >= len(shape) or shape[axis] != length):
                 raise WidthsError(
                     f"tensor {name} has shape {list(shape)}, but ddp_layers asks for {length} along axis {axis}; "
                     "config.json and the weights are of different checkpoints"
@@ -295,9 +298,14 @@ def check_experts(names: Iterable[str], layers: Sequence[LayerWidths]) -> None:
 
 
 def folder_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield (tensor name, shape) from the headers of every safetensors file of a local checkpoint, weights untouched.
+    """Yield (tensor name, shape) of a local checkpoint, as `folder_tensors`."""
+    return ((name, shape) for name, shape, _ in folder_tensors(folder))
 
-    The masks file is not part of the weights and is left out.
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
+    """Yield (name, shape, number format) from the headers of all safetensors files of a local checkpoint.
+
+    Weights are not read. The masks file is not part of them and is left out.
     """
     for path in sorted(folder.glob("model*.safetensors")):
         with open(path, "rb") as file:
@@ -313,4 +321,4 @@ def folder_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
             raise WidthsError(f"{path} is no safetensors file: its header is no object; download it again")
         for name, entry in header.items():
             if name != "__metadata__":
-                yield name, entry["shape"]
+                yield name, entry["shape"], entry["dtype"]

@@ -59,5 +59,5 @@ class CheckedLoading:
         for name, tensor in weights:
             if is_mask(name):  # --load-format runai_streamer reads every safetensors file of the folder
                 continue
-            names.update(check_shapes([(name, tensor.shape)], self.widths, size))
+            names.update(check_shapes([(name, tensor.shape, str(tensor.dtype))], self.widths, size))
             yield name, self.fitted(name, tensor)
