@@ -4,6 +4,7 @@ Every stock field keeps its dense value (transformers and vLLM read them as inte
 This file travels inside checkpoints: transformers only, no torch.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import (
@@ -26,11 +27,15 @@ from transformers import (
 from .widths import parse_layers
 
 
+@dataclass(kw_only=True, repr=False, eq=False)
 class NonUniformConfig:
-    """What every pruned family adds: `ddp_layers`, the widths of every layer; None is the dense model.
+    """What every pruned family adds.
 
     Raises: WidthsError (a ValueError) if the widths contradict the dense fields.
     """
+
+    ddp_layers: list[dict[str, Any]] | None = None
+    """The widths of every layer; None is the dense model."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -43,72 +48,58 @@ class NonUniformConfig:
 
 class DDPLlamaConfig(NonUniformConfig, LlamaConfig):
     model_type = "ddp_llama"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPMistralConfig(NonUniformConfig, MistralConfig):
     model_type = "ddp_mistral"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPQwen2Config(NonUniformConfig, Qwen2Config):
     model_type = "ddp_qwen2"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPQwen3Config(NonUniformConfig, Qwen3Config):
     model_type = "ddp_qwen3"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPGemma2Config(NonUniformConfig, Gemma2Config):
     model_type = "ddp_gemma2"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPGemma3Config(NonUniformConfig, Gemma3TextConfig):
     model_type = "ddp_gemma3_text"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPGraniteConfig(NonUniformConfig, GraniteConfig):
     model_type = "ddp_granite"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPSmolLM3Config(NonUniformConfig, SmolLM3Config):
     model_type = "ddp_smollm3"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPPhi3Config(NonUniformConfig, Phi3Config):
     model_type = "ddp_phi3"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPQwen3MoeConfig(NonUniformConfig, Qwen3MoeConfig):
     model_type = "ddp_qwen3_moe"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPQwen2MoeConfig(NonUniformConfig, Qwen2MoeConfig):
     model_type = "ddp_qwen2_moe"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPMixtralConfig(NonUniformConfig, MixtralConfig):
     model_type = "ddp_mixtral"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPOlmoeConfig(NonUniformConfig, OlmoeConfig):
     model_type = "ddp_olmoe"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DDPDeepseekV2Config(NonUniformConfig, DeepseekV2Config):
     model_type = "ddp_deepseek_v2"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 class DeepseekConfig(LlamaConfig):
@@ -129,7 +120,6 @@ class DeepseekConfig(LlamaConfig):
 
 class DDPDeepseekConfig(NonUniformConfig, DeepseekConfig):
     model_type = "ddp_deepseek"
-    ddp_layers: list[dict[str, Any]] | None = None
 
 
 CONFIGS = (
