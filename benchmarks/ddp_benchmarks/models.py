@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_vllm.checkpoint import head_dim, read_checkpoint, read_json
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.widths import WidthsError, folder_shapes
+from ddp_vllm.remote_code.widths import WidthsError, folder_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def _num_kv_heads(config: Mapping[str, Any]) -> int:
 
 def _num_parameters(folder: Path) -> int | None:
     try:
-        return sum(prod(shape) for _, shape in folder_shapes(folder)) or None
+        return sum(prod(shape) for _, shape, _ in folder_tensors(folder)) or None
     except WidthsError as error:
         raise ModelError(str(error)) from error
 

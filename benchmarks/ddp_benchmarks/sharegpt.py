@@ -98,10 +98,10 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
     settings.check()
     vllm_command()
     models = [settings.dense, *settings.pruned]
+    described = [describe_model(model, dtype=_dtype(settings.engine_arguments)) for model in models]
     for pruned in settings.pruned:
         check_vocabularies(settings.dense, pruned)
     labels = _labels(models)
-    described = [describe_model(model, dtype=_dtype(settings.engine_arguments)) for model in models]
     facts = [each.to_json() | {"label": label} for each, label in zip(described, labels, strict=True)]
     settings = _fit(settings)
     sample = _draw(settings)

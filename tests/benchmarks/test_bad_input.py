@@ -18,7 +18,7 @@ from ddp_benchmarks.engine import choose_port, model_arguments
 from ddp_benchmarks.models import check_vocabularies, describe_model
 from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.results import FORMAT, check_file, read_results
-from ddp_benchmarks.sharegpt import Load, Settings, _schedule
+from ddp_benchmarks.sharegpt import Load, Settings, _schedule, run_benchmark
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
 from demo import is_complete
@@ -90,6 +90,14 @@ def test_only_code_of_pruned_folders_is_trusted(tmp_path: Path, config: dict[str
 def test_models_that_are_none(model: str) -> None:
     with pytest.raises(ModelError, match=r"neither|not the folder"):
         describe_model(model)
+
+
+def test_a_benchmark_says_which_folder_is_none(tmp_path: Path) -> None:
+    """Before it looks for a tokenizer there."""
+    dense = write_tokenizer(tmp_path / "a", {"x": 0})
+    (tmp_path / "a" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="nowhere is not the folder of a model"):
+        run_benchmark(Settings(dense=dense, pruned=(str(tmp_path / "nowhere"),)), tmp_path / "out.json")
 
 
 @pytest.mark.parametrize(
