@@ -297,11 +297,6 @@ def check_experts(names: Iterable[str], layers: Sequence[LayerWidths]) -> None:
                 )
 
 
-def folder_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield (tensor name, shape) of a local checkpoint, as `folder_tensors`."""
-    return ((name, shape) for name, shape, _ in folder_tensors(folder))
-
-
 def folder_tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
     """Yield (name, shape, number format) from the headers of all safetensors files of a local checkpoint.
 
