@@ -225,7 +225,8 @@ def _read_file(path: Path) -> Any:
     if kind is None:
         raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {_kinds()} file")
     options = {"sample_by": "document"} if kind == "text" else {}
-    cache, file = str(cache_folder() / "datasets"), str(path)
+    # datasets tells files apart by name and time, those it unpacks by name alone
+    cache, file = str(cache_folder() / "datasets" / _content(path).hex()[:32]), str(path)
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs, the error below says
     if kind == "parquet" and path.suffix in COMPRESSIONS:  # its reader needs a file it can seek in
@@ -301,12 +302,17 @@ def _key(data: str, tokenizer: Any, *sizes: int) -> str:
     for name in names:
         path = Path(name)
         if path.is_file():
-            with open(path, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(_content(path))
         digest.update(path.name.encode() if path.is_file() else name.encode())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     digest.update((backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))).encode())
     return digest.hexdigest()[:32]
+
+
+def _content(path: Path) -> bytes:
+    """Return a hash of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _check_cache() -> None:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,17 @@ def test_the_cache_is_keyed_by_content(
     assert "cat" in tokenizer.decode(changed.train.flatten()) and len(list((cache / "tokens").iterdir())) == 2
     _load(jsonl, tokenizer, seq_len=8)
     assert len(list((cache / "tokens").iterdir())) == 3
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json.xz", "a.parquet", "a.parquet.gz"])
+def test_new_text_in_a_file_of_old_name_and_time_is_read(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    found = []
+    for animal in ("fox", "cat"):
+        rows = [{"text": text.replace("fox", animal)} for text in DOCUMENTS]
+        path = _write(tmp_path / name, rows)
+        os.utime(path, (10**9, 10**9))
+        found.append(tokenizer.decode(_load(path, tokenizer).train.flatten()))
+    assert "fox" in found[0] and "cat" in found[1] and "fox" not in found[1]
 
 
 BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, what the line must say
