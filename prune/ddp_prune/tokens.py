@@ -74,7 +74,8 @@ def load_blocks(
     Raises: TextError if the text cannot be read or holds fewer than `min_train_blocks + heldout_blocks` blocks;
         OutputError if the cache cannot be written.
     """
-    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, seq_len, train_blocks, heldout_blocks, seed)}.npy"
+    sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
+    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.npy"
     if path.exists():
         blocks = np.load(path)
     else:

@@ -301,6 +301,12 @@ def test_the_cache_is_keyed_by_content(
     assert len(list((cache / "tokens").iterdir())) == 3
 
 
+def test_text_that_is_too_short_for_a_step_is_refused_from_the_cache_too(jsonl: Path, tokenizer: Any) -> None:
+    num_blocks = len(_load(jsonl, tokenizer, min_train_blocks=1).train)
+    with pytest.raises(TextError, match="tokens, but one step"):
+        _load(jsonl, tokenizer, min_train_blocks=num_blocks + 1)
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json.xz", "a.parquet", "a.parquet.gz"])
 def test_new_text_in_a_file_of_old_name_and_time_is_read(name: str, tokenizer: Any, tmp_path: Path) -> None:
     found = []
