@@ -76,9 +76,8 @@ def load_blocks(
     """
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
     path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.npy"
-    if path.exists():
-        blocks = np.load(path)
-    else:
+    blocks = _saved(path)
+    if blocks is None:
         _check_cache()
         begin = leading_bos(tokenizer)
         width = seq_len - len(begin)  # of a block's text
@@ -331,6 +330,15 @@ def _unwritable(error: OSError) -> OutputError:
         f"the cache {cache_folder()} cannot be written ({error.strerror or error}); "
         "make room there, or set DDP_VLLM_CACHE to another folder"
     )
+
+
+def _saved(path: Path) -> np.ndarray | None:
+    """Return what `_save` wrote; None if there is nothing, or what a machine that lost its power left of it."""
+    try:
+        blocks: np.ndarray = np.load(path)
+    except (OSError, ValueError, EOFError):
+        return None
+    return blocks
 
 
 def _save(path: Path, blocks: np.ndarray) -> None:

@@ -301,6 +301,15 @@ def test_the_cache_is_keyed_by_content(
     assert len(list((cache / "tokens").iterdir())) == 3
 
 
+@pytest.mark.parametrize("left", [0, 20, 200])
+def test_half_a_file_in_the_cache_is_made_again(left: int, jsonl: Path, tokenizer: Any, cache: Path) -> None:
+    first = _load(jsonl, tokenizer)
+    (file,) = (cache / "tokens").iterdir()
+    file.write_bytes(file.read_bytes()[:left])
+    assert torch.equal(_load(jsonl, tokenizer).train, first.train)
+    assert len(np.load(file)) == len(first.train) + len(first.heldout)
+
+
 def test_text_that_is_too_short_for_a_step_is_refused_from_the_cache_too(jsonl: Path, tokenizer: Any) -> None:
     num_blocks = len(_load(jsonl, tokenizer, min_train_blocks=1).train)
     with pytest.raises(TextError, match="tokens, but one step"):
