@@ -55,11 +55,9 @@ class RunState:
         if not self.writes:
             yield
             return
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             file = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (closed below)
-        except OSError as error:
-            raise self._unwritable(error) from error
         with file:
             if not lock(file.fileno()):
                 raise OutputError(f"another process works on {self.folder}; wait for it, or choose another output")
@@ -73,7 +71,7 @@ class RunState:
     def load(self) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
         """Return (next step, tensors, extra) of an interrupted run, or None to start anew.
 
-        Recipe, text and weights must be those of this run.
+        Recipe, text and weights must be those of this run. Raises: OutputError if it cannot be written to.
         """
         try:
             with safe_open(self.state, framework="pt") as file:
@@ -86,23 +84,30 @@ class RunState:
         if header.get("learned_from") != self.learned_from:
             return None
         if self.writes:
-            lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
-            self.metrics.write_text("".join(f"{line}\n" for line in lines[: header["step"]]), encoding="utf-8")
+            with self._writing():
+                self._forget_after(header["step"])
             self.say(f"going on at step {min(header['step'] + 1, self.recipe.steps)} of {self.recipe.steps}")
         return header["step"], tensors, header["extra"]
 
+    def _forget_after(self, step: int) -> None:
+        """Cut off the metrics of later steps, and a line that was not finished; needs no room on the disk."""
+        if self.metrics.exists():
+            lines = self.metrics.read_bytes().splitlines(keepends=True)[:step]
+            os.truncate(self.metrics, sum(len(line) for line in lines if line.endswith(b"\n")))
+
     def start(self) -> None:
-        """Put an older run aside."""
+        """Put an older run aside. Raises: OutputError if it cannot be."""
         if not self.writes:
             return
-        if self.state.exists():
-            self.old.mkdir(exist_ok=True)
-            _delete(self.old, FILES)
-            for name in {path.name for path in self.folder.iterdir()} - {LOCK_FILE}:
-                os.replace(self.folder / name, self.old / name)
-            self.say(f"another run was put aside in {self.old}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _delete(self.folder, FILES - {LOCK_FILE})
+        with self._writing():
+            if self.state.exists():
+                self.old.mkdir(exist_ok=True)
+                _delete(self.old, FILES)
+                for name in {path.name for path in self.folder.iterdir()} - {LOCK_FILE}:
+                    os.replace(self.folder / name, self.old / name)
+                self.say(f"another run was put aside in {self.old}")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _delete(self.folder, FILES - {LOCK_FILE})
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Replace the saved state; `step` is the next one to do. Raises: OutputError if it cannot be written."""
@@ -112,23 +117,18 @@ class RunState:
         header["learned_from"] = self.learned_from
         temporary = self.folder / TEMPORARY_FILE
         contiguous = {name: value.contiguous() for name, value in tensors.items()}
-        try:
+        with self._writing():
             save_file(contiguous, temporary, {"run": json.dumps(header)})
             sync(temporary)
             os.replace(temporary, self.state)
             sync(self.folder)
-        except (OSError, SafetensorError) as error:
-            raise self._unwritable(error) from error
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics. Raises: OutputError if they cannot be written."""
         if not self.writes:
             return
-        try:
-            with open(self.metrics, "a", encoding="utf-8") as file:
-                file.write(json.dumps(metrics) + "\n")
-        except OSError as error:
-            raise self._unwritable(error) from error
+        with self._writing(), open(self.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
 
     def remove(self) -> None:
         """Delete the folder, after the checkpoint is safe."""
@@ -137,11 +137,15 @@ class RunState:
             with suppress(OSError):  # somebody put a file there
                 self.folder.rmdir()
 
-    def _unwritable(self, error: Exception) -> OutputError:
-        reason = " ".join(str(error).split())
-        return OutputError(
-            f"the run cannot be saved in {self.folder} ({reason}); make room, and the same command goes on from there"
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise OutputError for what cannot be written inside the block."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            remedy = "make room, and the same command goes on from there"
+            raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
 
 
 def run_folders(output: Path) -> tuple[Path, Path]:

@@ -240,6 +240,43 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_state(tmp_path: Path) -> Non
     assert loaded is not None and loaded[0] == 3
 
 
+def test_a_full_disk_does_not_cost_a_run_that_goes_on_its_metrics(tmp_path: Path) -> None:
+    run = RunState(tmp_path / "out", RECIPE)
+    run.start()
+    for step in (1, 2, 3):
+        run.log({"step": step, "x" * 100: 0.0})
+    run.save(2, {"z.mlp": torch.ones(2)}, {})
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 4, "no')  # the process ended here
+    with _small_files(150):
+        assert RunState(tmp_path / "out", RECIPE).load() is not None
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2]
+
+
+def test_a_line_that_a_lost_power_supply_cut_off_is_left_out(tmp_path: Path) -> None:
+    run = RunState(tmp_path / "out", RECIPE)
+    run.start()
+    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    run.metrics.write_text('{"step": 1}\n{"ste')  # the state was on the disk, the end of the metrics not yet
+    assert RunState(tmp_path / "out", RECIPE).load() is not None
+    run.log({"step": 4})
+    assert run.metrics.read_text() == '{"step": 1}\n{"step": 4}\n'
+
+
+def test_a_run_that_cannot_be_put_aside_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunState(tmp_path / "out", RECIPE)
+    run.start()
+    run.save(3, {"z.mlp": torch.ones(2)}, {})
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(run.old))  # not so for root, as which tests may run
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OutputError, match=r"out\.run \(.*Permission denied"):
+        run.start()
+    assert run.state.exists()
+
+
 @contextmanager
 def _small_files(num_bytes: int) -> Iterator[None]:
     """Let no file of this process grow above that, as on a disk that is full."""
