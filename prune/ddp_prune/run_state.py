@@ -26,6 +26,7 @@ from ddp_vllm.errors import OutputError
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
 TEMPORARY_FILE = "state.tmp"
 FILES = {STATE_FILE, METRICS_FILE, LOCK_FILE, TEMPORARY_FILE}
+NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard"}  # to what is learned
 STATE_FORMAT = 2  # which tensors a saved state has; one of another format is put aside
 
 
@@ -71,7 +72,8 @@ class RunState:
     def load(self) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
         """Return (next step, tensors, extra) of an interrupted run, or None to start anew.
 
-        Recipe, text and weights must be those of this run. Raises: OutputError if it cannot be written to.
+        Recipe, text and weights must be those of this run, but for settings of how it is computed.
+        Raises: OutputError if it cannot be written to.
         """
         try:
             with safe_open(self.state, framework="pt") as file:
@@ -187,4 +189,4 @@ def _delete(folder: Path, names: Iterable[str]) -> None:
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return what decides a run; settings that an older version did not know have their defaults."""
     known = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    return known | recipe | {"save_every": None}
+    return {name: value for name, value in (known | recipe).items() if name not in NO_MATTER}

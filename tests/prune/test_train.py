@@ -195,6 +195,23 @@ def test_a_device_that_runs_out_of_memory_is_one_line_with_what_to_try(lab: Lab)
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_that_ran_out_of_memory_goes_on_with_what_it_was_told_to_try(lab: Lab) -> None:
+    expected, steps = lab.run("whole", micro_batch_size=4), list[float]()
+
+    def run_out(metrics: dict[str, float]) -> None:
+        if metrics["step"] == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        lab.run("broken", run_out, micro_batch_size=4)
+    smaller = {"micro_batch_size": 1, "activation_checkpointing": "on"}
+    learned = lab.run("broken", lambda metrics: steps.append(metrics["step"]), **smaller)
+    assert steps == list(range(7, STEPS + 1))
+    for kind in ("attn", "mlp"):
+        assert torch.equal(learned.gates[kind] > 0, expected.gates[kind] > 0)
+        torch.testing.assert_close(learned.gates[kind], expected.gates[kind], atol=1e-3, rtol=0)
+
+
 def test_weights_get_no_gradient_and_stay_as_they_are(lab: Lab) -> None:
     before = {name: value.clone() for name, value in lab.gated.model.state_dict().items()}
     lab.run()
