@@ -39,7 +39,7 @@ from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_vllm.checkpoint import check_output, read_checkpoint
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.errors import ModelError, SettingError, TrainingError
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
@@ -84,9 +84,15 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     with ExitStack() as stack:
         with failing_together(accelerator):
             stack.enter_context(run.locked())
-        gated = _load(recipe, source, head_unit, accelerator)
         progress = _Progress(console, recipe, 1.0 - pools[0].keep_ratio, main)
-        learned, perplexity = _learn(gated, blocks, recipe, accelerator, run, progress)
+        try:
+            gated = _load(recipe, source, head_unit, accelerator)
+            learned, perplexity = _learn(gated, blocks, recipe, accelerator, run, progress)
+        except torch.OutOfMemoryError as error:  # a step says it in words of its own
+            raise TrainingError(
+                f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; "
+                "free it of other processes, lower --seq-len, or cut the weights over more devices with --shard"
+            ) from error
         accelerator.end_training()
         if not main:
             return

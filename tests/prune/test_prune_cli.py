@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ddp_prune import pipeline
 from ddp_prune.export import read_masks
 from ddp_prune.recipe import Recipe
 from ddp_vllm.checkpoint import read_checkpoint
@@ -381,6 +382,20 @@ def test_weights_that_are_not_numbers(tiny_model: Path, tiny_text: Path, tmp_pat
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     _refused(_prune(model, tiny_text, tmp_path / "out"), 3, "perplexity inf before pruning")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("where", ["load_model", "block_losses"])
+def test_a_model_that_a_device_cannot_hold(
+    where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is made here: no GPU runs in these tests."""
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(pipeline, where, run_out)
+    _refused(_prune(tiny_model, tiny_text, tmp_path / "out"), 6, str(tiny_model), "memory of a device", "--shard")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoints_and_masks_that_contradict_themselves(
