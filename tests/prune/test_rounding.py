@@ -29,7 +29,16 @@ def test_support_has_exactly_the_count_even_with_ties(kept: int, seed: int) -> N
 
 
 def test_support_per_layer_is_even() -> None:
-    assert _aligned(torch.rand(5, 8), 22, 1, groups=5).sum(1).tolist() == [5, 5, 4, 4, 4]
+    assert _aligned(torch.ones(5, 8), 22, 1, groups=5).sum(1).tolist() == [5, 5, 4, 4, 4]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_left_over_goes_to_the_layers_where_it_is_worth_most(seed: int) -> None:
+    worth = torch.rand(5, 8, generator=torch.Generator().manual_seed(seed))
+    counts = _aligned(worth, 22, 1, groups=5).sum(1)
+    fifth = worth.sort(1, descending=True).values[:, 4]
+    assert counts.sum() == 22 and counts.min() == 4
+    assert set(fifth.topk(2).indices.tolist()) == set((counts == 5).nonzero().flatten().tolist())
 
 
 @given(st.data())
