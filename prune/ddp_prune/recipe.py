@@ -134,6 +134,8 @@ class Recipe:
                 raise SettingError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
         if not 0.0 < self.mu_end <= self.mu_start:
             raise SettingError(f"mu_end is {self.mu_end} and mu_start {self.mu_start}; 0 < mu_end ≤ mu_start must hold")
+        if self.gate_floor > 0.0:
+            raise SettingError(f"gate_floor is {self.gate_floor}; it must be at most 0, or no gate could close")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SettingError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")

@@ -44,6 +44,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("mu_end", 0.6, "mu_end ≤ mu_start"),
     ("mu_start", float("inf"), "finite"),
     ("gate_floor", float("nan"), "finite"),
+    ("gate_floor", 0.1, "at most 0"),
     ("seed", -1, "at least 0"),
     ("seed", 2**32, "below 2^32"),
     ("head_unit", "head", "auto, kv-group, query-head"),
