@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ddp_prune.batches import Batches, Teacher
-from ddp_prune.budget import highest_worth, keep_schedule, kept_share
+from ddp_prune.budget import highest_worth, keep_schedule, kept_share, share_leftover
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.narrowing import NarrowLayers
@@ -170,7 +170,9 @@ class Trainer:
                 kind: self._worth(kind, self.z[kind]).masked_fill(~self.support[kind], -1.0) for kind in pool.shapes
             }
             keep_ratio = keep_schedule(progress, pool.keep_ratio)
-            kept_GN = highest_worth(pool.rows(worth), self.costs[pool.name], keep_ratio)
+            worth_GN, cost_GN = pool.rows(worth), self.costs[pool.name]
+            kept_GN = highest_worth(worth_GN, cost_GN, keep_ratio)
+            kept_GN = share_leftover(kept_GN, worth_GN, cost_GN, keep_ratio)
             for kind, kept in pool.unrows(kept_GN).items():
                 self.support[kind] &= kept
 

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.budget import AugmentedLagrangian, highest_worth, hold_budget, keep_schedule, kept_share
+from ddp_prune.budget import (
+    AugmentedLagrangian,
+    highest_worth,
+    hold_budget,
+    keep_schedule,
+    kept_share,
+    share_leftover,
+)
 from ddp_prune.gates import gate, retention_score, sharpness_at
 
 
@@ -59,6 +66,26 @@ def test_the_highest_worth_for_its_cost_stays_within_the_budget(keep_ratio: floa
 def test_what_costs_nothing_stays() -> None:
     kept = highest_worth(torch.tensor([[0.0, 1.0, 5.0, 2.0]]), torch.tensor([[0.0, 1.0, 10.0, 1.0]]), 2 / 12)
     assert kept.tolist() == [[True, True, False, True]]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 2**31))
+def test_rows_share_what_is_left_over(rows: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    worth = torch.randint(0, 5, (rows, units), generator=generator).float()  # ties too
+    cost = torch.where(torch.rand(rows, units, generator=generator) < 0.3, 7.0, 1.0) if priced else torch.ones(1)
+    cost = cost.expand(rows, units)
+    own = highest_worth(worth, cost, keep_ratio)
+    kept = share_leftover(own, worth, cost, keep_ratio)
+    more = kept & ~own
+    assert (kept >= own).all() and (more.sum(1) <= 1).all()
+    assert float((cost * kept).sum()) <= keep_ratio * float(cost.sum()) + 1e-6
+    if rows == 1:
+        assert torch.equal(kept, own)
+    if not priced:
+        assert int(kept.sum()) == int((keep_ratio + 1e-9) * rows * units)
+        passed = (worth / cost).masked_fill(own, -1.0).amax(1)[~more.any(1)]
+        assert not more.any() or not len(passed) or worth[more].min() >= passed.max()
 
 
 def test_feedback_moves_the_unimportant_first() -> None:

@@ -298,6 +298,13 @@ def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
     assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.z.items())
 
 
+@pytest.mark.parametrize(("sparsity", "closed"), [(0.4, 10), (0.9, 22)])
+def test_layers_keep_their_share_until_a_whole_head_of_it_is_gone(sparsity: float, closed: int, lab: Lab) -> None:
+    """Of 8 heads a layer 4.8 and 0.8 stay: 14 and 2 of all 24, not 12 and none."""
+    learned = lab.run("out", sparsity=sparsity, group="layer")
+    assert learned.rounding["attn"] == {"raw_sparsity": pytest.approx(closed / 24), "revived": 0, "dropped": 0}
+
+
 def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is short all are computed: the same support, scales within what other sums round to."""
     widths: dict[str, list[int]] = {"attn": [], "mlp": []}
