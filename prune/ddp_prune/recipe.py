@@ -101,7 +101,8 @@ class Recipe:
     shard: bool = False
     """Cut the frozen weights over all processes, for models that one device cannot hold."""
     save_every: int = 25
-    """Steps between saves of the run, from which an interrupted run goes on."""
+    """Steps between saves of the run, from which an interrupted run goes on; it is saved every ten minutes too, and
+    after the last step."""
 
     def __post_init__(self) -> None:
         """Check every value once. Raises: SettingError."""

@@ -17,6 +17,8 @@ from ddp_prune.run_state import RunState
 from ddp_prune.trainer import Learned, Trainer
 from ddp_vllm.errors import TrainingError
 
+SAVE_SECONDS = 600.0  # a step of the paper's 16 sequences of 2,048 tokens takes minutes on a CPU
+
 
 def train(
     gated: GatedModel,
@@ -38,7 +40,7 @@ def train(
     fit_activations(gated, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
     gradual = recipe.controller == "gradual"
     trainer = (Trainer if gradual else AnnealedTrainer)(gated, batches, recipe, accelerator)
-    first, saved = 0, load_run(run, accelerator)
+    first, saved, saved_at = 0, load_run(run, accelerator), time.perf_counter()
     if saved is None:
         run.start()
     else:
@@ -54,8 +56,10 @@ def train(
         seconds = time.perf_counter() - began
         metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
         run.log(metrics)
-        if (step + 1) % recipe.save_every == 0:
+        due = (step + 1) % recipe.save_every == 0 or time.perf_counter() - saved_at > SAVE_SECONDS
+        if due or step + 1 == recipe.steps:  # what comes after the last step can fail too
             run.save(step + 1, trainer.state(), trainer.rounding)
+            saved_at = time.perf_counter()
         accelerator.log(metrics, step=step + 1)
         report(metrics)
     model.set_attn_implementation(stock_attention)  # what is judged is judged as the dense model was

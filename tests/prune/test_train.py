@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from ddp_prune import batches as batches_module
 from ddp_prune import narrowing, run_state
+from ddp_prune import train as train_module
 from ddp_prune.annealing import learning_rate
 from ddp_prune.batches import Batches
 from ddp_prune.gates import GatedModel
@@ -149,6 +150,17 @@ def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[s
     assert steps == [*range(1, stop + 1), *range(stop // 3 * 3 + 1, STEPS + 1)]
     lines = (lab.folder / "broken.run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+def test_slow_steps_are_saved_without_waiting_for_others(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves: list[int] = []
+    monkeypatch.setattr(RunState, "save", lambda run, step, *_: saves.append(step))
+    lab.run("out", save_every=5)
+    assert saves == [5, 10, STEPS]  # the last one too: an export can fail
+    saves.clear()
+    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
+    lab.run("slow", save_every=5)
+    assert saves == list(range(1, STEPS + 1))
 
 
 def test_another_recipe_does_not_go_on_with_an_old_run(lab: Lab) -> None:
