@@ -1,8 +1,9 @@
-"""Experts of different widths on a CPU: pairs sorted by expert, then one call for each bucket of similar widths.
+"""Experts of different widths on a CPU: a kernel of our own, or vLLM's, or a loop.
 
-vLLM's `cpu_fused_moe` wants experts of one width. Experts whose widths are close share a bucket, padded to its widest;
-every bucket is one call over the pairs that belong to it. Where vLLM is missing or the shape is not its kernel's, a
-loop over the experts multiplies the packed rows as they are.
+With AVX-512 BF16 `moe_cpu_rows` runs them, in one call over the packed rows. Elsewhere pairs are sorted by expert and
+go through vLLM's `cpu_fused_moe`, which wants experts of one width: those whose widths are close share a bucket, padded
+to its widest; every bucket is one call over the pairs that belong to it. Where vLLM is missing or the shape is not its
+kernel's, a loop over the experts multiplies the packed rows as they are.
 
 Letters: T tokens, H hidden size, K experts a token, P = T·K (token, slot) pairs. A place is an expert's position in
 `ExpertLayout.order`: experts lie widest first, so a bucket is a run of places.
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from ddp_plugins import moe_cpu_rows
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BUCKET_ALIGNMENT = 32  # channels and hidden size, asked by cpu_fused_moe on every instruction set
@@ -69,12 +72,15 @@ def choose_buckets(widths: tuple[int, ...], call_rows: int) -> tuple[Bucket, ...
 def finish_weights(
     widths: Sequence[int], offsets: Sequence[int], w13: torch.Tensor, w2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights in buckets, in the order vLLM's kernel reads: `[2·R, H]` and `[R, H]`, flattened.
+    """Return the weights as the kernel that will run them wants them.
 
-    widths, offsets: rows and first row of the expert at each place. R: rows of all buckets.
-    Returns the tensors given where `cpu_fused_moe` cannot serve them.
+    Ours: the packed rows. vLLM's: in buckets, in the order it reads, `[2·R, H]` and `[R, H]`, flattened; R: rows of all
+    buckets. The loop: the tensors given. widths, offsets: rows and first row of the expert at each place.
     """
     hidden_size = w2.shape[1]
+    if moe_cpu_rows.serves(w2):
+        new13, new2 = _on_huge_pages(w13.numel(), w13), _on_huge_pages(w2.numel(), w2)
+        return new13.view_as(w13).copy_(w13), new2.view_as(w2).copy_(w2)
     if hidden_size % BUCKET_ALIGNMENT or not len(w2) or (operators := _operators()) is None:
         return w13, w2
     isa = _instruction_set(w2.dtype)
@@ -105,6 +111,8 @@ def ragged_moe(
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return `y_TH`; arguments as in `moe_experts.ragged_moe`."""
+    if w13.ndim == 3 and moe_cpu_rows.serves(w2):
+        return moe_cpu_rows.ragged_moe(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map)
     num_tokens, num_slots = topk_ids_TK.shape
     table = layout_3E.numpy()
     ids_P = topk_ids_TK.flatten().numpy()

@@ -168,6 +168,7 @@ def _launch(
     assert layout_3E.dtype == torch.int32 and layout_3E.shape[0] == 3, (layout_3E.dtype, layout_3E.shape)
     assert topk_weights_TK.dtype == torch.float32 and topk_weights_TK.shape == topk_ids_TK.shape
     assert topk_ids_TK.shape[0] == x_TH.shape[0], (topk_ids_TK.shape, x_TH.shape)
+    assert expert_map is None or expert_map.dtype == torch.int32, expert_map.dtype
     assert {t.device for t in (w13, w2, layout_3E, topk_weights_TK, topk_ids_TK)} == {x_TH.device}
     if x_TH.device.type == "cpu":
         return moe_cpu.ragged_moe(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map)

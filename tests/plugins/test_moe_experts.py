@@ -1,4 +1,4 @@
-"""Layout, packing and the operator on a CPU: the loop over experts, and vLLM's kernel in a process of its own."""
+"""Layout, packing and the operator on a CPU: the loop over experts, our kernel, and vLLM's in a process of its own."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from expert_cases import CASES, draw, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_plugins import moe_cpu
+from ddp_plugins import moe_cpu, moe_cpu_rows
 from ddp_plugins.moe_cpu import BUCKET_ALIGNMENT, choose_buckets
 from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
 
@@ -60,7 +60,8 @@ def test_a_matrix_of_another_width_is_not_packed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_loop_over_experts(name: str, dtype: torch.dtype) -> None:
+def test_the_loop_over_experts(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_cpu_rows, "serves", lambda _: False)
     problem = draw(CASES[name], dtype)
     with poisoned():
         y = ragged_moe(
@@ -123,6 +124,7 @@ def check_buckets() -> None:
     Prints how many went that way.
     """
     bucketed = 0
+    moe_cpu_rows.serves = lambda _: False
     for call_rows in (0, 40):  # a bucket for each width, and some in common; so small experts would all be in one
         moe_cpu._call_rows = lambda _, rows=call_rows: rows
         moe_cpu.HUGE_PAGE = 1 if call_rows else 1 << 30  # with and without

@@ -1,0 +1,119 @@
+"""Experts of different widths on a CPU with AVX-512 BF16: one call over the packed rows, by a kernel of our own.
+
+The kernel is `moe_cpu_rows.cpp`, which says how it works. It is compiled where it runs, in seconds, by the compiler
+that `$CXX` names (else g++), which vLLM on a CPU needs anyway, and kept in the cache of ddp-vllm. It reads the rows as
+they were packed, so widths cost what their bytes cost. Where it cannot serve (other processors and types, Intel's AMX,
+whose tiles are better at many tokens, no compiler) `moe_cpu` has other ways.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_vllm.registry import cache_folder
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-fPIC")
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
+ARGUMENTS = (
+    POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER,
+    ctypes.c_int, POINTER,
+)  # fmt: skip
+HIDDEN_ALIGNMENT = 32  # numbers of a vector
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say, and those below them
+
+
+def serves(w2: torch.Tensor) -> bool:
+    """Return whether the kernel can run experts with these rows, `[S, H]`; compiles it when first asked in earnest."""
+    return w2.dtype == torch.bfloat16 and w2.shape[1] % HIDDEN_ALIGNMENT == 0 and kernel() is not None
+
+
+def ragged_moe(
+    x_TH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    layout_3E: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`, packed rows for which `serves` is true.
+
+    Sums are float32 throughout, those over the experts of a token too, and rounded once; the same for any number of
+    threads.
+    """
+    run = kernel()
+    assert run is not None
+    ids_TK = topk_ids_TK.long().contiguous()
+    weights_TK = topk_weights_TK.contiguous()
+    y_TH = x_TH.new_empty(x_TH.shape)
+    run(
+        x_TH.data_ptr(), x_TH.stride(0), *x_TH.shape, w13.data_ptr(), w2.data_ptr(), len(w2),
+        layout_3E.data_ptr(), layout_3E.shape[1], weights_TK.data_ptr(), ids_TK.data_ptr(), ids_TK.shape[1],
+        None if expert_map is None else expert_map.data_ptr(), torch.get_num_threads(), y_TH.data_ptr(),
+    )  # fmt: skip
+    return y_TH
+
+
+@cache
+def kernel() -> Callable[..., Any] | None:
+    """Return the compiled kernel, or None where it does not suit the processor or cannot be compiled."""
+    if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return None
+    try:
+        _share_openmp()
+        run = ctypes.CDLL(str(_compiled())).ragged_moe
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        reason = said.strip().splitlines()[0] if said.strip() else repr(error)
+        logger.warning("experts run through vLLM's kernel, in buckets: %s was not compiled (%s)", SOURCE.name, reason)
+        return None
+    run.argtypes, run.restype = ARGUMENTS, None
+    return run
+
+
+def _compiled() -> Path:
+    """Return the shared library, from the cache if it was compiled before from the same source in the same way.
+
+    Raises: OSError or subprocess.CalledProcessError.
+    """
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
+    folder = cache_folder() / "kernels"
+    library = folder / f"{SOURCE.stem}-{key}.so"
+    if library.is_file():
+        return library
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        folder = Path(tempfile.mkdtemp(prefix="ddp-vllm-"))  # compiled once a process
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        unlinked, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
+        _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])
+        _run([*compiler, "-shared", str(unlinked), "-o", str(linked)])  # against no OpenMP: see _share_openmp
+        return linked.replace(folder / library.name)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _share_openmp() -> None:
+    """Let the kernel find the OpenMP that torch has loaded; a second one would start threads of its own beside it."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")) and path.startswith("/"):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return
+    raise OSError("torch has loaded no OpenMP")
