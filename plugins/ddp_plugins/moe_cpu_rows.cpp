@@ -26,8 +26,10 @@ typedef uint16_t bf16;  // bits of a bfloat16
 constexpr int kBlock = 6;                     // tokens that share a load of the weights; 4 rows of 6 fill the registers
 constexpr int64_t kMaxRows = 64;              // of gate, and as many of up, in a piece of work of the first pass
 constexpr int64_t kCache = 1 << 18;           // numbers of the weights in a piece: half of a 1 MB second-level cache
+constexpr int64_t kLeastColumns = 256;        // in a piece of the second pass
+constexpr int64_t kPieces = 4;                // a thread, so that all end together
 constexpr int64_t kTokens = 1024;             // run together; bounds the buffers
-constexpr int kLanes = 32;                    // numbers of a vector; H is a multiple
+constexpr int64_t kLanes = 32;                // numbers of a vector; H is a multiple
 constexpr int kDownRows = 8;                  // of the down projection that are added together; widths are multiples
 
 inline __m512bh load(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
@@ -182,13 +184,15 @@ void run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_t n
     if (places[p] >= 0) ++starts[places[p] + 1];
   }
   const int64_t row_step = std::clamp<int64_t>(kCache / (2 * H) / 16 * 16, 16, kMaxRows);
-  const int64_t one_share = (H / threads + kLanes - 1) / kLanes * kLanes;
+  const int64_t active = std::count_if(starts.begin(), starts.end(), [](int64_t pairs) { return pairs > 0; });
+  const int64_t cuts = active ? (kPieces * threads + active - 1) / active : 1;  // of the columns, if tokens are few
+  const int64_t whole_rows = std::max(kLeastColumns, (H / cuts + kLanes - 1) / kLanes * kLanes);
   std::vector<Piece> row_pieces, column_pieces;
   for (int64_t e = 0; e < E; ++e) {
     const int64_t pairs = starts[e + 1], width = experts.widths[e];
     starts[e + 1] += starts[e];
     h_starts[e + 1] = h_starts[e] + pairs * width;
-    const int64_t column_step = std::max<int64_t>(256, pairs > kBlock ? 256 : one_share);
+    const int64_t column_step = pairs > kBlock ? kLeastColumns : whole_rows;
     for (int64_t r = 0; pairs && r < width; r += row_step)
       row_pieces.push_back({e, r, std::min(row_step, width - r)});
     for (int64_t c = 0; pairs && c < H; c += column_step)

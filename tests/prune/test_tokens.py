@@ -126,6 +126,24 @@ def test_the_documents_of_a_file_take_turns(tokenizer: Any, tmp_path: Path) -> N
     assert sorted(map(str, whole.values())) == sorted(str(sorted(text)) for text in texts)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_short_documents_are_not_read_again_for_a_long_one(
+    streamed: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["", *DOCUMENTS[:20], "", " ".join(f"{i} fox" for i in range(40)), *DOCUMENTS[20:]]
+    data = str(_write(tmp_path / "a.jsonl", [{"text": text} for text in texts]))
+    if streamed:
+        rows = datasets.load_dataset("json", data_files=data, split="train", streaming=True)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+        data = "somebody/text"
+    read: list[str] = []
+    document = tokens._document
+    monkeypatch.setattr(tokens, "_document", lambda row, *more: read.append(row["text"]) or document(row, *more))
+    found = [text for _, text in read_excerpts(data, tokenizer, 0, size=80, few=10)]
+    assert sorted(found) == sorted(piece for text in texts for piece in tokens._cut(text, 80))
+    assert len(read) == len(texts) + len(tokens._cut(texts[22], 80)) - 1
+
+
 def test_sources_take_turns(tokenizer: Any, tmp_path: Path) -> None:
     """The one named twice has two; a document keeps its number; who has more takes the turns of who has not."""
     a, b, c = (
