@@ -151,16 +151,27 @@ def _read_source(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -
     import datasets
 
     path = Path(data)
+    local = bool(path.exists() or _kind(path))
     try:
-        if path.exists() or _kind(path):
+        if local:
             rows = _read_file(path).shuffle(seed=seed)
         else:
             name, _, configuration = data.partition(":")
             rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
             rows = rows.shuffle(seed=seed, buffer_size=NEIGHBOURS)
 
+        places: list[int] = []  # of the documents among the rows
+
         def documents() -> Iterator[str]:
-            return filter(None, (_document(row, tokenizer, data) for row in rows))
+            for place, row in enumerate(rows):
+                if text := _document(row, tokenizer, data):
+                    places.append(place)
+                    yield text
+
+        def again(numbers: list[int]) -> Iterator[str]:
+            wanted = {places[number] for number in numbers}
+            read = ((place, rows[place]) for place in sorted(wanted)) if local else enumerate(rows)
+            return (_document(row, tokenizer, data) for place, row in read if place in wanted)
 
         rest = documents()
         first = list(itertools.islice(rest, few))
@@ -169,7 +180,7 @@ def _read_source(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -
             random.Random(seed).shuffle(pieces)
             yield from enumerate(pieces)
         else:
-            yield from _take_turns(itertools.chain(first, rest), documents, size, seed)
+            yield from _take_turns(itertools.chain(first, rest), again, size, seed)
     except TextError:
         raise
     except Exception as error:  # datasets raises dozens of kinds, from pyarrow's to the hub's
@@ -178,19 +189,23 @@ def _read_source(data: str, tokenizer: Any, seed: int, *, size: int, few: int) -
 
 
 def _take_turns(
-    documents: Iterable[str], again: Callable[[], Iterable[str]], size: int, seed: int
+    documents: Iterable[str], again: Callable[[list[int]], Iterable[str]], size: int, seed: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield an excerpt of every document, then another of every one that has more, each from a place of its own on."""
+    """Yield an excerpt of every document, then another of every one that has more, each from a place of its own on.
+
+    `again` returns the documents of these numbers; the others, often all but a few long ones, are not read again.
+    """
+    numbers: Iterable[int] = itertools.count()
     for turn in itertools.count():
-        more = False
-        for number, text in enumerate(documents):
+        longer = []
+        for number, text in zip(numbers, documents, strict=False):
             pieces = _cut(text, size)
-            more = more or turn + 1 < len(pieces)
-            if turn < len(pieces):
-                yield number, pieces[(random.Random(f"{seed} {number}").randrange(len(pieces)) + turn) % len(pieces)]
-        if not more:
+            yield number, pieces[(random.Random(f"{seed} {number}").randrange(len(pieces)) + turn) % len(pieces)]
+            if turn + 1 < len(pieces):
+                longer.append(number)
+        if not longer:
             return
-        documents = again()
+        numbers, documents = longer, again(longer)
 
 
 def _cut(text: str, size: int) -> list[str]:
