@@ -12,7 +12,7 @@ from ddp_prune.gates import GatedModel
 from ddp_prune.perplexity import final_hidden
 from ddp_prune.recipe import Recipe
 
-TEACHER_CACHE_BYTES = 4 << 30  # of host memory for the teacher's hidden states, when the text is gone over again
+TEACHER_CACHE_BYTES = 4 << 30  # of a process's host memory, for hidden states of text that is gone over again
 
 
 class Batches:
@@ -37,12 +37,12 @@ class Teacher:
 
     def __init__(self, gated: GatedModel, batches: Batches) -> None:
         self.gated = gated
-        tokens, hidden = batches.blocks.numel(), gated.sizes.hidden_size
+        num_bytes = batches.blocks.numel() * gated.sizes.hidden_size * next(gated.model.parameters()).dtype.itemsize
         self.cache: dict[int, torch.Tensor] | None = None
         world = batches.accelerator.num_processes
         # only then does a block come back to the same process, and all hit or miss together, as shared weights ask
         shared = len(batches.blocks) % world == 0 and batches.size % world == 0
-        if batches.repeats and shared and tokens * hidden * 2 <= TEACHER_CACHE_BYTES * world:
+        if batches.repeats and shared and num_bytes <= TEACHER_CACHE_BYTES * world:
             self.cache = {}
 
     @torch.no_grad()

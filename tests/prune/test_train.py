@@ -242,6 +242,16 @@ def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyP
     _assert_same(cached, plain)
 
 
+@pytest.mark.parametrize(("room", "forwards"), [(16 * 16 * 64 * 4, STEPS + 4), (16 * 16 * 64 * 4 - 1, 2 * STEPS)])
+def test_the_teachers_states_are_kept_where_they_fit(
+    room: int, forwards: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 blocks of 16 tokens with 64 float32 each."""
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", room)
+    lab.run("out", blocks=BLOCKS[:16], micro_batch_size=4)
+    assert lab.forwards == forwards
+
+
 def test_passes_that_end_within_a_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 blocks, 4 a step: cached and new blocks meet in one micro-batch."""
     cached = lab.run("cached", blocks=BLOCKS[:10])
