@@ -133,11 +133,9 @@ class RunState:
             file.write(json.dumps(metrics) + "\n")
 
     def remove(self) -> None:
-        """Delete the folder, after the checkpoint is safe."""
+        """Delete what was saved, after the checkpoint is safe; `locked` deletes the rest."""
         if self.writes:
-            _delete(self.folder, FILES)
-            with suppress(OSError):  # somebody put a file there
-                self.folder.rmdir()
+            _delete(self.folder, FILES - {LOCK_FILE})
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

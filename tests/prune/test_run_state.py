@@ -194,6 +194,19 @@ def test_a_lock_is_let_go_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out.run").iterdir()] == ["state.safetensors"]
 
 
+def test_a_run_that_is_done_lets_nobody_in_before_it_is_gone(tmp_path: Path) -> None:
+    """Who came in between lost the lock, and the folder, to the end of the run that was done."""
+    run = RunState(tmp_path / "out", RECIPE)
+    with run.locked():
+        run.start()
+        run.save(3, {"z.mlp": torch.ones(2)}, {})
+        run.remove()
+        assert [path.name for path in run.folder.iterdir()] == ["lock"]
+        with pytest.raises(OutputError, match="another process"), RunState(tmp_path / "out", RECIPE).locked():
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_system_without_such_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError("no locks available")
