@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ddp_prune.costs import dense_layers, prices, whole_model
@@ -167,7 +168,7 @@ def _layer_table(checkpoint: Checkpoint) -> Table:
     config = checkpoint.config
     num_heads, width = config["num_attention_heads"], config["intermediate_size"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
-    table = Table(title=f"{checkpoint.folder.name}: what is left, layer by layer")
+    table = Table(title=f"{escape(checkpoint.folder.name)}: what is left, layer by layer")
     table.add_column("layer", justify="right")
     table.add_column(f"KV heads\nof {num_kv_heads}", justify="right")
     table.add_column(f"query heads\nof {num_heads}", justify="right")
@@ -188,7 +189,7 @@ def _layer_table(checkpoint: Checkpoint) -> Table:
 def _expert_table(checkpoint: Checkpoint) -> Table:
     width = dense_expert_size(checkpoint.config)
     chosen = checkpoint.provenance.get("routing", {}).get("chosen", {})
-    table = Table(title=f"{checkpoint.folder.name}: what is left of the experts, of {width:,} channels each")
+    table = Table(title=f"{escape(checkpoint.folder.name)}: what is left of the experts, of {width:,} channels each")
     for heading in ("layer", "experts\nleft", "narrowest\nleft", "median", "widest", "never\nchosen", "channels\nleft"):
         table.add_column(heading, justify="right")
     table.add_column("", min_width=24)

@@ -163,6 +163,12 @@ def test_inspect_shows_widths_totals_and_quality(pruned: tuple[Path, Result]) ->
     assert "held-out perplexity" in result.stdout and "rounding of mlp" in result.stdout
 
 
+def test_inspect_names_a_folder_as_it_is(pruned: tuple[Path, Result], tmp_path: Path) -> None:
+    """rich takes what is in brackets for a style."""
+    folder = Path(shutil.copytree(pruned[0], tmp_path / "out[v2]"))
+    assert "out[v2]: what is left" in CliRunner().invoke(main, ["inspect", str(folder)]).stdout
+
+
 def test_inspect_and_report_refuse_a_family_without_a_row(pruned: tuple[Path, Result], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(pruned[0], tmp_path / "newer"))
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "ddp_newlm"}
