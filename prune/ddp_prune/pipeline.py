@@ -176,6 +176,13 @@ def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blo
         min_train_blocks=recipe.batch_size,
         seed=recipe.seed,
     )
+    highest = max(int(part.max()) for part in (blocks.train, blocks.heldout))
+    vocabulary = source.config.get("vocab_size", math.inf)
+    if highest >= vocabulary:
+        raise ModelError(
+            f"the tokenizer of {recipe.model} makes token {highest} of the text, but the model knows 0 to "
+            f"{vocabulary - 1}; put the tokenizer that belongs to the model beside it"
+        )
     return source, head_unit, pools, blocks
 
 

@@ -390,6 +390,17 @@ def test_weights_that_are_not_numbers(tiny_model: Path, tiny_text: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_tokenizer_of_another_model(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Its numbers are no rows of the embedding: an IndexError, on a GPU an assertion in the device."""
+    model = _copy(tiny_model, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 320, "content": " lazy"})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = _prune(model, tiny_text, tmp_path / "out")
+    _refused(result, 3, str(model), "token 320", "0 to 319", "belongs to the model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("where", ["load_model", "block_losses"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
