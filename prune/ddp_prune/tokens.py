@@ -71,8 +71,8 @@ def load_blocks(
 
     Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
     With a tokenizer that begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text; else text alone.
-    Raises: TextError if the text cannot be read or holds fewer than `min_train_blocks + heldout_blocks` blocks;
-        OutputError if the cache cannot be written.
+    Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks + heldout_blocks` blocks, or has a
+        source of which all is held out; OutputError if the cache cannot be written.
     """
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
     path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.npy"
@@ -86,12 +86,25 @@ def load_blocks(
         while len(heldout) < heldout_blocks * width and (numbered := next(excerpts, None)):
             last, text = max(last, numbered[0]), numbered[1]
             heldout = np.concatenate([heldout, _pack([text], tokenizer, heldout_blocks * width - len(heldout))])
-        train = _pack((text for number, text in excerpts if number > last), tokenizer, train_blocks * width)
+        names, learned = sources_of(data), set[str]()
+
+        def others() -> Iterator[str]:
+            for number, text in excerpts:
+                if number > last:
+                    learned.add(names[number % len(names)])  # as `read_excerpts` numbers the turns of a round
+                    yield text
+
+        train = _pack(others(), tokenizer, train_blocks * width)
         found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * width
         if len(train) < min_train_blocks * width:
             raise TextError(
                 f"{data} holds {found:,} tokens, but one step and the held-out text need {need:,}; "
                 "give more text or lower --batch-size or --seq-len"
+            )
+        if short := [name for name in names if name not in learned]:
+            raise TextError(
+                f"all of {short[0]} is held out, so nothing of it would be learned on; give more of it, leave it out, "
+                "or set a lower heldout_blocks in a recipe"
             )
         blocks = np.concatenate([heldout, train[: len(train) // width * width]]).reshape(-1, width)
         blocks = np.hstack([np.tile(np.asarray(begin, np.int32), (len(blocks), 1)), blocks])

@@ -183,6 +183,23 @@ def test_a_small_source_in_its_second_turn_gives_nothing_that_was_held_out(
     assert heldout and not heldout & learned
 
 
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_a_source_that_is_held_out_whole_is_named(count: int, tokenizer: Any, tmp_path: Path) -> None:
+    """Eight blocks take more of either than it has."""
+    few = _write(tmp_path / "few.jsonl", [{"text": f"cat {number}"} for number in range(count)])
+    many = _write(tmp_path / "many.jsonl", [{"text": f"fox {number}"} for number in range(500)])
+    for data in (f"{few},{many}", f"{many},{few}"):
+        with pytest.raises(TextError, match=r"all of \S*few.jsonl is held out"):
+            _load(data, tokenizer, heldout_blocks=8)
+
+
+def test_a_source_of_which_something_is_left_to_learn_on_is_taken(tokenizer: Any, tmp_path: Path) -> None:
+    few = _write(tmp_path / "few.jsonl", [{"text": f"cat {number}"} for number in range(8)])
+    many = _write(tmp_path / "many.jsonl", [{"text": f"fox {number}"} for number in range(500)])
+    blocks = _load(f"{few},{many}", tokenizer, heldout_blocks=1)
+    assert all("cat" in tokenizer.decode(part.flatten()) for part in (blocks.heldout, blocks.train))
+
+
 def test_a_source_without_text_is_named(tokenizer: Any, tmp_path: Path) -> None:
     full, empty = _write(tmp_path / "a.jsonl", _long_rows("a", 90)), _write(tmp_path / "b.jsonl", [{"text": ""}] * 9)
     with pytest.raises(TextError, match=r"b\.jsonl holds no text; "):
