@@ -102,7 +102,7 @@ def load_in_pieces(model: torch.nn.Module, folder: Path) -> None:
     initialize_layerwise_reload(model)
     for name, tensor in (masks | load_file(folder / "model.safetensors")).items():
         model.load_weights([(name, tensor)])  # type: ignore[operator]
-    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    finalize_layerwise_reload(model, SimpleNamespace(dtype=next(model.parameters()).dtype))
 
 
 def counters(engine: LLM) -> dict[str, float]:

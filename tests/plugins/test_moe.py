@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import UPDATES, VLLM, Serve, assert_same, assert_same_outputs, job
-from tiny_experts import FAMILIES, make_expert_checkpoint, ragged_layers
+from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint, ragged_layers
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, edit_config, edit_weights
 
 from ddp_benchmarks.engine import Server
+from ddp_plugins import moe_cpu_rows
 
 pytestmark = pytest.mark.vllm
 ROUTERS = "model_executor/layers/fused_moe/router"
@@ -32,8 +33,9 @@ def widen(config: dict[str, Any]) -> None:
     config["ddp_layers"][0]["expert_intermediate_sizes"][4] = 18
 
 
-# Qwen3's rows are bucketed for vLLM's CPU kernel after loading, Mixtral's stay as they are loaded, as on a GPU
+# in fp32 Qwen3's rows are bucketed for vLLM's CPU kernel after loading, Mixtral's stay as they are loaded, as on a GPU
 UPDATED = ("qwen3_moe", "mixtral")
+BFLOAT16 = "qwen3_moe in bfloat16"  # the CPU's own kernel, where it suits the processor
 EXPERT = "model.layers.0.mlp.experts.4"
 QUANTISED = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "int-quantized", "ignore": []}
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpoint, options, what the user reads
@@ -86,6 +88,7 @@ def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.T
     jobs = {name: job(folder) for name, (folder, _) in models.items()}
     for name in UPDATED:
         jobs[name]["updates"] = UPDATES
+    jobs[BFLOAT16] = {**job(models["qwen3_moe"][0], dtype="bfloat16"), "updates": UPDATES}
     root = tmp_path_factory.mktemp("broken_experts")
     for name, (break_it, options, _) in BROKEN.items():
         folder = shutil.copytree(models["qwen3_moe"][0], root / name)
@@ -110,6 +113,19 @@ def test_updated_weights_are_those_of_the_checkpoint(
 ) -> None:
     """Memory that vLLM allocates for them is poisoned with NaN; the masks among the pieces are left out."""
     assert_same_outputs(one_process[name]["updated"][update], models[name][1]["outputs"])
+
+
+@served
+def test_bfloat16_is_near_and_stays_the_same_when_updated(one_process: dict[str, Any], models: dict[str, Any]) -> None:
+    result = one_process[BFLOAT16]
+    for got, expected in zip(result["outputs"], models["qwen3_moe"][1]["outputs"], strict=True):
+        assert got["tokens"][0] == expected["tokens"][0]
+        assert got["logprobs"][0] == pytest.approx(expected["logprobs"][0], abs=0.05)
+    for update in UPDATES:
+        assert_same_outputs(result["updated"][update], result["outputs"])
+    if moe_cpu_rows.kernel():
+        padded = sum(-(-width // 16) * 16 for widths in ragged_layers("qwen3_moe") for width in widths or ())
+        assert result["expert_bytes"] == [padded * 3 * SIZES["hidden_size"] * 2]
 
 
 @served
