@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_prune.budget import (
@@ -18,7 +18,6 @@ from ddp_prune.budget import (
 from ddp_prune.gates import gate, retention_score, sharpness_at
 
 
-@settings(deadline=None)
 @given(st.floats(0.1, 0.95), st.floats(0.05, 0.5), st.booleans(), st.booleans(), st.integers(0, 2**31))
 def test_feedback_hits_the_budget(keep_ratio: float, mu: float, per_layer: bool, priced: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -30,7 +29,6 @@ def test_feedback_hits_the_budget(keep_ratio: float, mu: float, per_layer: bool,
     torch.testing.assert_close(shares, torch.full((rows[0],), keep_ratio), atol=2e-3, rtol=0)
 
 
-@settings(deadline=None)
 @given(st.floats(0.1, 0.95), st.floats(0.05, 0.5), st.booleans(), st.integers(0, 2**31))
 def test_counting_closes_gates_until_the_open_ones_fit(keep_ratio: float, mu: float, priced: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +45,6 @@ def test_counting_closes_gates_until_the_open_ones_fit(keep_ratio: float, mu: fl
             assert keep_ratio - 5.0 / 300 <= after[index] <= keep_ratio + 2e-6
 
 
-@settings(deadline=None)
 @given(st.floats(0.05, 1.0), st.booleans(), st.integers(0, 2**31))
 def test_the_highest_worth_for_its_cost_stays_within_the_budget(keep_ratio: float, priced: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +65,6 @@ def test_what_costs_nothing_stays() -> None:
     assert kept.tolist() == [[True, True, False, True]]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 2**31))
 def test_rows_share_what_is_left_over(rows: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -63,7 +63,7 @@ def _cost(budget: str, layers: list[LayerWidths]) -> float:
     return sum(p.of(w) for p, w in zip(prices(budget, DENSE, SHAPES, 2048), layers, strict=True))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.sampled_from(["params", "flops", "kv-bytes"]), st.sampled_from(["kv-group", "query-head"]),
     st.sampled_from(["global", "layer"]), st.floats(0.05, 0.95), st.integers(0, 2**31),

@@ -85,7 +85,7 @@ def _costs_of_choices(rows: list[Rows]) -> list[tuple[float, float]]:
     return [(sum(c for c, _ in choice), sum(w for _, w in choice)) for choice in itertools.product(*totals)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 60), st.integers(0, 2**31))
 def test_costs_of_different_sizes_share_one_budget(budget: int, seed: int) -> None:
     """Never above it, nothing left out that fits, and at most one unit's worth below the best of all choices."""
@@ -106,7 +106,7 @@ def test_costs_of_different_sizes_share_one_budget(budget: int, seed: int) -> No
     assert spent + CHANNEL_COST > budget or kept[1].all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 50), st.integers(0, 2**31))
 def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int) -> None:
     """Four KV heads with three query heads each: against every number of query heads for every KV head."""
