@@ -73,7 +73,7 @@ def kernel() -> Callable[..., Any] | None:
         return None
     try:
         _share_openmp()
-        run = ctypes.CDLL(str(_compiled())).ragged_moe
+        run = _load().ragged_moe
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         reason = said.strip().splitlines()[0] if said.strip() else repr(error)
@@ -83,8 +83,8 @@ def kernel() -> Callable[..., Any] | None:
     return run
 
 
-def _compiled() -> Path:
-    """Return the shared library, from the cache if it was compiled before from the same source in the same way.
+def _load() -> ctypes.CDLL:
+    """Load the shared library, from the cache if it was compiled before from the same source in the same way.
 
     Raises: OSError or subprocess.CalledProcessError.
     """
@@ -92,17 +92,18 @@ def _compiled() -> Path:
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     library = folder / f"{SOURCE.stem}-{key}.so"
-    if library.is_file():
-        return library
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        folder = Path(tempfile.mkdtemp(prefix="ddp-vllm-"))  # compiled once a process
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        unlinked, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
-        _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])
-        _run([*compiler, "-shared", str(unlinked), "-o", str(linked)])  # against no OpenMP: see _share_openmp
-        return linked.replace(folder / library.name)
+    if not library.is_file():
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        kept = os.access(folder, os.W_OK)
+        with tempfile.TemporaryDirectory(dir=folder if kept else None) as work:
+            unlinked, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
+            _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])
+            _run([*compiler, "-shared", str(unlinked), "-o", str(linked)])  # against no OpenMP: see _share_openmp
+            if not kept:
+                return ctypes.CDLL(str(linked))  # stays in memory when the file goes
+            linked.replace(library)
+    return ctypes.CDLL(str(library))
 
 
 def _run(command: list[str]) -> None:
