@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ddp_vllm import __version__
-from ddp_vllm.errors import DdpError
+from ddp_vllm.errors import DdpError, TrainingError
 
 VERBS = {  # verb -> (where it is, what it does)
     "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
@@ -47,8 +47,10 @@ class _Lazy(click.Group):
         except DdpError as error:
             if ctx.params["debug"]:
                 raise
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes on a machine one speaks
-                click.echo(f"ddp-vllm: {' '.join(str(error).split())}", err=True)
+            rank = os.environ.get("LOCAL_RANK", "0")  # of several processes on a machine one speaks …
+            if rank == "0" or isinstance(error, TrainingError):  # … but one alone may run out of memory
+                who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
+                click.echo(f"{who}: {' '.join(str(error).split())}", err=True)
             ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ddp_prune.cli import prune
 from ddp_vllm import __version__, cli, errors
 from ddp_vllm.cli import main
-from ddp_vllm.errors import DdpError
+from ddp_vllm.errors import DdpError, ModelError, TrainingError
 
 
 def _error_classes() -> list[type[DdpError]]:
@@ -60,6 +60,14 @@ def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypat
     result = CliRunner().invoke(main, ["inspect"])
     assert (result.exit_code, result.stdout) == (kind.exit_code, "")
     assert result.stderr == "ddp-vllm: first line second line\n"
+
+
+def test_of_several_processes_one_speaks_but_each_of_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for error, said in ((ModelError("gone"), ""), (TrainingError("full"), "ddp-vllm (process 1): full\n")):
+        _verb_that_raises(error, monkeypatch)
+        result = CliRunner().invoke(main, ["inspect"])
+        assert (result.exit_code, result.stderr) == (error.exit_code, said)
 
 
 def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
