@@ -274,7 +274,7 @@ def _document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
     messages = [
         {
             "role": ROLES.get(turn.get("from") or turn.get("role"), "user"),
-            "content": turn.get("value") or turn.get("content"),
+            "content": _words(turn.get("value") or turn.get("content")),
         }
         for turn in turns
     ]
@@ -285,6 +285,13 @@ def _document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
                 if turns := arrange(messages):
                     return str(tokenizer.apply_chat_template(turns, tokenize=False))
     return "\n\n".join(message["content"] for message in messages)
+
+
+def _words(content: str | list[dict[str, Any]] | None) -> str:
+    """Return what a turn says; of a list of parts, as OpenAI's format has them, those that are text."""
+    if isinstance(content, list):
+        return "\n\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return content or ""
 
 
 def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -67,3 +67,15 @@ def _text(template: str, turns: list[tuple[str, str]], tiny_model: Path, folder:
 def test_a_conversation_under_a_template(case: str, tiny_model: Path, tmp_path: Path) -> None:
     template, turns, expected = CASES[case]
     assert _text(template, turns, tiny_model, tmp_path) == expected
+
+
+def test_a_turn_of_several_parts_says_what_is_text(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = LENIENT
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "url": "cat.png"}, {"type": "text", "text": "b"}]
+    picture = {"role": "user", "content": [{"type": "image_url", "url": "dog.png"}]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
+    row = {"messages": [{"role": "user", "content": parts}, picture, answer]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    ((_, text),) = read_excerpts(str(tmp_path / "chat.jsonl"), tokenizer, 0, size=1000, few=1)
+    assert text == "<user>a\n\nb<assistant>c"
