@@ -54,7 +54,8 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         known = ", ".join(trackers) or "none; for example pip install tensorboard"
         raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
     # not told that it is a CPU's, accelerate takes a process that torchrun started for the only one
-    on_cpu = not torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = device is None or device.type == "mps"  # a Mac's GPU has no float64, in which gradients are summed
     # other ranks wait while the first downloads and tokenises; torch would give up after ten minutes
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[patience])

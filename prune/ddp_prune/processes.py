@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from accelerate.utils import broadcast_object_list, gather_object, get_max_memor
 
 from ddp_prune.run_state import RunState
 from ddp_vllm.errors import DdpError
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
 
 
 @contextmanager
@@ -40,4 +43,21 @@ def free_memory(accelerator: Accelerator) -> int:
     if accelerator.device.type == "cuda":
         return torch.cuda.mem_get_info(accelerator.device)[0]
     memory = get_max_memory()
-    return int(memory.get("cpu", memory.get("mps", 0))) // accelerator.num_processes  # a Mac's is counted once
+    host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's is counted once
+    return min(host, _container_memory(host)) // accelerator.num_processes
+
+
+def _container_memory(otherwise: int) -> int:
+    """Return the bytes that a container may still take, `otherwise` outside one; psutil sees the host's.
+
+    Version 2 of Linux control groups; what files are only cached, the kernel gives back.
+    """
+    try:
+        limit, used = ((CONTROL_GROUP / name).read_text(encoding="utf-8") for name in ("memory.max", "memory.current"))
+        statistics = (CONTROL_GROUP / "memory.stat").read_text(encoding="utf-8")
+        if limit.strip() == "max":
+            return otherwise
+        cached = dict(line.split() for line in statistics.splitlines())["inactive_file"]
+        return max(0, int(limit) - int(used) + int(cached))
+    except (OSError, KeyError, ValueError):
+        return otherwise

@@ -221,6 +221,17 @@ def test_a_cut_model_is_the_model_that_is_loaded_whole(group_of_one: None, tmp_p
 
 def test_free_memory_where_host_and_device_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What accelerate answers on a Mac, and elsewhere."""
+    monkeypatch.setattr(processes, "CONTROL_GROUP", Path("/nowhere"))
     for answer in ({"mps": 1000}, {"cpu": 1000}, {0: 5, "cpu": 1000}):
         monkeypatch.setattr(processes, "get_max_memory", lambda answer=answer: answer)
         assert free_memory(Accelerator(cpu=True)) == 1000
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max", 1000), ("700", 500), ("5000", 1000), ("100", 0)])
+def test_free_memory_in_a_container(limit: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 100\n")
+    monkeypatch.setattr(processes, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": 1000})
+    assert free_memory(Accelerator(cpu=True)) == free
