@@ -74,9 +74,8 @@ def kernel() -> Callable[..., Any] | None:
     try:
         _share_openmp()
         run = _load().ragged_moe
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        reason = said.strip().splitlines()[0] if said.strip() else repr(error)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
         logger.warning("experts run through vLLM's kernel, in buckets: %s was not compiled (%s)", SOURCE.name, reason)
         return None
     run.argtypes, run.restype = ARGUMENTS, None
@@ -86,7 +85,7 @@ def kernel() -> Callable[..., Any] | None:
 def _load() -> ctypes.CDLL:
     """Load the shared library, from the cache if it was compiled before from the same source in the same way.
 
-    Raises: OSError or subprocess.CalledProcessError.
+    Raises: OSError.
     """
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
@@ -107,7 +106,9 @@ def _load() -> ctypes.CDLL:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
 
 
 def _share_openmp() -> None:
