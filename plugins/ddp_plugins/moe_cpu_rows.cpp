@@ -34,9 +34,9 @@ constexpr int kDownRows = 8;                  // of the down projection that are
 
 inline __m512bh load(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-// out[m] = w · x[m], for the few tokens of a decoding step: one row at a time
+// out[m · kMaxRows] = w · x[m], for the few tokens of a decoding step: one row at a time
 template <int M>
-inline void dot_row(const bf16* w, const bf16* const* x, int64_t H, float (*out)[kMaxRows]) {
+inline void dot_row(const bf16* w, const bf16* const* x, int64_t H, float* out) {
   __m512 sums[M][4];
   for (auto& token : sums)
     for (auto& sum : token) sum = _mm512_setzero_ps();
@@ -53,13 +53,13 @@ inline void dot_row(const bf16* w, const bf16* const* x, int64_t H, float (*out)
     for (int m = 0; m < M; ++m) sums[m][0] = _mm512_dpbf16_ps(sums[m][0], load(w + i), load(x[m] + i));
   for (int m = 0; m < M; ++m) {
     const __m512 half = _mm512_add_ps(sums[m][0], sums[m][1]);
-    out[m][0] = _mm512_reduce_add_ps(_mm512_add_ps(half, _mm512_add_ps(sums[m][2], sums[m][3])));
+    out[m * kMaxRows] = _mm512_reduce_add_ps(_mm512_add_ps(half, _mm512_add_ps(sums[m][2], sums[m][3])));
   }
 }
 
-// out[m][r] = w[r] · x[m] for 4 rows, where each number loaded is used several times
+// out[m · kMaxRows + r] = w[r] · x[m] for 4 rows, where each number loaded is used several times
 template <int M>
-inline void dot_rows(const bf16* w, const bf16* const* x, int64_t H, float (*out)[kMaxRows]) {
+inline void dot_rows(const bf16* w, const bf16* const* x, int64_t H, float* out) {
   __m512 sums[4][M];
   for (auto& row : sums)
     for (auto& sum : row) sum = _mm512_setzero_ps();
@@ -73,16 +73,15 @@ inline void dot_rows(const bf16* w, const bf16* const* x, int64_t H, float (*out
     }
   }
   for (int r = 0; r < 4; ++r)
-    for (int m = 0; m < M; ++m) out[m][r] = _mm512_reduce_add_ps(sums[r][m]);
+    for (int m = 0; m < M; ++m) out[m * kMaxRows + r] = _mm512_reduce_add_ps(sums[r][m]);
 }
 
 template <int M>
-inline void dot_all(const bf16* w, const bf16* const* x, int64_t H, int64_t count, float (*out)[kMaxRows]) {
+inline void dot_all(const bf16* w, const bf16* const* x, int64_t H, int64_t count, float* out) {
   if constexpr (M <= 2) {
-    for (int64_t r = 0; r < count; ++r) dot_row<M>(w + r * H, x, H, reinterpret_cast<float(*)[kMaxRows]>(&out[0][r]));
+    for (int64_t r = 0; r < count; ++r) dot_row<M>(w + r * H, x, H, out + r);
   } else {
-    for (int64_t r = 0; r < count; r += 4)
-      dot_rows<M>(w + r * H, x, H, reinterpret_cast<float(*)[kMaxRows]>(&out[0][r]));
+    for (int64_t r = 0; r < count; r += 4) dot_rows<M>(w + r * H, x, H, out + r);
   }
 }
 
@@ -101,8 +100,8 @@ template <int M>
 void hidden_activations(const bf16* gate, const bf16* up, const bf16* const* x, int64_t H, int64_t count, bf16* h,
                         int64_t width) {
   float g[M][kMaxRows], u[M][kMaxRows];
-  dot_all<M>(gate, x, H, count, g);
-  dot_all<M>(up, x, H, count, u);
+  dot_all<M>(gate, x, H, count, g[0]);
+  dot_all<M>(up, x, H, count, u[0]);
   for (int m = 0; m < M; ++m)
     for (int64_t r = 0; r < count; r += 16) {
       const __m512 value = _mm512_loadu_ps(g[m] + r);
@@ -224,7 +223,7 @@ void run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_t n
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < column_pieces.size(); ++i) {
       const int64_t e = column_pieces[i].place, c = column_pieces[i].start, width = experts.widths[e];
-      const int64_t columns = column_pieces[i].count, chunk = kCache / columns / kDownRows * kDownRows;
+      const int64_t columns = column_pieces[i].count, chunk = std::max<int64_t>(1, kCache / columns / kDownRows) * kDownRows;
       for (int64_t p = starts[e]; p < starts[e + 1]; ++p) memset(terms.get() + p * H + c, 0, columns * sizeof(float));
       for (int64_t begin = 0; begin < width; begin += chunk)
         for (int64_t p = starts[e]; p < starts[e + 1]; p += kBlock)
