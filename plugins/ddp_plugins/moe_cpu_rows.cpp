@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -168,16 +169,20 @@ struct Experts {
   int64_t S, H, E;
   const int32_t *places, *offsets, *widths;  // ExpertLayout.table
   const int32_t* expert_map;                 // or null
+  int64_t num_ids;                           // ids are below it: of the map, or E
 };
 
-void run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_t num_tokens, const float* weights,
-                const int64_t* ids, int64_t K, int threads, bf16* y) {
+enum Outcome { kDone, kOutOfMemory, kNoSuchExpert };
+
+Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_t num_tokens, const float* weights,
+                   const int64_t* ids, int64_t K, int threads, bf16* y) {
   const int64_t H = experts.H, E = experts.E, P = num_tokens * K;
   // sort the pairs by place
   std::vector<int32_t> places(P);
   std::vector<int64_t> starts(E + 1), h_starts(E + 1), sorted(P, -1);  // sorted: where a pair stands, -1 for nowhere
   for (int64_t p = 0; p < P; ++p) {
     int64_t id = ids[p];
+    if (id >= experts.num_ids) return kNoSuchExpert;
     if (id >= 0 && experts.expert_map) id = experts.expert_map[id];
     places[p] = id >= 0 ? experts.places[id] : -1;
     if (places[p] >= 0) ++starts[places[p] + 1];
@@ -253,17 +258,26 @@ void run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_t n
         _mm512_storeu_si512(y + t * H + i, (__m512i)both);
       }
   }
+  return kDone;
 }
 
 }  // namespace
 
 // y[t] = Σ_k weights[t, k] · expert ids[t, k] of x[t]. x: rows of H, `stride` apart; ids: -1 for none; y: [T, H]. The
 // hidden activations are rounded to bfloat16 as they are in the model, all sums are float32, y is rounded once.
-extern "C" void ragged_moe(const bf16* x, int64_t stride, int64_t T, int64_t H, const bf16* w13, const bf16* w2,
-                           int64_t S, const int32_t* layout, int64_t E, const float* weights, const int64_t* ids,
-                           int64_t K, const int32_t* expert_map, int threads, bf16* y) {
-  const Experts experts{w13, w2, S, H, E, layout, layout + E, layout + 2 * E, expert_map};
-  for (int64_t t = 0; t < T; t += kTokens)
-    run_tokens(experts, x + t * stride, stride, std::min(kTokens, T - t), weights + t * K, ids + t * K, K, threads,
-               y + t * H);
+// Returns an Outcome; y is not whole unless it is kDone.
+extern "C" int ragged_moe(const bf16* x, int64_t stride, int64_t T, int64_t H, const bf16* w13, const bf16* w2,
+                          int64_t S, const int32_t* layout, int64_t E, const float* weights, const int64_t* ids,
+                          int64_t K, const int32_t* expert_map, int64_t num_ids, int threads, bf16* y) {
+  const Experts experts{w13, w2, S, H, E, layout, layout + E, layout + 2 * E, expert_map, num_ids};
+  try {
+    for (int64_t t = 0; t < T; t += kTokens) {
+      const Outcome outcome = run_tokens(experts, x + t * stride, stride, std::min(kTokens, T - t), weights + t * K,
+                                         ids + t * K, K, threads, y + t * H);
+      if (outcome != kDone) return outcome;
+    }
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+  return kDone;
 }

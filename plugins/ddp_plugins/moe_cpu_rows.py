@@ -1,9 +1,9 @@
 """Experts of different widths on a CPU with AVX-512 BF16: one call over the packed rows, by a kernel of our own.
 
-The kernel is `moe_cpu_rows.cpp`, which says how it works. It is compiled where it runs, in seconds, by the compiler
-that `$CXX` names (else g++), which vLLM on a CPU needs anyway, and kept in the cache of ddp-vllm. It reads the rows as
-they were packed, so widths cost what their bytes cost. Where it cannot serve (other processors and types, Intel's AMX,
-whose tiles are better at many tokens, no compiler) `moe_cpu` has other ways.
+The kernel is `moe_cpu_rows.cpp`, which says how it works. It is compiled where it runs, in seconds, by the GCC (11 or
+newer) that `$CXX` names, else g++, which vLLM on a CPU needs anyway, and kept in the cache of ddp-vllm. It reads the
+rows as they were packed, so widths cost what their bytes cost. Where it cannot serve (other processors and types, no
+compiler) `moe_cpu` has other ways; so too on Intel's AMX, for whose tiles vLLM's kernel is made (not measured).
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ddp_vllm.checkpoint import sync
 from ddp_vllm.registry import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -28,8 +29,9 @@ FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 ARGUMENTS = (
     POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER,
-    ctypes.c_int, POINTER,
+    INTEGER, ctypes.c_int, POINTER,
 )  # fmt: skip
+OUT_OF_MEMORY, NO_SUCH_EXPERT = 1, 2  # what the kernel returns instead of 0
 HIDDEN_ALIGNMENT = 32  # numbers of a vector
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say, and those below them
 
@@ -51,71 +53,70 @@ def ragged_moe(
     """Return `y_TH`; arguments as in `moe_experts.ragged_moe`, packed rows for which `serves` is true.
 
     Sums are float32 throughout, those over the experts of a token too, and rounded once; the same for any number of
-    threads.
+    threads. Raises: IndexError of an id past the experts; MemoryError.
     """
     run = kernel()
     assert run is not None
     ids_TK = topk_ids_TK.long().contiguous()
     weights_TK = topk_weights_TK.contiguous()
     y_TH = x_TH.new_empty(x_TH.shape)
-    run(
+    num_experts = layout_3E.shape[1]
+    map_pointer, num_ids = (None, num_experts) if expert_map is None else (expert_map.data_ptr(), len(expert_map))
+    failed = run(
         x_TH.data_ptr(), x_TH.stride(0), *x_TH.shape, w13.data_ptr(), w2.data_ptr(), len(w2),
-        layout_3E.data_ptr(), layout_3E.shape[1], weights_TK.data_ptr(), ids_TK.data_ptr(), ids_TK.shape[1],
-        None if expert_map is None else expert_map.data_ptr(), torch.get_num_threads(), y_TH.data_ptr(),
+        layout_3E.data_ptr(), num_experts, weights_TK.data_ptr(), ids_TK.data_ptr(), ids_TK.shape[1], map_pointer,
+        num_ids, torch.get_num_threads(), y_TH.data_ptr(),
     )  # fmt: skip
+    if failed == NO_SUCH_EXPERT:
+        raise IndexError(f"an expert id of {int(ids_TK.max())} where there are {num_ids} experts")
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError(f"no room for the hidden activations of {len(x_TH)} tokens")
     return y_TH
 
 
 @cache
 def kernel() -> Callable[..., Any] | None:
-    """Return the compiled kernel, or None where it does not suit the processor or cannot be compiled."""
+    """Return the compiled kernel, or None where it does not suit the processor or cannot be compiled and loaded."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return None
     try:
-        _share_openmp()
         run = _load().ragged_moe
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:  # also of no home folder, of a $CXX with half a quotation
         reason = str(error).splitlines()[0]
-        logger.warning("experts run through vLLM's kernel, in buckets: %s was not compiled (%s)", SOURCE.name, reason)
+        logger.warning("experts run through vLLM's kernel, in buckets: %s cannot be used (%s)", SOURCE.name, reason)
         return None
-    run.argtypes, run.restype = ARGUMENTS, None
+    run.argtypes, run.restype = ARGUMENTS, ctypes.c_int
     return run
 
 
 def _load() -> ctypes.CDLL:
     """Load the shared library, from the cache if it was compiled before from the same source in the same way.
 
-    Raises: OSError.
+    It needs an OpenMP and names none, so it finds torch's, which is global in the process: a second one would start
+    threads of its own beside it. Raises: OSError, RuntimeError, ValueError.
     """
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     library = folder / f"{SOURCE.stem}-{key}.so"
-    if not library.is_file():
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        kept = os.access(folder, os.W_OK)
-        with tempfile.TemporaryDirectory(dir=folder if kept else None) as work:
-            unlinked, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
-            _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])
-            _run([*compiler, "-shared", str(unlinked), "-o", str(linked)])  # against no OpenMP: see _share_openmp
-            if not kept:
-                return ctypes.CDLL(str(linked))  # stays in memory when the file goes
+    if library.is_file():
+        with contextlib.suppress(OSError):  # of a machine with another C library: compile again
+            return ctypes.CDLL(str(library))
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    kept = os.access(folder, os.W_OK)
+    with tempfile.TemporaryDirectory(dir=folder if kept else None) as work:
+        unlinked, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
+        _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])
+        _run([*compiler, "-shared", str(unlinked), "-o", str(linked)])
+        loaded = ctypes.CDLL(str(linked))  # stays in memory when the file goes
+        if kept:
+            sync(linked)
             linked.replace(library)
-    return ctypes.CDLL(str(library))
+    return loaded
 
 
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
-
-
-def _share_openmp() -> None:
-    """Let the kernel find the OpenMP that torch has loaded; a second one would start threads of its own beside it."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")) and path.startswith("/"):
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            return
-    raise OSError("torch has loaded no OpenMP")

@@ -140,7 +140,8 @@ def ragged_moe(
     x_TH: bf16, fp16 or fp32, rows contiguous. w13, w2: packed, of the same dtype; faster on a CPU after
     `finish_weights`. topk_weights_TK: float32. topk_ids_TK: int32 or int64; an id of -1 adds nothing.
     expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's own.
-    Matrix products sum in float32. So does the sum over K, of terms rounded to x's dtype, as vLLM's own kernels do.
+    Matrix products sum in float32. So does the sum over K, of terms rounded to x's dtype, as vLLM's own kernels do; of
+    terms that are not rounded in the kernel of `moe_cpu_rows`.
     """
     table = layout.table(x_TH.device)
     return torch.ops.ddp_vllm.ragged_moe(
@@ -164,6 +165,7 @@ def _launch(
     """
     assert x_TH.ndim == 2 and x_TH.stride(1) == 1, (x_TH.shape, x_TH.stride())
     assert w13.dtype == w2.dtype == x_TH.dtype, (w13.dtype, w2.dtype, x_TH.dtype)
+    assert w13.ndim == 1 or x_TH.shape[1] == w2.shape[1], (x_TH.shape, w2.shape)
     assert w13.is_contiguous() and w2.is_contiguous() and layout_3E.is_contiguous()
     assert layout_3E.dtype == torch.int32 and layout_3E.shape[0] == 3, (layout_3E.dtype, layout_3E.shape)
     assert topk_weights_TK.dtype == torch.float32 and topk_weights_TK.shape == topk_ids_TK.shape

@@ -2,6 +2,9 @@
 
 import dataclasses
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,7 +133,32 @@ def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path) -> None:
     problem.check(_run(problem))
 
 
-@pytest.mark.parametrize("compiler", ["false", "no-such-compiler --fast"])
+def test_a_library_that_a_crash_cut_short_is_made_again(fresh: Path) -> None:
+    """In a process that has not loaded it: the system's loader remembers names."""
+    library = fresh / "kernels" / f"{moe_cpu_rows.SOURCE.stem}-cut.so"
+    code = (
+        "from ddp_plugins import moe_cpu_rows as m; import hashlib; m.hashlib.sha256 = lambda _: Key(); "
+        f"m.FLAGS = {moe_cpu_rows.FLAGS!r}; assert m.kernel() is not None"
+    )
+    code = "class Key:\n    hexdigest = lambda self: 'cut'\n" + code
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"\x7fELF")
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert library.stat().st_size > 10_000
+
+
+def test_ids_past_the_experts_are_refused() -> None:
+    problem = draw(CASES["one token"], torch.bfloat16)
+    w13, w2 = problem.finished()
+    ids = problem.ids.clone()
+    ids[0, 0] = len(CASES["one token"].widths)
+    with pytest.raises(IndexError, match="an expert id of"):
+        ragged_moe(problem.x, w13, w2, problem.layout, problem.weights, ids, problem.expert_map)
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler --fast", "g++ '"])
 def test_without_a_compiler_experts_run_otherwise(
     compiler: str, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,8 +170,8 @@ def test_without_a_compiler_experts_run_otherwise(
         ragged_moe(problem.x, problem.w13, problem.w2, problem.layout, problem.weights, problem.ids, problem.expert_map)
     )
     (record,) = caplog.records
-    assert "moe_cpu_rows.cpp was not compiled" in record.getMessage()
-    assert not list((fresh / "kernels").iterdir())
+    assert "moe_cpu_rows.cpp cannot be used" in record.getMessage()
+    assert not list(fresh.rglob("*.so"))
 
 
 def test_other_types_and_sizes_are_not_its_own() -> None:

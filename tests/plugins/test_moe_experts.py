@@ -11,8 +11,8 @@ from expert_cases import CASES, draw, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_plugins import moe_cpu, moe_cpu_rows
-from ddp_plugins.moe_cpu import BUCKET_ALIGNMENT, choose_buckets
+from ddp_plugins import huge_pages, moe_cpu_buckets, moe_cpu_rows
+from ddp_plugins.moe_cpu_buckets import BUCKET_ALIGNMENT, choose_buckets
 from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
 
 WIDTHS = st.lists(st.integers(0, 200), max_size=12)
@@ -126,8 +126,8 @@ def check_buckets() -> None:
     bucketed = 0
     moe_cpu_rows.serves = lambda _: False
     for call_rows in (0, 40):  # a bucket for each width, and some in common; so small experts would all be in one
-        moe_cpu._call_rows = lambda _, rows=call_rows: rows
-        moe_cpu.HUGE_PAGE = 1 if call_rows else 1 << 30  # with and without
+        moe_cpu_buckets._call_rows = lambda _, rows=call_rows: rows
+        huge_pages.HUGE_PAGE = 1 if call_rows else 1 << 30  # with and without
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for case in CASES.values():
                 problem = draw(case, dtype)
