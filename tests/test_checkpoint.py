@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from ddp_vllm.checkpoint import atomic_folder, check_output, is_mask, read_checkpoint
+from ddp_vllm.checkpoint import atomic_folder, check_output, is_mask, lock, read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
 
@@ -107,6 +107,11 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         ["num_attention_heads is 0", "positive integer"],
     ),
     "dense field a word": (lambda f: _edit(f, lambda c: c.update(head_dim="x")), ["head_dim is 'x'"]),
+    "window a word": (lambda f: _edit(f, lambda c: c.update(sliding_window="x")), ["sliding_window is 'x'"]),
+    "too few layer types": (
+        lambda f: _edit(f, lambda c: c.update(layer_types=["full_attention"])),
+        ["layer_types", "3 layers"],
+    ),
     "dense field missing": (lambda f: _edit(f, lambda c: c.pop("num_hidden_layers")), ["num_hidden_layers"]),
     "widths of another checkpoint": (_first("intermediate_size", 8), ["layers.0.mlp", "7", "asks for 8"]),
     "heads of another checkpoint": (_first("query_heads_per_kv_head", [1, 1]), ["layers.0.self_attn", "asks for 8"]),
@@ -145,6 +150,12 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     "recipe no object": (
         lambda f: save_file({"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"recipe": [1]}'}),
         ["ddp_masks.safetensors", "its recipe is no object"],
+    ),
+    "perplexity of no number of tokens": (
+        lambda f: save_file(
+            {"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"perplexity": {"dense": 1, "pruned": 2}}'}
+        ),
+        ["ddp_masks.safetensors", "its perplexity lacks", "tokens"],
     ),
     "masks file broken": (lambda f: (f / "ddp_masks.safetensors").write_bytes(b"no"), ["ddp_masks.safetensors"]),
 }
@@ -296,6 +307,35 @@ def test_output_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "file" / "out"):
         pass
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_link_is_no_output(overwrite: bool, tmp_path: Path) -> None:
+    """The rename at the end would replace the link, not the folder it points to."""
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for _ in range(2):  # to nothing, then to an empty folder
+        with pytest.raises(OutputError, match="is a link"):
+            check_output(tmp_path / "link", overwrite=overwrite)
+        (tmp_path / "disk").mkdir(exist_ok=True)
+
+
+def test_what_the_system_refuses_is_an_output_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot be written .*too long"):
+        check_output(tmp_path / ("x" * 300), overwrite=False)
+    (tmp_path / ".out.tmp").write_text("a file where the temporary folder should be")
+    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "out"):
+        pass
+
+
+def test_a_lock_that_its_owner_removed_is_no_lock(tmp_path: Path) -> None:
+    """We opened it, its owner ended and deleted it, another process made a new one."""
+    with open(tmp_path / "lock", "w") as ours:
+        assert lock(ours.fileno(), tmp_path / "lock")
+        (tmp_path / "lock").unlink()
+        assert not lock(ours.fileno(), tmp_path / "lock")
+        with open(tmp_path / "lock", "w") as theirs:
+            assert lock(theirs.fileno(), tmp_path / "lock")
+            assert not lock(ours.fileno(), tmp_path / "lock")
 
 
 def test_a_link_to_another_folder_is_not_followed_by_the_index(folder: Path) -> None:

@@ -5,8 +5,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from ddp_vllm.registry import fetch_conversations
+from ddp_vllm.cli import main
+from ddp_vllm.registry import cache_folder, fetch_conversations
 
 ROWS = [{"id": str(number), "conversations": [{"from": "human", "value": f"Frage {number}: wär’s so?"}]}
         for number in range(3)]  # fmt: skip
@@ -43,3 +45,28 @@ def test_a_folder_without_the_file_is_filled_again(cache: Path) -> None:
     assert len(fetch_conversations().read_text(encoding="utf-8").splitlines()) == len(ROWS)
     assert [path.name for path in (cache / "sharegpt").iterdir()] == ["sharegpt.jsonl"]
     assert [path.name for path in cache.iterdir()] == ["sharegpt"]
+
+
+def test_others_may_read_what_was_fetched(cache: Path) -> None:
+    folder = fetch_conversations().parent
+    (cache / "made").mkdir()
+    assert folder.stat().st_mode == (cache / "made").stat().st_mode  # as the umask says
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_one_line(cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    result = CliRunner().invoke(main, ["fetch", "sharegpt"])
+    assert result.exit_code == 5 and result.stderr.count("\n") == 1
+    assert f"the cache {cache} cannot be written" in result.stderr and "DDP_VLLM_CACHE" in result.stderr
+
+
+def test_a_user_without_a_home_names_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == cache
+    monkeypatch.delenv("DDP_VLLM_CACHE")
+    result = CliRunner().invoke(main, ["fetch", "sharegpt"])
+    assert result.exit_code == 5 and "home directory" in result.stderr and "DDP_VLLM_CACHE" in result.stderr

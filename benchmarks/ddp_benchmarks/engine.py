@@ -52,8 +52,8 @@ def vllm_command() -> list[str]:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ServingError(
-            f'vLLM is not installed in {sys.prefix}; pip install "ddp-vllm[serve]" on a GPU machine, '
-            "make install in a clone of ddp-vllm without a GPU"
+            f"vLLM is not installed in {sys.prefix}; in a clone of ddp-vllm, "
+            'pip install ".[serve]" on a machine with a GPU, make install on one without'
         )
     try:
         importlib.metadata.version("vllm")

@@ -23,7 +23,9 @@ from typing import Any
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
-_OPTIONAL = ("num_key_value_heads", "hidden_size", "head_dim", "moe_intermediate_size", *EXPERT_COUNT_KEYS)
+_OPTIONAL = (
+    "num_key_value_heads", "hidden_size", "head_dim", "moe_intermediate_size", "sliding_window", *EXPERT_COUNT_KEYS
+)  # fmt: skip
 EXPERT_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second is Mixtral's
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(weight|bias)$")
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
@@ -127,6 +129,9 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
         raise WidthsError(
             f"config.json: ddp_layers has {len(entries)} entries for {num_layers} layers; run ddp-vllm apply again"
         )
+    kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers):
+        raise WidthsError(f"config.json: layer_types must name a type for each of {num_layers} layers, or be left out")
     if count_experts(config):
         check_routing(config)
     return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))

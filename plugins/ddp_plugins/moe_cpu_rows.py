@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ddp_vllm.checkpoint import sync
+from ddp_vllm.errors import OutputError
 from ddp_vllm.registry import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -81,7 +82,7 @@ def kernel() -> Callable[..., Any] | None:
         return None
     try:
         run = _load().ragged_moe
-    except (OSError, RuntimeError, ValueError) as error:  # also of no home folder, of a $CXX with half a quotation
+    except (OSError, OutputError, ValueError) as error:  # also of no home folder, of a $CXX with half a quotation
         reason = str(error).splitlines()[0]
         logger.warning("experts run through vLLM's kernel, in buckets: %s cannot be used (%s)", SOURCE.name, reason)
         return None
@@ -93,7 +94,7 @@ def _load() -> ctypes.CDLL:
     """Load the shared library, from the cache if it was compiled before from the same source in the same way.
 
     It needs an OpenMP and names none, so it finds torch's, which is global in the process: a second one would start
-    threads of its own beside it. Raises: OSError, RuntimeError, ValueError.
+    threads of its own beside it. Raises: OSError, OutputError, ValueError.
     """
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dis
 rest are folded into the weights. Weights were frozen throughout.
 
 ```bash
-pip install "ddp-vllm[serve]"  # or, in a clone of it, ".[serve]"
+pip install ".[serve]"  # in a clone of ddp-vllm
 vllm serve ./{name} --trust-remote-code
 ```
 

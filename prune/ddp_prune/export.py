@@ -202,7 +202,7 @@ def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
     held: dict[str, torch.Tensor] = {}
 
     def flush() -> None:
-        save_file(held, folder / f"shard-{len(shards)}.tmp", {"format": "pt"})
+        _save(held, folder / f"shard-{len(shards)}.tmp", {"format": "pt"})
         shards.append(list(held))
         held.clear()
 
@@ -221,6 +221,14 @@ def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
     # even one shard gets an index: without it vLLM loads every safetensors file, the masks among them
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
     (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file. Raises: OSError, where safetensors has an error of its own."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -250,7 +258,7 @@ def write_masks(
     for name, values in (evidence or {}).items():
         tensors |= {f"{kind}.{name}": value for kind, value in values.items()}
     provenance = {"ddp_vllm": __version__, "head_unit": head_unit, **provenance}
-    save_file(tensors, path, {"ddp": json.dumps(provenance)})
+    _save(tensors, path, {"ddp": json.dumps(provenance)})
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:

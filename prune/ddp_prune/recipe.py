@@ -108,7 +108,7 @@ class Recipe:
         """Check every value once. Raises: SettingError."""
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), field.type
-            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not kind:
                 raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")  # type: ignore[union-attr]

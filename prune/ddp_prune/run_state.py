@@ -60,7 +60,7 @@ class RunState:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (closed below)
         with file:
-            if not lock(file.fileno()):
+            if not lock(file.fileno(), self.folder / LOCK_FILE):
                 raise OutputError(f"another process works on {self.folder}; wait for it, or choose another output")
             try:
                 yield

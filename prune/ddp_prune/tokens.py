@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
-from ddp_vllm.errors import ModelError, OutputError, TextError
-from ddp_vllm.registry import cache_folder
+from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.registry import cache_folder, check_cache, unwritable_cache
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -78,7 +77,7 @@ def load_blocks(
     path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.npy"
     blocks = _saved(path)
     if blocks is None:
-        _check_cache()
+        check_cache()  # `datasets` would blame the text
         begin = leading_bos(tokenizer)
         width = seq_len - len(begin)  # of a block's text
         excerpts = read_excerpts(data, tokenizer, seed, size=EXCERPT * seq_len, few=4 * heldout_blocks)
@@ -350,23 +349,6 @@ def _content(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def _check_cache() -> None:
-    """Try to write there: `datasets` would blame the text. Raises: OutputError."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise _unwritable(error) from error
-
-
-def _unwritable(error: OSError) -> OutputError:
-    return OutputError(
-        f"the cache {cache_folder()} cannot be written ({error.strerror or error}); "
-        "make room there, or set DDP_VLLM_CACHE to another folder"
-    )
-
-
 def _saved(path: Path) -> np.ndarray | None:
     """Return what `_save` wrote; None if there is nothing, or what a machine that lost its power left of it."""
     try:
@@ -385,4 +367,4 @@ def _save(path: Path, blocks: np.ndarray) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise _unwritable(error) from error
+        raise unwritable_cache(cache_folder(), error) from error

@@ -38,7 +38,7 @@ def test_missing_vllm_has_a_remedy() -> None:
     script = f"import sys; sys.path += {paths!r}; from ddp_benchmarks.engine import vllm_command; vllm_command()"
     output = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
     assert "ServingError: vLLM is not installed" in output.stderr
-    assert 'pip install "ddp-vllm[serve]"' in output.stderr
+    assert 'pip install ".[serve]"' in output.stderr
 
 
 def test_port_in_use() -> None:

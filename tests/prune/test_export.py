@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -220,6 +221,20 @@ def test_the_folder_is_whole(pruned: Path, tiny_model: Path) -> None:
     assert config["head_dim"] == 8 and config["ddp_layers"][1] == {
         "query_heads_per_kv_head": [], "intermediate_size": 0,
     }  # fmt: skip
+
+
+def test_a_full_disk_is_said_in_one_line_and_leaves_nothing(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Files may grow to 20 kB here; safetensors has an error of its own for that."""
+    arguments = ["apply", str(tiny_model), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        result = CliRunner().invoke(main, arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 5 and result.stderr.count("\n") == 1, result.output
+    assert f"{tmp_path / 'out'} cannot be written" in result.stderr and "make room" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["pruned"]
 
 
 def test_further_chat_templates_travel_too(tiny_model: Path, tmp_path: Path) -> None:
