@@ -7,6 +7,7 @@ This file travels inside checkpoints: transformers only, no torch.
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from transformers import (
     DeepseekV2Config,
     Gemma2Config,
@@ -25,6 +26,9 @@ from transformers import (
 )
 
 from .widths import parse_layers
+
+if int(transformers.__version__.partition(".")[0]) < 5:  # whose configurations are no dataclasses
+    raise ImportError(f"a pruned checkpoint needs transformers 5.16 or newer; this is {transformers.__version__}")
 
 
 @dataclass(kw_only=True, repr=False, eq=False)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GenerationMixin,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -36,7 +37,7 @@ from .configuration_ddp import (
     DDPQwen3Config,
     DDPSmolLM3Config,
 )
-from .widths import LayerWidths, check_experts, check_shapes, folder_tensors, parse_layers
+from .widths import LayerWidths, WidthsError, check_experts, check_shapes, folder_tensors, parse_layers
 
 
 class RemovedAttention(nn.Module):
@@ -49,7 +50,10 @@ class RemovedAttention(nn.Module):
     def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
         if past_key_values is not None:  # the cache asks its first layer how many tokens it has seen
             batch, tokens, _hidden = hidden_states.shape
-            empty = hidden_states.new_zeros(batch, 1, tokens, 1)
+            layers = past_key_values.layers
+            cache = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+            width = getattr(cache, "q_group_size", 1)  # a quantised cache stores groups of so many numbers
+            empty = hidden_states.new_zeros(batch, 1, tokens, width)
             past_key_values.update(empty, empty, self.layer_idx)
         return torch.zeros_like(hidden_states), None
 
@@ -83,10 +87,14 @@ def uneven_attention(
     comes after the projections, so that adapters on them stay compact, and after the KV cache.
     """
     config = module.config.original
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    eager = sys.modules[type(module).forward.__module__].eager_attention_forward  # FSDP replaces the class
     stock = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
-    heads = module.kv_head_of_query_head
-    return stock(Overlay(module, config=config), query, key[:, heads], value[:, heads], *args, **kwargs)
+    counts = module.query_heads_per_kv_head
+    key, value = (
+        torch.cat([head.expand(-1, count, -1, -1) for head, count in zip(heads.split(1, 1), counts, strict=True)], 1)
+        for heads in (key, value)
+    )
+    return stock(Overlay(module, config=config), query, key, value, *args, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register("ddp_uneven", uneven_attention)
@@ -137,7 +145,7 @@ def narrow_attention(attention: Any, widths: LayerWidths) -> None:
         attention.v_proj = _resize(attention.v_proj, out_features=num_kv * head_dim)
     if len(set(counts)) > 1:
         attention.num_key_value_groups = 1
-        attention.kv_head_of_query_head = [head for head, count in enumerate(counts) for _ in range(count)]
+        attention.query_heads_per_kv_head = counts
         attention.config = Overlay(attention.config, _attn_implementation="ddp_uneven")
 
 
@@ -165,7 +173,7 @@ class NonUniform:
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
-            for index, widths in enumerate(parse_layers(vars(config))):
+            for index, widths in enumerate(_layers(config)):
                 self.narrow(self.model.layers[index], widths, index)
 
     @classmethod
@@ -174,11 +182,26 @@ class NonUniform:
 
         By hub name they are not: there transformers alone compares each shape as it loads. Raises: WidthsError.
         """
-        if config is not None and config.ddp_layers is not None and Path(pretrained_model_name_or_path).is_dir():
-            layers = parse_layers(vars(config))
-            tensors = folder_tensors(Path(pretrained_model_name_or_path))
-            check_experts(check_shapes(tensors, layers, config.head_dim), layers)
+        folder = Path(pretrained_model_name_or_path or "")
+        if getattr(config, "ddp_layers", None) is not None and any(folder.glob("model*.safetensors")):
+            layers = _layers(config)
+            check_experts(check_shapes(folder_tensors(folder), layers, config.head_dim), layers)
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, whose paged cache knows one number of KV heads. Raises: WidthsError if layers differ."""
+        counts = {widths.num_kv_heads for widths in _layers(self.config)}
+        if len(counts) > 1:
+            raise WidthsError("continuous batching wants as many KV heads in every layer; use generate() or vLLM")
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_static_cache_init_shape(self) -> None:
+        """Let transformers find the shape of a static cache when it sees the first keys, not in the config."""
+
+
+def _layers(config: Any) -> tuple[LayerWidths, ...]:
+    """Return the widths of a config; what is quantised while it is loaded was not when it was saved."""
+    return parse_layers(vars(config) | {"quantization_config": None})
 
 
 class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):
@@ -214,5 +237,5 @@ class DDPSmolLM3ForCausalLM(NonUniform, SmolLM3ForCausalLM):
     config_class = DDPSmolLM3Config
 
 
-class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM):
+class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM, GenerationMixin):  # else transformers makes a class of its own
     config_class = DDPPhi3Config

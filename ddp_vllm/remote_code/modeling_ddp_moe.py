@@ -66,7 +66,8 @@ class RaggedExperts(nn.Module):
         gate, up, down = self.names
         for number in self.kept:
             tokens, slots = torch.where(ids_TK == number)
-            if len(tokens) == 0:
+            # in training every expert gets a gradient, if one of zeros; a compiler cannot ask for a length
+            if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(tokens) == 0:
                 continue
             expert: Any = self.get_submodule(str(number))
             x = x_TH[tokens]
