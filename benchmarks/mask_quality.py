@@ -127,7 +127,7 @@ def main() -> None:
         recipe, blocks = prepare_run(arguments, tokenizer, seed, **settings)
         for method in arguments.methods.split(","):
             began, cpu = time.perf_counter(), time.process_time()
-            gates, extra = run(method, gated, source.family, recipe, blocks.train, arguments.samples)
+            gates, extra = run(method, gated, recipe, blocks.train, arguments.samples)
             row = {"perplexity": perplexity(gated, gates, test), "seconds": time.perf_counter() - began}
             row["cpu_seconds"] = time.process_time() - cpu
             row["heldout"] = perplexity(gated, gates, blocks.heldout)
@@ -194,7 +194,7 @@ def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool) -> torch.T
 
 
 def run(
-    method: str, gated: GatedModel, family: Any, recipe: Recipe, train_blocks: torch.Tensor, samples: int
+    method: str, gated: GatedModel, recipe: Recipe, train_blocks: torch.Tensor, samples: int
 ) -> tuple[Masks, dict[str, float]]:
     """Return the gates a method ends with, and what is worth saying of them."""
     kept = {kind: round((1.0 - recipe.sparsity) * math.prod(shape)) for kind, shape in gated.shapes.items()}
@@ -215,7 +215,7 @@ def run(
         recipe = dataclasses.replace(recipe, controller="alm", polish=0.0, learning_rate=3 * recipe.learning_rate)
         return _learn(HardConcrete, gated, recipe, train_blocks), {}
     if method == "magnitude":
-        scores = magnitude(gated, family)
+        scores = magnitude(gated)
     elif method == "random":
         generator = torch.Generator().manual_seed(recipe.seed)
         scores = {kind: torch.rand(shape, generator=generator) for kind, shape in gated.shapes.items()}

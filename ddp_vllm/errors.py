@@ -5,7 +5,7 @@ DdpError                    1
 ├── ModelError              3   model unknown, family unsupported, tokenizer missing
 ├── TextError               4   text unreadable, empty, malformed or too short
 ├── OutputError             5   the output folder exists, or cannot be written
-├── TrainingError           6   the loss is not a number
+├── TrainingError           6   the loss is not a number, or memory ran out
 ├── CheckpointError         7   a pruned checkpoint whose widths, tensors or files disagree
 └── ServingError            8   vLLM missing, a server that died, a port in use
 

@@ -88,6 +88,16 @@ def count_experts(config: Mapping[str, Any]) -> int:
     return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
 
 
+def dense_kv_heads(config: Mapping[str, Any]) -> int:
+    """Return the KV heads of a layer of the dense model."""
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def dense_expert_size(config: Mapping[str, Any]) -> int:
+    """Return the channels of a routed expert of the dense model."""
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+
+
 def is_routed(config: Mapping[str, Any], index: int) -> bool:
     """Say whether layer `index` has routed experts; each family states it by some of these keys."""
     return (
@@ -105,7 +115,7 @@ def tensor_parallel_sizes(layers: Sequence[LayerWidths], config: Mapping[str, An
     vLLM asks that the heads of the dense model, and the channels of its experts, divide.
     """
     heads, experts = config["num_attention_heads"], count_experts(config)
-    channels = (config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else 0
+    channels = dense_expert_size(config) if experts else 0
     return [
         size
         for size in range(1, heads + 1)
@@ -164,7 +174,7 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
     if unknown:
         raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; a newer ddp-vllm wrote it?")
     num_heads = config["num_attention_heads"]
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    num_kv_heads = dense_kv_heads(config)
     heads = _integers(
         entry.get("query_heads_per_kv_head"), f"{where}.query_heads_per_kv_head", 1, num_heads // num_kv_heads
     )
@@ -175,9 +185,7 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
     experts = None
     if entry.get("expert_intermediate_sizes") is not None:
         name = f"{where}.expert_intermediate_sizes"
-        experts = _integers(
-            entry["expert_intermediate_sizes"], name, 0, config.get("moe_intermediate_size") or dense_width
-        )
+        experts = _integers(entry["expert_intermediate_sizes"], name, 0, dense_expert_size(config))
         if len(experts) != count_experts(config):
             raise WidthsError(
                 f"{name} has {len(experts)} widths for {count_experts(config)} experts; run ddp-vllm apply again"

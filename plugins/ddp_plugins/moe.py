@@ -24,7 +24,7 @@ from ddp_plugins.loading import CheckedLoading
 from ddp_plugins.moe_layer import RaggedExpertsConfig
 from ddp_plugins.tensor_parallel import check_expert_ranks
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, count_experts, parse_layers
+from ddp_vllm.remote_code.widths import LayerWidths, count_experts, dense_expert_size, parse_layers
 
 # what vLLM keeps in one parameter, and the tensors on disk it is made of
 FUSED = {
@@ -70,7 +70,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
     check_expert_ranks(
         parallel.tensor_parallel_size,
         num_experts=count_experts(fields),
-        dense_width=fields.get("moe_intermediate_size") or fields["intermediate_size"],
+        dense_width=dense_expert_size(fields),
         is_expert_parallel=parallel.enable_expert_parallel,
     )
 

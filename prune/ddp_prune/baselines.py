@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ddp_prune.experts import IMPLEMENTATION
-from ddp_prune.families import EXPERTS, Family
+from ddp_prune.families import EXPERTS
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.objective import OutputHead, distilled_loss
 
 
-def magnitude(gated: GatedModel, family: Family) -> Masks:
+def magnitude(gated: GatedModel) -> Masks:
     """Return the squared Frobenius norm of everything that goes with a unit; no text needed."""
+    family = gated.family
     layers: list[Any] = list(gated.model.get_submodule(family.layers).children())
     if "experts" in gated.shapes:
         return {"experts": torch.stack([_per_channel(layers[i].mlp.experts) for i in gated.sizes.routed_layers])}

@@ -5,10 +5,10 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_prune.source import Source
-from ddp_prune.summary import dense_expert_size, footprint, routing_notes, totals
+from ddp_prune.summary import footprint, routing_notes, totals
 from ddp_prune.tokens import sources_of
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.remote_code.widths import tensor_parallel_sizes
+from ddp_vllm.remote_code.widths import dense_expert_size, tensor_parallel_sizes
 
 TEXT = """# {name}
 

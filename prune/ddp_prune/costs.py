@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ddp_vllm.checkpoint import MODEL_TYPE_PREFIX, head_dim
-from ddp_vllm.remote_code.widths import LayerWidths, count_experts, is_routed
+from ddp_vllm.remote_code.widths import LayerWidths, count_experts, dense_expert_size, dense_kv_heads, is_routed
 
 KV_ELEMENT_BYTES = 2
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")  # on disk one tensor an expert, in memory stacked
@@ -99,8 +99,7 @@ def whole_model(
 def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     """Return the widths of the dense model that a config states."""
     heads, experts = config["num_attention_heads"], count_experts(config)
-    kv_heads = config.get("num_key_value_heads") or heads
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    kv_heads, width = dense_kv_heads(config), dense_expert_size(config)
     return [
         LayerWidths(
             query_heads_per_kv_head=(heads // kv_heads,) * kv_heads,

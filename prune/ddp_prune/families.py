@@ -13,7 +13,14 @@ from typing import Any
 
 from ddp_vllm.checkpoint import head_dim
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.widths import WidthsError, check_routing, count_experts, is_routed
+from ddp_vllm.remote_code.widths import (
+    WidthsError,
+    check_routing,
+    count_experts,
+    dense_expert_size,
+    dense_kv_heads,
+    is_routed,
+)
 
 EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer, whatever the names on disk
 
@@ -182,7 +189,7 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
         if type(value) is not int or value < 1:
             raise ModelError(f"config.json: {name} is {value!r}, not a positive integer; download the model again")
     num_heads = config["num_attention_heads"]
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    num_kv_heads = dense_kv_heads(config)
     if num_heads % num_kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}; "
@@ -196,8 +203,7 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
             raise ModelError(str(error)) from None
     return Dimensions(
         num_experts=num_experts,
-        expert_intermediate_size=(config.get("moe_intermediate_size") or config["intermediate_size"])
-        * bool(num_experts),
+        expert_intermediate_size=dense_expert_size(config) if num_experts else 0,
         routed_layers=tuple(index for index in range(config["num_hidden_layers"]) if is_routed(config, index)),
         num_layers=config["num_hidden_layers"],
         num_query_heads=num_heads,

@@ -21,23 +21,21 @@ def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> list[float]:
+def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:
     """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
     model: Any = gated.model
     head = OutputHead.of(model)
     predicted = blocks.shape[1] - 1
-    losses = []
     with gated.masks(masks):
-        for tokens in blocks.to(head.weight.device).split(batch):
-            states = final_hidden(model, tokens).split(predicted)
-            for hidden, labels in zip(states, tokens[:, 1:], strict=True):
-                losses.append(negative_log_likelihood(hidden, head, labels) / predicted)
-    return losses
+        return [
+            negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
+            for tokens in blocks.to(head.weight.device)
+        ]
 
 
-def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor, batch: int = 1) -> float:
+def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> float:
     """Return `perplexity_of` the `block_losses`."""
-    return perplexity_of(block_losses(gated, masks, blocks, batch))
+    return perplexity_of(block_losses(gated, masks, blocks))
 
 
 def perplexity_of(losses: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.summary import footprint, totals
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import OutputError, SettingError
+from ddp_vllm.remote_code.widths import dense_kv_heads
 
 REPORT_FILE, DATA_FOLDER = "report.html", "report"
 STYLE = """
@@ -63,7 +64,7 @@ def figures(evidence: Evidence) -> list[Figure]:
 def _heads(evidence: Evidence) -> Figure:
     config, gates = evidence.checkpoint.config, evidence.gates["attn"].astype(np.float64)
     units, heads = gates.shape[1], config["num_attention_heads"]
-    group = heads // (config.get("num_key_value_heads") or heads)
+    group = heads // dense_kv_heads(config)
     unit, title, lines = "KV group", f"Attention, KV groups of {group} query heads", ""
     if units == heads:
         unit, title = "query head", "Attention, query heads"

@@ -15,6 +15,7 @@ from ddp_prune.families import FAMILIES
 from ddp_prune.recipe import Recipe
 from ddp_vllm.checkpoint import MODEL_TYPE_PREFIX, Checkpoint
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.remote_code.widths import dense_expert_size, dense_kv_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +60,12 @@ def totals(checkpoint: Checkpoint) -> Totals:
         experts=sum(size > 0 for size in experts),
         dense_experts=len(experts),
         kv_heads=sum(layer.num_kv_heads for layer in layers),
-        dense_kv_heads=len(layers) * (config.get("num_key_value_heads") or num_heads),
+        dense_kv_heads=len(layers) * dense_kv_heads(config),
         query_heads=sum(layer.num_query_heads for layer in layers),
         dense_query_heads=len(layers) * num_heads,
         channels=sum(layer.intermediate_size for layer in layers),
         dense_channels=(len(layers) - len(routed)) * config["intermediate_size"],
     )
-
-
-def dense_expert_size(config: Mapping[str, Any]) -> int:
-    """Return the channels of a routed expert of the dense model."""
-    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
 
 
 def routing_notes(checkpoint: Checkpoint) -> list[str]:
@@ -167,7 +163,7 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
 def _layer_table(checkpoint: Checkpoint) -> Table:
     config = checkpoint.config
     num_heads, width = config["num_attention_heads"], config["intermediate_size"]
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    num_kv_heads = dense_kv_heads(config)
     table = Table(title=f"{escape(checkpoint.folder.name)}: what is left, layer by layer")
     table.add_column("layer", justify="right")
     table.add_column(f"KV heads\nof {num_kv_heads}", justify="right")
