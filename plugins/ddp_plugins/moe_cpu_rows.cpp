@@ -174,44 +174,68 @@ struct Experts {
 
 enum Outcome { kDone, kOutOfMemory, kNoSuchExpert };
 
-Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_t num_tokens, const float* weights,
-                   const int64_t* ids, int64_t K, int threads, bf16* y) {
-  const int64_t H = experts.H, E = experts.E, P = num_tokens * K;
-  // sort the pairs by place
+struct Plan {  // of one run: which pairs an expert has, and the pieces of work
+  // the pairs of place e are starts[e]…starts[e + 1], their hidden activations begin at h_starts[e]
+  std::vector<int64_t> starts, h_starts;
+  std::vector<int64_t> sorted;      // where pair p stands among them, -1 for nowhere
+  std::vector<const bf16*> tokens;  // of the pairs, in that order
+  std::vector<Piece> row_pieces, column_pieces;
+};
+
+Outcome sort_pairs(const Experts& experts, const bf16* x, int64_t stride, int64_t P, const int64_t* ids, int64_t K,
+                   Plan& plan) {
   std::vector<int32_t> places(P);
-  std::vector<int64_t> starts(E + 1), h_starts(E + 1), sorted(P, -1);  // sorted: where a pair stands, -1 for nowhere
+  plan.starts.assign(experts.E + 1, 0);
+  plan.h_starts.assign(experts.E + 1, 0);
+  plan.sorted.assign(P, -1);
   for (int64_t p = 0; p < P; ++p) {
     int64_t id = ids[p];
     if (id >= experts.num_ids) return kNoSuchExpert;
     if (id >= 0 && experts.expert_map) id = experts.expert_map[id];
     places[p] = id >= 0 ? experts.places[id] : -1;
-    if (places[p] >= 0) ++starts[places[p] + 1];
+    if (places[p] >= 0) ++plan.starts[places[p] + 1];
   }
-  const int64_t row_step = std::clamp<int64_t>(kCache / (2 * H) / 16 * 16, 16, kMaxRows);
-  const int64_t active = std::count_if(starts.begin(), starts.end(), [](int64_t pairs) { return pairs > 0; });
-  const int64_t cuts = active ? (kPieces * threads + active - 1) / active : 1;  // of the columns, if tokens are few
-  const int64_t whole_rows = std::max(kLeastColumns, (H / cuts + kLanes - 1) / kLanes * kLanes);
-  std::vector<Piece> row_pieces, column_pieces;
-  for (int64_t e = 0; e < E; ++e) {
-    const int64_t pairs = starts[e + 1], width = experts.widths[e];
-    starts[e + 1] += starts[e];
-    h_starts[e + 1] = h_starts[e] + pairs * width;
-    const int64_t column_step = pairs > kBlock ? kLeastColumns : whole_rows;
-    for (int64_t r = 0; pairs && r < width; r += row_step)
-      row_pieces.push_back({e, r, std::min(row_step, width - r)});
-    for (int64_t c = 0; pairs && c < H; c += column_step)
-      column_pieces.push_back({e, c, std::min(column_step, H - c)});
+  for (int64_t e = 0; e < experts.E; ++e) {
+    plan.h_starts[e + 1] = plan.h_starts[e] + plan.starts[e + 1] * experts.widths[e];
+    plan.starts[e + 1] += plan.starts[e];
   }
-  const int64_t used = starts[E];
-  std::vector<const bf16*> tokens(used);
-  std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+  plan.tokens.resize(plan.starts[experts.E]);
+  std::vector<int64_t> next(plan.starts.begin(), plan.starts.end() - 1);
   for (int64_t p = 0; p < P; ++p) {
     if (places[p] < 0) continue;
-    sorted[p] = next[places[p]]++;
-    tokens[sorted[p]] = x + p / K * stride;
+    plan.sorted[p] = next[places[p]]++;
+    plan.tokens[plan.sorted[p]] = x + p / K * stride;
   }
-  const std::unique_ptr<bf16[]> h(new bf16[h_starts[E]]);
-  const std::unique_ptr<float[]> terms(new float[used * H]);
+  return kDone;
+}
+
+void cut_pieces(const Experts& experts, int threads, Plan& plan) {
+  const int64_t H = experts.H;
+  int64_t active = 0;
+  for (int64_t e = 0; e < experts.E; ++e) active += plan.starts[e + 1] > plan.starts[e];
+  const int64_t row_step = std::clamp<int64_t>(kCache / (2 * H) / 16 * 16, 16, kMaxRows);
+  const int64_t cuts = active ? (kPieces * threads + active - 1) / active : 1;  // of the columns, if tokens are few
+  const int64_t whole_rows = std::max(kLeastColumns, (H / cuts + kLanes - 1) / kLanes * kLanes);
+  for (int64_t e = 0; e < experts.E; ++e) {
+    const int64_t pairs = plan.starts[e + 1] - plan.starts[e], width = experts.widths[e];
+    const int64_t column_step = pairs > kBlock ? kLeastColumns : whole_rows;
+    for (int64_t r = 0; pairs && r < width; r += row_step)
+      plan.row_pieces.push_back({e, r, std::min(row_step, width - r)});
+    for (int64_t c = 0; pairs && c < H; c += column_step)
+      plan.column_pieces.push_back({e, c, std::min(column_step, H - c)});
+  }
+}
+
+Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_t num_tokens, const float* weights,
+                   const int64_t* ids, int64_t K, int threads, bf16* y) {
+  Plan plan;
+  if (sort_pairs(experts, x, stride, num_tokens * K, ids, K, plan) != kDone) return kNoSuchExpert;
+  cut_pieces(experts, threads, plan);
+  const std::vector<int64_t>&starts = plan.starts, &h_starts = plan.h_starts, &sorted = plan.sorted;
+  const std::vector<Piece>&row_pieces = plan.row_pieces, &column_pieces = plan.column_pieces;
+  const int64_t H = experts.H;
+  const std::unique_ptr<bf16[]> h(new bf16[h_starts.back()]);
+  const std::unique_ptr<float[]> terms(new float[starts.back() * H]);
 
 #pragma omp parallel num_threads(threads)
   {
@@ -221,7 +245,7 @@ Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_
       const bf16* gate = experts.w13 + (experts.offsets[e] + r) * H;
       for (int64_t p = starts[e]; p < starts[e + 1]; p += kBlock)
         with_block(starts[e + 1] - p, [&](auto m) {
-          hidden_activations<m()>(gate, gate + experts.S * H, tokens.data() + p, H, row_pieces[i].count,
+          hidden_activations<m()>(gate, gate + experts.S * H, plan.tokens.data() + p, H, row_pieces[i].count,
                                   h.get() + h_starts[e] + (p - starts[e]) * width + r, width);
         });
     }

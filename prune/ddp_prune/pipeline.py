@@ -49,16 +49,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     """
     check_output(output, overwrite=overwrite)
     check_run_folders(output)
-    trackers = [str(name) for name in get_available_trackers()]
-    if tracker and tracker not in trackers:
-        known = ", ".join(trackers) or "none; for example pip install tensorboard"
-        raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
-    # not told that it is a CPU's, accelerate takes a process that torchrun started for the only one
-    device = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = device is None or device.type == "mps"  # a Mac's GPU has no float64, in which gradients are summed
-    # other ranks wait while the first downloads and tokenises; torch would give up after ten minutes
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
-    accelerator = Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[patience])
+    accelerator = _make_accelerator(output, tracker)
     if recipe.shard:
         check_shares(recipe.batch_size, accelerator.num_processes)
     for first in (True, False):  # of a machine's processes: what it downloads and caches, the others find
@@ -71,15 +62,8 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     main = accelerator.is_main_process
     say = partial(console.print, markup=False)  # [ in the name of a file is a [
     if main:
-        passes = recipe.steps * recipe.batch_size / len(blocks.train)
-        say(
-            f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
-            f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
-        )
-        unit = "expert channel" if source.sizes.num_experts else head_unit
-        console.print(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}")
-        for line in map(describe, pools):
-            console.print(line)
+        for line in _announce(recipe, source, head_unit, pools, blocks):
+            say(line)
     learned_from = fingerprint([blocks.train, blocks.heldout], weight_files(source.folder)) if main else None
     run = RunState(output, recipe, learned_from=learned_from, writes=main, say=partial(say, soft_wrap=True))
     with ExitStack() as stack:
@@ -120,6 +104,32 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
         f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
         f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
     )
+
+
+def _make_accelerator(output: Path, tracker: str | None) -> Accelerator:
+    """Raises: SettingError if the tracker is not installed."""
+    trackers = [str(name) for name in get_available_trackers()]
+    if tracker and tracker not in trackers:
+        known = ", ".join(trackers) or "none; for example pip install tensorboard"
+        raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
+    # not told that it is a CPU's, accelerate takes a process that torchrun started for the only one
+    device = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = device is None or device.type == "mps"  # a Mac's GPU has no float64, in which gradients are summed
+    # other ranks wait while the first downloads and tokenises; torch would give up after ten minutes
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[patience])
+
+
+def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool], blocks: Blocks) -> list[str]:
+    """Return what the run is about to do, a line each."""
+    passes = recipe.steps * recipe.batch_size / len(blocks.train)
+    unit = "expert channel" if source.sizes.num_experts else head_unit
+    return [
+        f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
+        f"({passes:.2g} passes), {blocks.heldout.numel():,} held out",
+        f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}",
+        *map(describe, pools),
+    ]
 
 
 def _load(recipe: Recipe, source: Source, head_unit: str, accelerator: Accelerator) -> GatedModel:
