@@ -8,7 +8,7 @@ TORCH := torch==2.13.0+cpu
 # starts once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
 
-.PHONY: install demo check test lint clean
+.PHONY: install demo check test gpu lint clean
 
 install: .venv/.installed
 
@@ -34,5 +34,15 @@ check: lint
 test: lint
 	$(PYTEST)
 
+# What only a machine with a GPU can say, in an environment where `pip install ".[prune,serve,eval,dev]"` was run.
+MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
+gpu:
+	mkdir -p gpu-results
+	$(PYTHON) -m pytest -q -m gpu > gpu-results/tests.txt
+	$(PYTHON) -m ddp_vllm bench kernel --shape all --overwrite -o gpu-results/kernel.json
+	$(PYTHON) benchmarks/step_cost.py $(MODEL) --device cuda --batch-size 16 --seq-len 2048 > gpu-results/step_cost.txt
+	$(PYTHON) -m ddp_vllm prune $(MODEL) --sparsity 0.5 --overwrite -o gpu-results/pruned
+	$(PYTHON) -m ddp_vllm bench sharegpt --dense $(MODEL) --pruned gpu-results/pruned --overwrite -o gpu-results/sharegpt.json
+
 clean:
-	rm -rf .venv demo-output .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv demo-output gpu-results .mypy_cache .pytest_cache .ruff_cache

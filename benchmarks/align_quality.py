@@ -39,11 +39,12 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="Keep the search's end here, and start from it if it is there.")
     arguments = parser.parse_args()
     source, tokenizer = open_source(arguments.model), load_tokenizer(arguments.model)
-    gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, choose_head_unit("auto", source.sizes))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = load_model(source, "auto", accelerator.device)
+    gated = GatedModel(model, source.family, source.sizes, choose_head_unit("auto", source.sizes))
     recipe, blocks = prepare_run(arguments, tokenizer, arguments.seed)
     test = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
     tests = {"test": test, "heldout": blocks.heldout}
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
 
     def trainer(align: int) -> Trainer:
         aligned = dataclasses.replace(recipe, align=align)

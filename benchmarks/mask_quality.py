@@ -81,7 +81,7 @@ class HardConcrete(AnnealedTrainer):
         return {kind: _stretch(torch.sigmoid((self._logistic(z) + z) / TEMPERATURE)) for kind, z in self.z.items()}
 
     def _logistic(self, z: torch.Tensor) -> torch.Tensor:
-        return torch.rand(z.shape, generator=self.noise).clamp(1e-6, 1 - 1e-6).logit()
+        return torch.rand(z.shape, generator=self.noise).clamp(1e-6, 1 - 1e-6).logit().to(z.device)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
         """The probability that a gate is open (Eq. 9)."""
@@ -112,7 +112,8 @@ def main() -> None:
     source = open_source(arguments.model)
     tokenizer = load_tokenizer(arguments.model)
     head_unit = choose_head_unit(arguments.head_unit, source.sizes)
-    gated = GatedModel(load_model(source, "auto"), source.family, source.sizes, head_unit)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    gated = GatedModel(load_model(source, "auto", accelerator.device), source.family, source.sizes, head_unit)
     test = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
     rows: dict[str, list[dict[str, float]]] = {}
     dense = perplexity(gated, None, test)
@@ -127,7 +128,7 @@ def main() -> None:
         recipe, blocks = prepare_run(arguments, tokenizer, seed, **settings)
         for method in arguments.methods.split(","):
             began, cpu = time.perf_counter(), time.process_time()
-            gates, extra = run(method, gated, recipe, blocks.train, arguments.samples)
+            gates, extra = run(method, gated, recipe, blocks.train, arguments.samples, accelerator)
             row = {"perplexity": perplexity(gated, gates, test), "seconds": time.perf_counter() - began}
             row["cpu_seconds"] = time.process_time() - cpu
             row["heldout"] = perplexity(gated, gates, blocks.heldout)
@@ -194,7 +195,12 @@ def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool) -> torch.T
 
 
 def run(
-    method: str, gated: GatedModel, recipe: Recipe, train_blocks: torch.Tensor, samples: int
+    method: str,
+    gated: GatedModel,
+    recipe: Recipe,
+    train_blocks: torch.Tensor,
+    samples: int,
+    accelerator: Accelerator,
 ) -> tuple[Masks, dict[str, float]]:
     """Return the gates a method ends with, and what is worth saying of them."""
     kept = {kind: round((1.0 - recipe.sparsity) * math.prod(shape)) for kind, shape in gated.shapes.items()}
@@ -204,16 +210,16 @@ def run(
         recipe = dataclasses.replace(recipe, **VARIANTS[method])
         with tempfile.TemporaryDirectory() as folder:
             state = RunState(Path(folder) / method, recipe)
-            learned = train(gated, train_blocks, recipe, Accelerator(cpu=True), state, _progress(recipe))
+            learned = train(gated, train_blocks, recipe, accelerator, state, _progress(recipe))
         raw = {f"raw_{kind}": change["raw_sparsity"] for kind, change in learned.rounding.items()}
         return learned.gates, raw
     if method in EXPERT_SCORES:
         group, score = EXPERT_SCORES[method]
         worth = score(_measure_once(gated, train_blocks, samples))
-        return {"experts": even_support(worth, kept["experts"], group).float()}, {}
+        return {"experts": even_support(worth, kept["experts"], group).float().cpu()}, {}
     if method == "hard-concrete":
         recipe = dataclasses.replace(recipe, controller="alm", polish=0.0, learning_rate=3 * recipe.learning_rate)
-        return _learn(HardConcrete, gated, recipe, train_blocks), {}
+        return _learn(HardConcrete, gated, recipe, train_blocks, accelerator), {}
     if method == "magnitude":
         scores = magnitude(gated)
     elif method == "random":
@@ -224,15 +230,21 @@ def run(
         scores = first if method == "taylor" else second
     supports = {kind: exact_support(score, kept[kind]) for kind, score in scores.items()}
     if method == "fisher+scales":
-        return _learn(Trainer, gated, dataclasses.replace(recipe, polish=0.999), train_blocks, supports), {}
-    return {kind: support.float() for kind, support in supports.items()}, {}
+        supports = {kind: support.to(accelerator.device) for kind, support in supports.items()}
+        recipe = dataclasses.replace(recipe, polish=0.999)
+        return _learn(Trainer, gated, recipe, train_blocks, accelerator, supports), {}
+    return {kind: support.float().cpu() for kind, support in supports.items()}, {}
 
 
 def _learn(
-    kind: type[Trainer], gated: GatedModel, recipe: Recipe, train_blocks: torch.Tensor, support: Masks | None = None
+    kind: type[Trainer],
+    gated: GatedModel,
+    recipe: Recipe,
+    train_blocks: torch.Tensor,
+    accelerator: Accelerator,
+    support: Masks | None = None,
 ) -> Masks:
     """Return the gates that a trainer ends with; a given support stays."""
-    accelerator = Accelerator(cpu=True)
     trainer = kind(gated, Batches(train_blocks, recipe, accelerator), recipe, accelerator)
     trainer.support |= support or {}
     for step in range(recipe.steps):
@@ -276,7 +288,11 @@ def report(arguments: argparse.Namespace, dense: float, rows: dict[str, list[dic
     return {
         "question": __doc__.split("\n")[0] if __doc__ else "",
         "settings": {name: str(value) for name, value in vars(arguments).items()},
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "dense": dense,
         "perplexity": summary,

@@ -67,10 +67,12 @@ def taylor_and_fisher(gated: GatedModel, blocks: Iterable[torch.Tensor]) -> tupl
     """
     model: Any = gated.model
     head = OutputHead.of(model)
-    first = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
-    second = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
+    device = head.weight.device
+    first = {kind: torch.zeros(shape, device=device) for kind, shape in gated.shapes.items()}
+    second = {kind: torch.zeros(shape, device=device) for kind, shape in gated.shapes.items()}
     for tokens in blocks:
-        leaves = {kind: torch.ones(shape, requires_grad=True) for kind, shape in gated.shapes.items()}
+        tokens = tokens.to(device)
+        leaves = {kind: torch.ones(shape, device=device, requires_grad=True) for kind, shape in gated.shapes.items()}
         with gated.masks(leaves, second):
             hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
             distilled_loss(hidden, None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
@@ -148,6 +150,7 @@ def measure_experts(gated: GatedModel, blocks: Iterable[torch.Tensor]) -> Expert
     model.set_experts_implementation(_OBSERVED)
     try:
         for tokens in blocks:
+            tokens = tokens.to(device)
             embedded = model.get_input_embeddings()(tokens).requires_grad_()  # the weights are frozen
             hidden = model.get_decoder()(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1]
             distilled_loss(hidden.flatten(0, 1), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()

@@ -25,11 +25,11 @@ def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -
     """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
     model: Any = gated.model
     head = OutputHead.of(model)
-    predicted = blocks.shape[1] - 1
-    with gated.masks(masks):
+    device, predicted = head.weight.device, blocks.shape[1] - 1
+    with gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
         return [
             negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
-            for tokens in blocks.to(head.weight.device)
+            for tokens in blocks.to(device)
         ]
 
 

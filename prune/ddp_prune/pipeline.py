@@ -152,8 +152,7 @@ def _learn(
         )
     with progress as report:
         learned = train(gated, blocks.train, recipe, accelerator, run, report)
-    masks = {kind: gates.to(accelerator.device) for kind, gates in learned.gates.items()}
-    pruned_losses = block_losses(gated, masks, blocks.heldout)
+    pruned_losses = block_losses(gated, learned.gates, blocks.heldout)
     return learned, {
         "dense": dense,
         "pruned": perplexity_of(pruned_losses),
