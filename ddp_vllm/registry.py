@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import click
 
@@ -102,8 +103,7 @@ class _Building:
 
     def __enter__(self) -> Path:
         check_cache()
-        self.folder = self.target.with_name(f".{self.target.name}.{os.getpid()}")
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a process with our number that was killed
+        self.folder = self.target.with_name(f".{self.target.name}.{uuid4().hex[:8]}")
         self.folder.mkdir()  # for others to read too, as mkdtemp's folders are not
         return self.folder
 

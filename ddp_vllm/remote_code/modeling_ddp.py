@@ -182,8 +182,9 @@ class NonUniform:
 
         By hub name they are not: there transformers alone compares each shape as it loads. Raises: WidthsError.
         """
-        folder = Path(pretrained_model_name_or_path or "")
-        if getattr(config, "ddp_layers", None) is not None and any(folder.glob("model*.safetensors")):
+        folder = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
+        is_pruned = getattr(config, "ddp_layers", None) is not None
+        if is_pruned and folder and any(folder.glob("model*.safetensors")):
             layers = _layers(config)
             check_experts(check_shapes(folder_tensors(folder), layers, config.head_dim), layers)
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)  # type: ignore[misc]
