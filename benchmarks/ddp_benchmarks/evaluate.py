@@ -27,7 +27,6 @@ from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 
 _SOFT_CAP = "attn_logit_softcapping"  # of Gemma-2's config
-ENOUGH_ROWS = 30  # to believe that nothing changed; a normal interval also wants about as many
 _PER_TASK = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks")
 
 
@@ -265,10 +264,9 @@ def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] |
 def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
     """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
 
-    Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out.
-    The interval is a normal one of the spread between rows. A task of one row has no spread, and one whose rows all
-    changed alike, or fewer than 30 of which none changed, shows none, which is no proof that there is none: with such
-    a task the answer is None.
+    Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out. For the
+    interval each task is given one more row lost and one more won (Bonett and Price, J. Educ. Behav. Stat. 37, 2012):
+    a few rows that all changed alike, or not at all, are no proof that others would.
     """
     ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
     if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
@@ -276,10 +274,8 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     means, variances = [], []
     for name, rows in ours.items():
         differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
-        if len(set(differences)) == 1 and (differences[0] or len(differences) < ENOUGH_ROWS):
-            return None
         means.append(fmean(differences))
-        variances.append(pvariance(differences) / (len(differences) - 1))
+        variances.append(pvariance([*differences, 1.0, -1.0]) / (len(differences) + 2))
     return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
 
 

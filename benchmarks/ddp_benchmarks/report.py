@@ -180,8 +180,6 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
     console.print(table)
     if difference := mean_difference(results, dense) if dense else None:
         console.print(Text.assemble(_SAME_QUESTIONS, (in_points(*difference), "bold")))
-    elif dense and results["ddp_vllm"]["answers"]:
-        console.print(Text.assemble(_SAME_QUESTIONS, "too few rows to say whether it differs"))
 
 
 def _value(task: str, found: tuple[float, float | None] | None) -> str:
