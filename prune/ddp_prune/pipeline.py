@@ -236,9 +236,10 @@ class _Progress:
             for name, value in metrics.items()
             if name.endswith("_sparsity")
         )
+        divergence = f"kl {metrics['kl']:.3f} " if "kl" in metrics else ""
         annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
         text = (
-            f"loss {metrics['loss']:.3f} kl {metrics['kl']:.3f} sparsity {sparsity} of {self.wanted:.0%} "
+            f"loss {metrics['loss']:.3f} {divergence}sparsity {sparsity} of {self.wanted:.0%} "
             f"{annealed}{metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
         )
         self.bar.update(self.task, completed=step, description=phase, text=text)

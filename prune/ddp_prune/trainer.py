@@ -98,7 +98,8 @@ class Trainer:
             self._learn_scales(gradients)
         else:
             self._search(step, masks, gradients)
-        return {"step": step + 1, "loss": loss, "ce": cross_entropy, "kl": divergence} | self._measure(step)
+        distilled = {"kl": divergence} if self.teacher else {}
+        return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self._measure(step)
 
     def _search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Move scales, then close gates; `masks` are those of the step, which gave `gradients`."""

@@ -281,6 +281,8 @@ def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
     assert seen[-1]["attn_sparsity"] == pytest.approx(10 / 24) and seen[-1]["mlp_sparsity"] == pytest.approx(115 / 288)
     lambdas = [metrics["mlp_lambda1"] for metrics in seen[:8]]
     assert lambdas == sorted(lambdas) and lambdas[-1] > 0  # too much is kept, so it ascends
+    lab.run("undistilled", seen.append, distillation=0.0)
+    assert "kl" not in seen[-1] and seen[-1]["loss"] == seen[-1]["ce"]  # there is no teacher to differ from
 
 
 def test_rates_warm_up_and_fall_to_the_end_of_the_search() -> None:
