@@ -117,7 +117,7 @@ def pruned(tmp_path: Path, dense: Path) -> Path:
 
 def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
     write_evaluation(dense, 0.8, answers=True)
-    for accuracy, sentence in ((0.6, "−20.0 ± 5.6 points"), (0.79, "no measurable difference (−1.0 ± 1.4 points)")):
+    for accuracy, sentence in ((0.6, "−20.0 ± 5.8 points"), (0.79, "no measurable difference (−1.0 ± 2.3 points)")):
         write_evaluation(pruned, accuracy, answers=True)
         comparison = collect([pruned])
         for text in (write_html(comparison), write_markdown(comparison)):
