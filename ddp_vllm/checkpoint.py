@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.errors import CheckpointError, OutputError
+from ddp_vllm.errors import CheckpointError, ModelError, OutputError
 from ddp_vllm.remote_code.widths import (
     LayerWidths,
     WidthsError,
@@ -76,6 +76,17 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is missing; is this the folder of a model?") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config of a dense model. Raises: ModelError if it is missing or no object."""
+    try:
+        config = read_json(folder / "config.json")
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
+    return config
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

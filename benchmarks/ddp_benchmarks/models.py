@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import head_dim, read_checkpoint, read_json
-from ddp_vllm.errors import CheckpointError, ModelError
+from ddp_vllm.checkpoint import head_dim, read_checkpoint, read_config, read_json
+from ddp_vllm.errors import ModelError
 from ddp_vllm.remote_code.widths import WidthsError, folder_tensors
 
 
@@ -49,7 +49,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     if folder is None:
         return ModelFacts(model=model, name=model, pruned=False)
     name = folder.resolve().name if Path(model).is_dir() else model
-    config = _read_config(folder)
+    config = read_config(folder)
     weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
     if "ddp_layers" in config:
         checkpoint = read_checkpoint(folder)
@@ -181,16 +181,5 @@ def max_model_len(model: str) -> int | None:
     folder = _known_folder(model)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    length = _read_config(folder).get("max_position_embeddings")
+    length = read_config(folder).get("max_position_embeddings")
     return int(length) if length else None
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a model's config. Raises: ModelError."""
-    try:
-        config = read_json(folder / "config.json")
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
-    return config

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddp_prune.families import Dimensions, Family, dimensions_of, family_of
-from ddp_vllm.checkpoint import INDEX_FILE, read_json
+from ddp_vllm.checkpoint import INDEX_FILE, read_config, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, OutputError
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
@@ -46,12 +46,7 @@ def open_source(model: str) -> Source:
     without a row.
     """
     folder = Path(model) if Path(model).is_dir() else _download(model)
-    try:
-        config = read_json(folder / "config.json")
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} is not an object; download the model again")
+    config = read_config(folder)
     try:
         family, sizes = family_of(config), dimensions_of(config)
     except ModelError as error:
