@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-SORT_BLOCK = 1024
+SORT_BLOCK, WIDE_SORT_BLOCK = 1024, 8192  # pairs a program looks at at once: of a decode step all, of a prefill many
 SUM_BLOCK = 256
 
 
@@ -35,7 +35,8 @@ class Tiles:
     pairs: int
     """Pairs a tile: 16 is the least a tensor core takes."""
     columns: int
-    """Channels a tile of `gate_up` (each of gate and up), hidden units a tile of `down`."""
+    """Channels a tile of `gate_up`, each of gate and up; `down` has twice as many hidden units, so a step of both reads
+    as much."""
     depth: int
     """Numbers a step of the inner sum reads."""
     warps: int
@@ -44,25 +45,30 @@ class Tiles:
     """Programs a multiprocessor at most."""
 
 
-# For sm_90, by what fits: accumulators in registers, the stages of all programs in 228 KB. Never run there, not tuned.
+# By what fits: accumulators in registers, the stages of all programs in shared memory. Never run on a GPU, not tuned.
 FEW = Tiles(pairs=16, columns=32, depth=128, warps=4, stages=3, programs=4)
 SOME = Tiles(pairs=64, columns=64, depth=64, warps=4, stages=4, programs=2)
 MANY = Tiles(pairs=128, columns=128, depth=64, warps=8, stages=3, programs=1)
+# Only Hopper's and B200's tensor cores read shared memory; others hold what they multiply in registers too.
+SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, depth=32, warps=4, stages=4, programs=2)
+MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, depth=32, warps=8, stages=4, programs=1)
 EXACT = Tiles(pairs=16, columns=32, depth=32, warps=4, stages=2, programs=4)  # float32 is for tests: no tensor cores
 
 
-def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
     """Return the tiles for so many pairs over so many experts, were they spread evenly.
 
     With few pairs an expert the weights are read once whatever the tile, so narrow tiles fill the machine; with many
-    the wide ones reuse what they read.
+    the wide ones reuse what they read. major: the first number of the GPU's compute capability.
     """
     if dtype == torch.float32:
         return EXACT
     pairs_per_expert = num_pairs / max(num_experts, 1)
     if pairs_per_expert <= 24:
         return FEW
-    return SOME if pairs_per_expert <= 96 else MANY
+    if major in (9, 10):
+        return SOME if pairs_per_expert <= 96 else MANY
+    return SOME_IN_REGISTERS if pairs_per_expert <= 96 else MANY_IN_REGISTERS
 
 
 @triton.jit
@@ -279,16 +285,20 @@ def ragged_moe(
         return y_TH.zero_()
     # pairs of all ranks' experts are given
     all_experts = num_experts if expert_map is None else len(expert_map)
-    tiles = tiles or choose_tiles(num_pairs, all_experts, x_TH.dtype)
+    major, multiprocessors = _machine(x_TH.device)
+    tiles = tiles or choose_tiles(num_pairs, all_experts, x_TH.dtype, major)
     ids, weights = topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     place, offset, width = layout_3E
     mapping = place if expert_map is None else expert_map
     has_map = expert_map is not None
     order, (first, count) = ids.new_empty(num_pairs, dtype=torch.int32), place.new_empty(2, num_experts)
-    sort_pairs[(num_experts,)](ids, place, mapping, order, first, count, num_pairs, HAS_MAP=has_map, BLOCK=SORT_BLOCK)
+    block, warps = (SORT_BLOCK, 4) if num_pairs <= SORT_BLOCK else (WIDE_SORT_BLOCK, 16)
+    sort_pairs[(num_experts,)](
+        ids, place, mapping, order, first, count, num_pairs, HAS_MAP=has_map, BLOCK=block, num_warps=warps
+    )
     hidden_PW, terms_PH = x_TH.new_empty(num_pairs, max_width), x_TH.new_empty(num_pairs, hidden_size)
     pair_blocks = min(num_pairs, num_pairs // tiles.pairs + num_experts)  # at most, whatever the routing
-    machine = _multiprocessors(x_TH.device) * tiles.programs
+    machine = multiprocessors * tiles.programs
     constants = {
         "H": hidden_size,
         "NUM_EXPERTS": num_experts,
@@ -304,7 +314,8 @@ def ragged_moe(
         x_TH, w13_2SH, hidden_PW, offset, width, order, first, count,
         w2_SH.shape[0], x_TH.stride(0), max_width, num_slots, **constants,
     )  # fmt: skip
-    down[(min(machine, pair_blocks * triton.cdiv(hidden_size, tiles.columns)),)](
+    constants["COLUMNS"] *= 2
+    down[(min(machine, pair_blocks * triton.cdiv(hidden_size, constants["COLUMNS"])),)](
         hidden_PW, w2_SH, terms_PH, weights, offset, width, order, first, count, max_width, **constants
     )
     add_slots[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
@@ -315,6 +326,12 @@ def ragged_moe(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    """Return how many a GPU has; a few stand for them in the interpreter, so that programs take several tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+def _machine(device: torch.device) -> tuple[int, int]:
+    """Return the first number of a GPU's compute capability, and how many multiprocessors it has.
+
+    In the interpreter a Hopper with a few stands for it, so that programs take several tiles.
+    """
+    if device.type != "cuda":
+        return 9, 3
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_plugins import moe_kernel
-from ddp_plugins.moe_kernel import EXACT, FEW, MANY, SOME, Tiles, choose_tiles
+from ddp_plugins.moe_kernel import EXACT, FEW, MANY, MANY_IN_REGISTERS, SOME, SOME_IN_REGISTERS, Tiles, choose_tiles
 
 SMALL = Tiles(pairs=16, columns=16, depth=32, warps=1, stages=1, programs=1)  # many tiles even of small experts
 
@@ -42,10 +42,20 @@ def test_every_case(name: str, tiles: Tiles | None, dtype: torch.dtype) -> None:
     problem.check(run(problem, tiles))
 
 
-@pytest.mark.parametrize("tiles", [FEW, SOME, MANY, EXACT], ids=["few", "some", "many", "exact"])
+@pytest.mark.parametrize("tiles", [FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, EXACT], ids=str)
 def test_every_tile_size(tiles: Tiles) -> None:
     problem = draw(CASES["tokens and channels past several tiles"], torch.bfloat16)
     problem.check(run(problem, tiles))
+
+
+def test_more_pairs_than_the_sort_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = draw(CASES["widths 0, 1 and no block multiple"], torch.float32)
+    expected = run(problem)
+    for narrow, wide in ((16, 32), (4096, 16)):  # several wide blocks; one narrow
+        monkeypatch.setattr(moe_kernel, "SORT_BLOCK", narrow)
+        monkeypatch.setattr(moe_kernel, "WIDE_SORT_BLOCK", wide)
+        assert torch.equal(run(problem), expected)
+    assert problem.ids.numel() > 32
 
 
 def test_ids_may_be_32_bits_wide() -> None:
@@ -65,8 +75,10 @@ def test_the_same_bits_whatever_shares_the_batch() -> None:
 
 
 def test_the_choice_reaches_every_tile() -> None:
-    chosen = {choose_tiles(tokens * 8, 128, torch.bfloat16).pairs for tokens in (1, 4, 32, 256, 1024, 4096)}
-    assert chosen == {FEW.pairs, SOME.pairs, MANY.pairs}
+    for major, wide in ((8, {SOME_IN_REGISTERS, MANY_IN_REGISTERS}), (9, {SOME, MANY}), (10, {SOME, MANY})):
+        counts = (1, 4, 32, 256, 1024, 4096)
+        assert {choose_tiles(tokens * 8, 128, torch.bfloat16, major) for tokens in counts} == {FEW, *wide}
+    assert choose_tiles(4096, 128, torch.bfloat16, 12) == choose_tiles(4096, 128, torch.bfloat16, 8)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -17,6 +17,8 @@ SHARED_BYTES = 228 * 1024  # of one sm_90 multiprocessor, for all programs on it
 RESERVED_BYTES = 1024  # of that, taken by CUDA for each program
 REGISTERS = 64 * 1024
 BF16_TILES = ("FEW", "SOME", "MANY")
+OTHER_GPUS = {"A100": (80, 163), "RTX 4090": (89, 99), "B200": (100, 227), "RTX 5090": (120, 99)}
+"""Compute capability, and KiB of shared memory that one program may have (CUDA programming guide)."""
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
@@ -29,16 +31,21 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     assert "skipped" not in result.stdout
 
 
-def _compile(kernel: Any, tiles: Any, folder: Path) -> tuple[Any, dict[str, int]]:
-    """Compile a kernel for sm_90 at the shapes of Qwen3-30B-A3B and read registers and stack from its machine code."""
+def _compile(kernel: Any, tiles: Any, folder: Path, capability: int = 90) -> tuple[Any, dict[str, int]]:
+    """Compile a kernel for a GPU at the shapes of Qwen3-30B-A3B and read registers and stack from its machine code.
+
+    capability: 90 is Hopper's 9.0.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from ddp_plugins import moe_kernel
+
+    columns = tiles.columns * (2 if kernel is moe_kernel.down else 1)
     constants = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False}
-    constants |= {"PAIRS": tiles.pairs, "COLUMNS": tiles.columns, "DEPTH": tiles.depth}
-    floats = {"x_ptr": "bf16", "w13_ptr": "bf16", "w2_ptr": "bf16", "hidden_ptr": "bf16", "terms_ptr": "bf16"}
-    floats["weight_ptr"] = "fp32"
+    constants |= {"PAIRS": tiles.pairs, "COLUMNS": columns, "DEPTH": tiles.depth}
+    floats = dict.fromkeys(("x_ptr", "w13_ptr", "w2_ptr", "hidden_ptr", "terms_ptr"), "bf16") | {"weight_ptr": "fp32"}
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -53,7 +60,7 @@ def _compile(kernel: Any, tiles: Any, folder: Path) -> tuple[Any, dict[str, int]
             {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants},
             {(i,): [["tt.divisibility", 16]] for i in aligned},
         ),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tiles.warps, "num_stages": tiles.stages},
     )
     binary = folder / "kernel.cubin"
@@ -81,6 +88,24 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, mon
     assert not re.search(r"(ld|st)\.global\S*\.b16", compiled.asm["ptx"]), "two bytes at a time"
 
 
+@pytest.mark.parametrize("num_tokens", [1, 1024, 4096])
+@pytest.mark.parametrize("gpu", OTHER_GPUS)
+def test_the_machine_code_fits_other_gpus(
+    gpu: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from ddp_plugins import moe_kernel
+
+    capability, shared = OTHER_GPUS[gpu]
+    tiles = moe_kernel.choose_tiles(8 * num_tokens, 128, torch.bfloat16, capability // 10)
+    for kernel in (moe_kernel.gate_up, moe_kernel.down):
+        compiled, usage = _compile(kernel, tiles, tmp_path, capability)
+        assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
+        assert compiled.metadata.shared <= shared * 1024
+        assert re.search("mma.sync|tcgen05.mma", compiled.asm["ptx"]), "the tensor cores are not used"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -88,6 +113,8 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, mon
 def test_every_case_on_the_gpu(name: str, dtype: torch.dtype) -> None:
     from ddp_plugins.moe_experts import ragged_moe
 
+    if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
+        pytest.skip("a GPU without bfloat16")
     problem = draw(CASES[name], dtype, device="cuda")
     with poisoned():
         y = ragged_moe(problem.x, *problem.finished(), problem.layout, problem.weights, problem.ids, problem.expert_map)
@@ -101,7 +128,7 @@ def test_a_cuda_graph_follows_new_routing() -> None:
     from ddp_plugins.moe_experts import ragged_moe
 
     name = "widths 0, 1 and no block multiple"
-    first, second = draw(CASES[name], torch.bfloat16, "cuda"), draw(CASES[name], torch.bfloat16, "cuda", seed=1)
+    first, second = draw(CASES[name], torch.float16, "cuda"), draw(CASES[name], torch.float16, "cuda", seed=1)
     arguments = (first.x, *first.finished(), first.layout, first.weights, first.ids)
     ragged_moe(*arguments)  # compiles
     graph = torch.cuda.CUDAGraph()
