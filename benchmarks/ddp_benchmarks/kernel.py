@@ -95,6 +95,8 @@ class KernelSettings:
             raise SettingError("--clock cpu counts all threads together; use --device cpu and set OMP_NUM_THREADS=1")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise SettingError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+        if self.device == "cuda" and self.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(False):
+            raise SettingError("--dtype bfloat16: this GPU has no such arithmetic; use --dtype float16")
 
 
 def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Mapping[str, Any]], None]) -> None:
