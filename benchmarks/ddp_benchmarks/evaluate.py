@@ -42,7 +42,8 @@ class EvalSettings:
     """Local files and folders; with any, no rows are taken from the hub."""
     limit: int | None = None
     """Evaluate only the first rows of each task; None: all."""
-    batch_size: int = 8
+    batch_size: int | None = None
+    """Rows at once; None: 8 on a CPU, and on a GPU as many as lm-eval finds that memory holds."""
     dtype: str = "auto"
     max_length: int = 2048
     """Longest context in tokens; perplexity is read in windows of this length."""
@@ -59,8 +60,9 @@ class EvalSettings:
         if self.limit is not None and self.limit < 1:
             raise SettingError(f"--limit {self.limit} is below 1; leave it out to evaluate every row")
         for name, low in (("batch_size", 1), ("max_length", 16)):
-            if getattr(self, name) < low:
-                raise SettingError(f"--{name.replace('_', '-')} {getattr(self, name)} is below {low}")
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise SettingError(f"--{name.replace('_', '-')} {value} is below {low}")
         if self.backend == "vllm":
             vllm_command()
         describe_model(self.model)
@@ -207,7 +209,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
             results = evaluator.simple_evaluate(
                 model=model,
                 tasks=[name],
-                batch_size=settings.batch_size,
+                batch_size=_batch_size(settings),
                 limit=settings.limit,
                 task_manager=manager,
             )
@@ -227,7 +229,7 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
 
     length = "max_length" if settings.backend == "hf" else "max_model_len"
     arguments: dict[str, Any] = {"pretrained": settings.model, "dtype": settings.dtype, length: settings.max_length}
-    common: dict[str, Any] = {"batch_size": settings.batch_size}
+    common: dict[str, Any] = {"batch_size": _batch_size(settings)}
     if settings.backend == "hf":
         common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -243,6 +245,13 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
             f"{settings.model} cannot be loaded by lm-eval's {settings.backend} backend "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); {remedy}"
         ) from error
+
+
+def _batch_size(settings: EvalSettings) -> int | str:
+    """Return what lm-eval is told; on a CPU its `auto` would never meet the end of memory that it looks for."""
+    import torch
+
+    return settings.batch_size or ("auto" if torch.cuda.is_available() else 8)
 
 
 def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:

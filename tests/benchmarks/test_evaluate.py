@@ -218,6 +218,7 @@ def test_a_missing_package_is_named_by_the_process_that_wanted_it() -> None:
     [
         (["--tasks", "arc"], 2, "unknown task 'arc'"),
         (["--limit", "0"], 2, "--limit 0 is below 1"),
+        (["--batch-size", "0"], 2, "--batch-size 0 is below 1"),
         (["--model-args", "x"], 2, "name=value"),
         (["--data", "{data}", "--tasks", "rte"], 4, "no local file for rte (rte_val.jsonl)"),
         (["--data", "{data}/missing"], 4, "does not exist"),
