@@ -52,6 +52,7 @@ class RaggedExperts(nn.Module):
         super().__init__()
         self.act_fn, self.names = stock.act_fn, names
         self.kept = [expert for expert, size in enumerate(sizes) if size]
+        self.num_experts = len(sizes)
         hidden_size = stock.hidden_dim
         where = {"device": stock.down_proj.device, "dtype": stock.down_proj.dtype, "bias": False}
         gate, up, down = names
@@ -64,8 +65,7 @@ class RaggedExperts(nn.Module):
         """Sum, for each token, what its experts make of it times their routing weights; removed ones add nothing."""
         sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
         gate, up, down = self.names
-        for number in self.kept:
-            tokens, slots = torch.where(ids_TK == number)
+        for number, (tokens, slots) in zip(self.kept, self._chosen(ids_TK), strict=True):
             # in training every expert gets a gradient, if one of zeros; a compiler cannot ask for a length
             if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(tokens) == 0:
                 continue
@@ -74,6 +74,15 @@ class RaggedExperts(nn.Module):
             y = expert[down](self.act_fn(expert[gate](x)) * expert[up](x))
             sum_TH.index_add_(0, tokens, (y * weights_TK[tokens, slots, None]).float())
         return sum_TH.to(x_TH.dtype)
+
+    def _chosen(self, ids_TK: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return, for each expert that is left, the tokens that chose it and at which of their K choices."""
+        if torch.compiler.is_compiling():
+            return [torch.where(ids_TK == number) for number in self.kept]  # run as it is, each makes a GPU's host wait
+        experts_S, order_S = ids_TK.flatten().sort(stable=True)
+        pairs = order_S.split(torch.bincount(experts_S, minlength=self.num_experts).tolist())
+        num_chosen = ids_TK.shape[1]
+        return [(pairs[number] // num_chosen, pairs[number] % num_chosen) for number in self.kept]
 
 
 class NonUniformExperts(NonUniform):

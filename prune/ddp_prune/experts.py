@@ -3,7 +3,7 @@
 Every expert's intermediate activation is multiplied by its own gates before the down projection. Weights are frozen
 and get no gradient; gates are never folded while learning, which would make a gradient as large as the weights.
 Memory: what a layer keeps for backward is S rows of 4·C + H numbers (measured: 10.4 kB a slot of Qwen3-30B-A3B in
-bfloat16, that is 4 MB a token over its 48 layers), so `micro_batch_size` is what to lower when memory is short.
+bfloat16, that is 4 MB a token over its 48 layers).
 Legend: T tokens, K experts a token is sent to, S = T·K slots sorted by expert; E experts, C channels of an expert;
 L layers with experts.
 """
@@ -95,15 +95,16 @@ def grouped_linear(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.T
 
 
 def can_group(weight_EOI: torch.Tensor) -> bool:
-    """Say whether the device has a grouped matmul for this weight: bfloat16 on CUDA 8.0 and newer, rows of 16 bytes.
+    """Say whether torch has a kernel for this weight here: bfloat16, rows of 16 bytes, compute capability 9 or 10.
 
-    On a CPU torch's own is a loop too: both took the same time (1 thread, 4,096 slots, 128 experts).
+    Elsewhere its grouped matmul is a loop too, over idle experts as well (GroupedMMUtils.h); on a CPU both took the
+    same time (1 thread, 4,096 slots, 128 experts).
     """
     return (
         weight_EOI.is_cuda
         and weight_EOI.dtype == torch.bfloat16
         and all(size % 8 == 0 for size in weight_EOI.shape[1:])
-        and torch.cuda.get_device_capability(weight_EOI.device) >= (8, 0)
+        and torch.cuda.get_device_capability(weight_EOI.device)[0] in (9, 10)
     )
 
 
