@@ -13,26 +13,29 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ddp_prune.gates import GatedModel
-from ddp_prune.processes import free_memory
+from ddp_prune.objective import head_bytes
+from ddp_prune.processes import USABLE, free_memory
 
-SHARE_OF_FREE = 0.5  # of free memory for activations; narrow weights may take half of the rest (narrowing.py)
-
-
+SHARE_OF_FREE = 0.5  # of free memory for activations, else they are checkpointed
 EAGER_TOKENS = 512  # a sequence, up to which attention's weights are written down on a CPU
 
 
-def fit_activations(
-    gated: GatedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator
-) -> None:
-    """Choose how attention is computed, and switch checkpointing `on` or `off`.
+def fit_activations(gated: GatedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator) -> int:
+    """Choose how attention is computed, switch checkpointing `on` or `off`, and return how many sequences fit.
 
-    `auto` asks whether half of free memory holds what `num_sequences` of `seq_len` tokens keep.
+    `auto` asks whether half of free memory holds what `num_sequences` of `seq_len` tokens keep. They are halved until
+    a pass fits, down to one, which may still not fit; all processes get the same number.
     """
     fit_attention(gated.model, seq_len, accelerator.device)
+    free = free_memory(accelerator)
     if setting == "auto":
-        room = SHARE_OF_FREE * free_memory(accelerator)
-        setting = "on" if num_sequences * seq_len * activation_bytes(gated, seq_len) > room else "off"
+        needed = num_sequences * seq_len * activation_bytes(gated, seq_len)
+        setting = "on" if needed > SHARE_OF_FREE * free else "off"
     checkpoint_layers(gated.model, setting == "on")
+    while num_sequences > 1 and pass_bytes(gated, num_sequences, seq_len) > USABLE * free:
+        num_sequences //= 2
+    # sharded weights are gathered by all for every pass
+    return int(accelerator.gather(torch.tensor([num_sequences], device=accelerator.device)).min())
 
 
 def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
@@ -57,6 +60,16 @@ def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = layer.training = wanted
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def pass_bytes(gated: GatedModel, num_sequences: int, seq_len: int) -> int:
+    """Return about how many bytes a pass forward and backward takes beside the weights, layers as they now are."""
+    num_tokens, num_layers = num_sequences * seq_len, gated.sizes.num_layers
+    kept = num_tokens * activation_bytes(gated, seq_len)
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in gated.model.modules()):
+        itemsize = next(gated.model.parameters()).dtype.itemsize
+        kept = num_tokens * num_layers * gated.sizes.hidden_size * itemsize + kept // num_layers
+    return kept + head_bytes(gated.model)
 
 
 def activation_bytes(gated: GatedModel, seq_len: int) -> int:

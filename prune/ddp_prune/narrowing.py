@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_prune.families import Dimensions, Family
-from ddp_prune.processes import free_memory
+from ddp_prune.processes import USABLE, free_memory
 
 CHANNEL_BLOCK = 64  # widths are multiples: kernels like them, and a CPU compiles one for each width it meets (LOG)
-SHARE_OF_FREE = 0.25  # of free memory for the narrow weights; activations may take half
 
 
 class NarrowLayers:
@@ -39,8 +38,9 @@ class NarrowLayers:
         """Units that are computed, rising, int64; one tensor a layer, None where all are."""
         self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], nn.Parameter]] = {}
 
-    def fits(self, accelerator: Accelerator) -> bool:
-        """Say whether there is memory for copies of all these projections, none of them cut over processes.
+    def fits(self, accelerator: Accelerator, pass_bytes: int) -> bool:
+        """Say whether memory holds copies of all these projections beside what a pass takes, none of them cut over
+        processes.
 
         A run that goes on where there is less room computes what is closed too: its sums round differently.
         """
@@ -48,7 +48,8 @@ class NarrowLayers:
         modules = [layer.get_submodule(name) for layer in self.layers for name in names]
         tensors = [tensor for module in modules for tensor in module.parameters()]
         whole = not any(isinstance(tensor, DTensor) for tensor in tensors)
-        return whole and sum(tensor.nbytes for tensor in tensors) <= SHARE_OF_FREE * free_memory(accelerator)
+        copies = sum(tensor.nbytes for tensor in tensors)
+        return whole and copies + pass_bytes <= USABLE * free_memory(accelerator)
 
     @torch.no_grad()
     def follow(self, is_open: dict[str, torch.Tensor]) -> None:

@@ -56,6 +56,13 @@ def chunk_rows(weight_VH: torch.Tensor) -> int:
     return max(16, size // (4 * len(weight_VH)))
 
 
+def head_bytes(model: Any) -> int:
+    """Return about how many bytes the head takes beside its weights: logits and probabilities of two models, and one
+    copy in the making."""
+    weight_VH = OutputHead.of(model).weight
+    return 5 * 4 * chunk_rows(weight_VH) * len(weight_VH)
+
+
 def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax [N, V] and log Σ exp [N]: one pass of exponentials, where log-softmax and exp are two."""
     p = logits_NV.softmax(-1)

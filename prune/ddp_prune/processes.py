@@ -13,6 +13,7 @@ from ddp_prune.run_state import RunState
 from ddp_vllm.errors import DdpError
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
+USABLE = 0.8  # of free memory: what a step takes is an estimate, and memory breaks into pieces
 
 
 @contextmanager
@@ -40,8 +41,9 @@ def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, to
 
 def free_memory(accelerator: Accelerator) -> int:
     """Return the bytes that are free for this process where it computes."""
-    if accelerator.device.type == "cuda":
-        return torch.cuda.mem_get_info(accelerator.device)[0]
+    if (device := accelerator.device).type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, which reuses it
+        return torch.cuda.mem_get_info(device)[0] + cached
     memory = get_max_memory()
     host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's is counted once
     return min(host, _container_memory(host)) // accelerator.num_processes

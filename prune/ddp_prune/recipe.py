@@ -49,7 +49,8 @@ class Recipe:
     batch_size: int = 16
     """Sequences an optimizer step, over all devices."""
     micro_batch_size: int = 0
-    """Sequences a forward pass; 0 chooses one that keeps about 8,192 tokens in flight, 1,024 on a CPU."""
+    """Sequences a forward pass; 0 chooses one that keeps about 8,192 tokens in flight, 1,024 on a CPU, fewer where
+    memory is short."""
     seq_len: int = 2048
     """Tokens a sequence; the first is BOS where the model's tokenizer begins every text with it."""
     seed: int = 0

@@ -204,10 +204,11 @@ def _prepare_transformers(config: Mapping[str, Any]) -> None:
         register_deepseek()
 
 
-def loading_options(source: Source, dtype: str) -> dict[str, Any]:
-    """Return the number format and the attention that transformers shall give the model.
+def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
+    """Return the number format and the attention that transformers shall give the model on `device` (None: a CPU).
 
-    `auto` is the stored format, but bfloat16 for float16, in which small gradients would vanish.
+    `auto` is the stored format, but bfloat16 for float16, in which small gradients would vanish, and float32 for both
+    on GPUs older than Ampere, which multiply no bfloat16 and have no fused attention for it.
     transformers' fused attention leaves out the cap on scores that Gemma-2 was trained with and vLLM applies.
     """
     from safetensors import safe_open
@@ -219,6 +220,9 @@ def loading_options(source: Source, dtype: str) -> dict[str, Any]:
             wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
     if dtype == "auto" and wanted == torch.float16:
         wanted = torch.bfloat16
+    on_gpu = device is not None and device.type == "cuda"
+    if dtype == "auto" and wanted == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
+        wanted = torch.float32
     attention = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
     return {"dtype": wanted, **attention}
 
@@ -231,7 +235,7 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    options = loading_options(source, dtype)
+    options = loading_options(source, dtype, device)
     if device is not None and device.type != "cpu":
         options["device_map"] = {"": device}
     verbosity = logging.get_verbosity()

@@ -37,7 +37,8 @@ def train(
     batches = Batches(blocks, recipe, accelerator)
     model: Any = gated.model
     stock_attention = model.config._attn_implementation
-    fit_activations(gated, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
+    fitting = fit_activations(gated, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
+    batches.micro = recipe.micro_batch_size or fitting
     gradual = recipe.controller == "gradual"
     trainer = (Trainer if gradual else AnnealedTrainer)(gated, batches, recipe, accelerator)
     first, saved, saved_at = 0, load_run(run, accelerator), time.perf_counter()

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ddp_prune.activations import pass_bytes
 from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import highest_worth, keep_schedule, kept_share, share_leftover
 from ddp_prune.experts import neutral_where_idle
@@ -68,7 +69,8 @@ class Trainer:
         self.searched_z: Masks = {}  # empty while searching
         self.rounding: dict[str, dict[str, float]] = {}
         narrow = NarrowLayers(gated.model, gated.family, gated.sizes) if "mlp" in self.z else None
-        self.narrow = narrow if narrow and narrow.fits(accelerator) else None
+        needed = pass_bytes(gated, batches.micro, recipe.seq_len)
+        self.narrow = narrow if narrow and narrow.fits(accelerator, needed) else None
 
     @property
     def polishing(self) -> bool:

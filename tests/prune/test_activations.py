@@ -17,7 +17,14 @@ from transformers import (
 )
 
 from ddp_prune import processes
-from ddp_prune.activations import EAGER_TOKENS, activation_bytes, checkpoint_layers, fit_activations, fit_attention
+from ddp_prune.activations import (
+    EAGER_TOKENS,
+    activation_bytes,
+    checkpoint_layers,
+    fit_activations,
+    fit_attention,
+    pass_bytes,
+)
 from ddp_prune.families import FAMILIES, dimensions_of
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
@@ -109,6 +116,22 @@ def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
 
     assert runs_again("auto", int(1.9 * needed)) and not runs_again("auto", int(2.1 * needed))
     assert runs_again("on", 10**15) and not runs_again("off", 0)
+
+
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_fewer_sequences_a_pass_where_memory_is_short(
+    setting: str, gated: GatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fitting(free: float) -> int:
+        monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": int(free)})
+        return fit_activations(gated, setting, 16, 64, Accelerator(cpu=True))
+
+    assert fitting(10**15) == 16
+    needed = pass_bytes(gated, 4, 64)
+    assert fitting(needed / 0.8 + 2) == 4 and fitting(needed / 0.8 - 2) == 2
+    assert fitting(0) == 1
+    checkpoint_layers(gated.model, setting == "off")
+    assert (pass_bytes(gated, 4, 64) < needed) == (setting == "off")
 
 
 def test_short_sequences_on_a_cpu_write_attention_down_and_compute_the_same(gated: GatedModel) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 from ddp_prune.export import export
 from ddp_prune.families import FAMILIES, choose_head_unit
 from ddp_prune.gates import unit_shapes
-from ddp_prune.source import load_model, open_source, weight_files, weight_shapes
+from ddp_prune.source import load_model, loading_options, open_source, weight_files, weight_shapes
 from ddp_vllm.errors import ModelError
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # what the config says, what the line must say
@@ -79,6 +79,22 @@ def test_auto_learns_in_the_stored_format_but_for_float16(tiny_model: Path, tmp_
         source = open_source(str(folder))
         assert {parameter.dtype for parameter in load_model(source, "auto").parameters()} == {used}
         assert {parameter.dtype for parameter in load_model(source, "float16").parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gpu_without_bfloat16_learns_in_float32(
+    stored: torch.dtype, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaForCausalLM.from_pretrained(tiny_model, dtype=stored).save_pretrained(tmp_path)
+    source = open_source(str(tmp_path))
+
+    def chosen(dtype: str, device: str) -> torch.dtype:
+        return loading_options(source, dtype, torch.device(device))["dtype"]
+
+    for supported, wanted in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, answer=supported: answer)
+        assert chosen("auto", "cuda") == wanted
+        assert chosen("auto", "cpu") == chosen("bfloat16", "cuda") == torch.bfloat16
 
 
 def test_a_model_is_loaded_where_it_computes(tiny_model: Path) -> None:

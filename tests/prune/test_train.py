@@ -343,7 +343,7 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
     assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
-    monkeypatch.setattr(narrowing, "SHARE_OF_FREE", 0.0)
+    monkeypatch.setattr(narrowing, "USABLE", 0.0)
     for kind in widths:
         widths[kind].clear()
     whole = lab.run("whole")
