@@ -27,6 +27,7 @@ from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
 from ddp_plugins.limits import check_adapters
 from ddp_plugins.loading import CheckedLoading
@@ -194,6 +195,7 @@ class NonUniform(CheckedLoading):
             vars(config),
             get_tensor_model_parallel_world_size(),
             can_pad=not self.is_quantised and vllm_config.lora_config is None,
+            on_cpu=current_platform.is_cpu(),
         )
         config.ddp_pad_channels_to = self.block  # what vLLM compiles is cached by the config, and shapes depend on this
         tell_padding(layers, self.block)

@@ -35,8 +35,9 @@ class Tiles:
     pairs: int
     """Pairs a tile: 16 is the least a tensor core takes."""
     columns: int
-    """Channels a tile of `gate_up`, each of gate and up; `down` has twice as many hidden units, so a step of both reads
-    as much."""
+    """Channels a tile of `gate_up`, each of gate and up."""
+    down_columns: int
+    """Hidden units a tile of `down`; where tiles are reused twice as many, so that a step reads as much."""
     depth: int
     """Numbers a step of the inner sum reads."""
     warps: int
@@ -45,14 +46,16 @@ class Tiles:
     """Programs a multiprocessor at most."""
 
 
-# By what fits: accumulators in registers, the stages of all programs in shared memory. Never run on a GPU, not tuned.
-FEW = Tiles(pairs=16, columns=32, depth=128, warps=4, stages=3, programs=4)
-SOME = Tiles(pairs=64, columns=64, depth=64, warps=4, stages=4, programs=2)
-MANY = Tiles(pairs=128, columns=128, depth=64, warps=8, stages=3, programs=1)
+# By what fits Hopper: accumulators in registers, the stages of all programs in shared memory. Never run on a GPU, not
+# tuned. Where shared memory is smaller, two of FEW's programs fit at once and the others take their turn.
+FEW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
+SOME = Tiles(pairs=64, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=2)
+MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=3, programs=1)
 # Only Hopper's and B200's tensor cores read shared memory; others hold what they multiply in registers too.
-SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, depth=32, warps=4, stages=4, programs=2)
-MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, depth=32, warps=8, stages=4, programs=1)
-EXACT = Tiles(pairs=16, columns=32, depth=32, warps=4, stages=2, programs=4)  # float32 is for tests: no tensor cores
+SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
+MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
+# float32 is for tests: no tensor cores
+EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
@@ -304,7 +307,6 @@ def ragged_moe(
         "NUM_EXPERTS": num_experts,
         "EXPERTS": triton.next_power_of_2(num_experts),
         "PAIRS": tiles.pairs,
-        "COLUMNS": tiles.columns,
         "DEPTH": tiles.depth,
         "UPCAST": isinstance(down, InterpretedFunction),
         "num_warps": tiles.warps,
@@ -312,12 +314,12 @@ def ragged_moe(
     }
     gate_up[(min(machine, pair_blocks * triton.cdiv(max_width, tiles.columns)),)](
         x_TH, w13_2SH, hidden_PW, offset, width, order, first, count,
-        w2_SH.shape[0], x_TH.stride(0), max_width, num_slots, **constants,
+        w2_SH.shape[0], x_TH.stride(0), max_width, num_slots, COLUMNS=tiles.columns, **constants,
     )  # fmt: skip
-    constants["COLUMNS"] *= 2
-    down[(min(machine, pair_blocks * triton.cdiv(hidden_size, constants["COLUMNS"])),)](
-        hidden_PW, w2_SH, terms_PH, weights, offset, width, order, first, count, max_width, **constants
-    )
+    down[(min(machine, pair_blocks * triton.cdiv(hidden_size, tiles.down_columns)),)](
+        hidden_PW, w2_SH, terms_PH, weights, offset, width, order, first, count, max_width,
+        COLUMNS=tiles.down_columns, **constants,
+    )  # fmt: skip
     add_slots[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
         terms_PH, ids, place, mapping, y_TH,
         NUM_SLOTS=num_slots, SLOTS=triton.next_power_of_2(num_slots), H=hidden_size, HAS_MAP=has_map, BLOCK=SUM_BLOCK,

@@ -16,11 +16,14 @@ import torch
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
 
-CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once; on a CPU, 30 different widths become 14 (LOG)
-MIN_BLOCKS = 16  # of a rank's share of the dense width; in a smaller model the zeros would weigh
+CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
+CPU_CHANNEL_BLOCK = (
+    128  # each different width is compiled for each new number of tokens: 30 widths become 9, not 14 (LOG)
+)
+MIN_WIDTH = 1024  # of a rank's share of the dense width; in a smaller model the zeros would weigh
 
 
-def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool) -> int:
+def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, on_cpu: bool) -> int:
     """Return what the number of MLP channels of every layer and rank is filled up to a multiple of; 1: nothing is.
 
     config: the checkpoint's, as plain data. Its `ddp_pad_channels_to` (`--hf-overrides`) goes before our own choice.
@@ -29,7 +32,8 @@ def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool) -
     """
     block = config.get("ddp_pad_channels_to")
     if block is None:
-        block = CHANNEL_BLOCK if config["intermediate_size"] >= MIN_BLOCKS * CHANNEL_BLOCK * num_ranks else 1
+        ours = CPU_CHANNEL_BLOCK if on_cpu else CHANNEL_BLOCK
+        block = ours if config["intermediate_size"] >= MIN_WIDTH * num_ranks else 1
     elif type(block) is not int or block < 1:
         raise SettingError(f"ddp_pad_channels_to is {block!r}; it must be a positive integer, 1 for no padding")
     return block if can_pad else 1

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ SHARED_BYTES = 228 * 1024  # of one sm_90 multiprocessor, for all programs on it
 RESERVED_BYTES = 1024  # of that, taken by CUDA for each program
 REGISTERS = 64 * 1024
 BF16_TILES = ("FEW", "SOME", "MANY")
-OTHER_GPUS = {"A100": (80, 163), "RTX 4090": (89, 99), "B200": (100, 227), "RTX 5090": (120, 99)}
-"""Compute capability, and KiB of shared memory that one program may have (CUDA programming guide)."""
+OTHER_GPUS = {
+    "A100, RTX 3090, RTX 4090": (80, 100, "mma.sync"),
+    "B200": (100, 228, "tcgen05.mma"),
+    "RTX 5090": (120, 100, "mma.sync"),
+}
+"""Compute capability, KiB of shared memory of a multiprocessor (A100 has 164), and the multiplication of wide tiles."""
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
@@ -31,7 +36,9 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     assert "skipped" not in result.stdout
 
 
-def _compile(kernel: Any, tiles: Any, folder: Path, capability: int = 90) -> tuple[Any, dict[str, int]]:
+def _compile(
+    kernel: Any, tiles: Any, folder: Path, capability: int = 90, **constants: Any
+) -> tuple[Any, dict[str, int]]:
     """Compile a kernel for a GPU at the shapes of Qwen3-30B-A3B and read registers and stack from its machine code.
 
     capability: 90 is Hopper's 9.0.
@@ -40,11 +47,10 @@ def _compile(kernel: Any, tiles: Any, folder: Path, capability: int = 90) -> tup
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ddp_plugins import moe_kernel
-
-    columns = tiles.columns * (2 if kernel is moe_kernel.down else 1)
-    constants = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False}
-    constants |= {"PAIRS": tiles.pairs, "COLUMNS": columns, "DEPTH": tiles.depth}
+    known = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False}
+    known |= {"PAIRS": tiles.pairs, "DEPTH": tiles.depth}
+    known["COLUMNS"] = tiles.down_columns if kernel.__name__ == "down" else tiles.columns
+    constants = {name: value for name, value in (known | constants).items() if name in kernel.arg_names}
     floats = dict.fromkeys(("x_ptr", "w13_ptr", "w2_ptr", "hidden_ptr", "terms_ptr"), "bf16") | {"weight_ptr": "fp32"}
     signature = {}
     for name in kernel.arg_names:
@@ -97,13 +103,34 @@ def test_the_machine_code_fits_other_gpus(
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     from ddp_plugins import moe_kernel
 
-    capability, shared = OTHER_GPUS[gpu]
+    capability, shared, multiply = OTHER_GPUS[gpu]
     tiles = moe_kernel.choose_tiles(8 * num_tokens, 128, torch.bfloat16, capability // 10)
+    programs = 1 if num_tokens == 1 else tiles.programs
     for kernel in (moe_kernel.gate_up, moe_kernel.down):
         compiled, usage = _compile(kernel, tiles, tmp_path, capability)
         assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
-        assert compiled.metadata.shared <= shared * 1024
-        assert re.search("mma.sync|tcgen05.mma", compiled.asm["ptx"]), "the tensor cores are not used"
+        assert programs * (compiled.metadata.shared + RESERVED_BYTES) <= shared * 1024
+        assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
+        assert (multiply if num_tokens > 1 else "mma.sync") in compiled.asm["ptx"], "the tensor cores are not used"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_kernels_around_the_products_compile(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from ddp_plugins import moe_kernel
+
+    wide, narrow = replace(moe_kernel.MANY, warps=16), moe_kernel.FEW
+    slots = {"NUM_SLOTS": 8, "SLOTS": 8, "BLOCK": moe_kernel.SUM_BLOCK}
+    for kernel, tiles, constants in (
+        (moe_kernel.sort_pairs, narrow, {"BLOCK": moe_kernel.SORT_BLOCK}),
+        (moe_kernel.sort_pairs, wide, {"BLOCK": moe_kernel.WIDE_SORT_BLOCK}),
+        (moe_kernel.add_slots, narrow, slots),
+    ):
+        _, usage = _compile(kernel, tiles, tmp_path, capability, HAS_MAP=False, **constants)
+        assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """Padding for several ranks adds zeros and nothing else."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -101,16 +103,19 @@ def test_every_rank_has_whole_blocks_of_channels(channels: int, num_ranks: int, 
 
 def test_which_block_channels_are_filled_up_to() -> None:
     """Ours where a model is large enough for it; the user's goes before; 1 where weights cannot be padded."""
-    assert channel_block({"intermediate_size": 1536}, 1, can_pad=True) == 64
-    assert channel_block({"intermediate_size": 1536}, 1, can_pad=False) == 1
-    assert channel_block({"intermediate_size": 1536}, 2, can_pad=True) == 1  # a share of 768 is too small
-    assert channel_block({"intermediate_size": 11008}, 8, can_pad=True) == 64
-    assert channel_block({"intermediate_size": 512}, 1, can_pad=True) == 1
-    assert channel_block({"intermediate_size": 512, "ddp_pad_channels_to": 16}, 4, can_pad=True) == 16
-    assert channel_block({"intermediate_size": 1536, "ddp_pad_channels_to": 1}, 1, can_pad=True) == 1
+
+    def choose(size: int, num_ranks: int = 1, *, can_pad: bool = True, on_cpu: bool = False, **config: Any) -> int:
+        return channel_block({"intermediate_size": size, **config}, num_ranks, can_pad=can_pad, on_cpu=on_cpu)
+
+    assert choose(1536) == 64 and choose(1536, on_cpu=True) == 128
+    assert choose(1536, can_pad=False) == 1
+    assert choose(1536, 2) == choose(1536, 2, on_cpu=True) == 1  # a share of 768 is too small
+    assert choose(11008, 8) == 64 and choose(512) == 1
+    assert choose(512, 4, ddp_pad_channels_to=16) == 16
+    assert choose(1536, on_cpu=True, ddp_pad_channels_to=1) == 1
     for block in (0, -8, 2.0, "64", True):
         with pytest.raises(SettingError, match="ddp_pad_channels_to"):
-            channel_block({"intermediate_size": 512, "ddp_pad_channels_to": block}, 1, can_pad=True)
+            choose(512, ddp_pad_channels_to=block)
 
 
 def test_a_size_that_cannot_be_padded_names_the_layer_and_the_sizes_that_work() -> None:
