@@ -105,6 +105,14 @@ def test_a_mixture_can_be_exported(mixture: Any) -> None:
     torch.testing.assert_close(program.module()(TOKENS, use_cache=False).logits, mixture(TOKENS).logits)
 
 
+def test_a_mixture_can_be_compiled(mixture: Any) -> None:
+    """Without a backend; what depends on the routing is not frozen."""
+    compiled = torch.compile(mixture, backend="eager")
+    with torch.no_grad():
+        for tokens in (TOKENS, TOKENS.flip(1)):
+            torch.testing.assert_close(compiled(tokens, use_cache=False).logits, mixture(tokens).logits)
+
+
 def test_a_mixture_may_be_quantised_as_it_is_loaded(mixture: Any) -> None:
     """transformers writes into the config how it will be, before the model is built."""
     config = _mixture_config()

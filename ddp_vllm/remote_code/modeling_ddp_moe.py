@@ -65,7 +65,11 @@ class RaggedExperts(nn.Module):
         """Sum, for each token, what its experts make of it times their routing weights; removed ones add nothing."""
         sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
         gate, up, down = self.names
-        for number, (tokens, slots) in zip(self.kept, self._chosen(ids_TK), strict=True):
+        symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        chosen = None if symbolic else self._chosen(ids_TK)
+        for number in self.kept:
+            # in eager mode this torch.where would make the host wait for a GPU, once an expert
+            tokens, slots = chosen[number] if chosen else torch.where(ids_TK == number)
             # in training every expert gets a gradient, if one of zeros; a compiler cannot ask for a length
             if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(tokens) == 0:
                 continue
@@ -75,14 +79,11 @@ class RaggedExperts(nn.Module):
             sum_TH.index_add_(0, tokens, (y * weights_TK[tokens, slots, None]).float())
         return sum_TH.to(x_TH.dtype)
 
-    def _chosen(self, ids_TK: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Return, for each expert that is left, the tokens that chose it and at which of their K choices."""
-        if torch.compiler.is_compiling():
-            return [torch.where(ids_TK == number) for number in self.kept]  # run as it is, each makes a GPU's host wait
+    def _chosen(self, ids_TK: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return, for each expert, the tokens that chose it, rising, and at which of their K choices."""
         experts_S, order_S = ids_TK.flatten().sort(stable=True)
         pairs = order_S.split(torch.bincount(experts_S, minlength=self.num_experts).tolist())
-        num_chosen = ids_TK.shape[1]
-        return [(pairs[number] // num_chosen, pairs[number] % num_chosen) for number in self.kept]
+        return [(pair // ids_TK.shape[1], pair % ids_TK.shape[1]) for pair in pairs]
 
 
 class NonUniformExperts(NonUniform):
