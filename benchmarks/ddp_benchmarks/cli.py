@@ -173,7 +173,7 @@ def _numbers(option: str, text: str) -> list[float]:
 )
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print what fraction of it is retained.")
-@click.option("--batch-size", type=int, help="Rows at once. [default: 8; on a GPU what lm-eval finds to fit]")
+@click.option("--batch-size", type=int, help="Rows at once. [default: 8; on a GPU what lm-eval finds to fit, up to 64]")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
 @click.option("--model-args", default="", metavar="K=V,…", help="More arguments of lm-eval's model class.")

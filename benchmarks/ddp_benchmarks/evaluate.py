@@ -27,7 +27,16 @@ from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 
 _SOFT_CAP = "attn_logit_softcapping"  # of Gemma-2's config
-_PER_TASK = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "group_subtasks")
+_PER_TASK = (
+    "results",
+    "configs",
+    "versions",
+    "n-shot",
+    "higher_is_better",
+    "n-samples",
+    "group_subtasks",
+    "batch_sizes",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +52,7 @@ class EvalSettings:
     limit: int | None = None
     """Evaluate only the first rows of each task; None: all."""
     batch_size: int | None = None
-    """Rows at once; None: 8 on a CPU, and on a GPU as many as lm-eval finds that memory holds."""
+    """Rows at once; None: 8 on a CPU, and on a GPU as many as lm-eval finds to fit, at most 64 (vLLM gets them all)."""
     dtype: str = "auto"
     max_length: int = 2048
     """Longest context in tokens; perplexity is read in windows of this length."""
@@ -214,6 +223,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
                 task_manager=manager,
             )
             results["config"] |= {"model": settings.backend, "model_args": arguments}
+            results["batch_sizes"] = {name: results["config"].get("batch_sizes")}
             samples = results.pop("samples")[name]
             if TASKS[name].higher_is_better:
                 results["answers"] = {name: [float(sample[TASKS[name].metric]) for sample in samples]}
@@ -249,9 +259,13 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
 
 def _batch_size(settings: EvalSettings) -> int | str:
     """Return what lm-eval is told; on a CPU its `auto` would never meet the end of memory that it looks for."""
+    if settings.batch_size is not None:
+        return settings.batch_size
+    if settings.backend == "vllm":  # torch must not look for a GPU before vLLM has set how
+        return 8 if runs_on_cpu() else "auto"
     import torch
 
-    return settings.batch_size or ("auto" if torch.cuda.is_available() else 8)
+    return "auto" if torch.cuda.is_available() else 8
 
 
 def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Benchmark results for the eye: a table in the terminal, a picture beside the JSON, one JSON line for machines."""
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -31,6 +33,7 @@ _ROWS = (  # metric, heading, decimals
     ("p50_e2el_ms", "end to end, median ms", 0),
     ("p99_e2el_ms", "end to end, p99 ms", 0),
 )
+FILE_WIDTH = 200  # characters; with rich's 80 the columns of several models are cut off
 _ENGINE_ROWS = (  # fact, heading, divisor, decimals
     ("peak_memory_bytes", "peak memory of all processes, GiB", 2**30, 2),
     ("weights_gib", "weights, GiB", 1, 2),
@@ -42,8 +45,12 @@ _ENGINE_ROWS = (  # fact, heading, divisor, decimals
 
 
 def plain_console() -> Console:
-    """Return a console that prints names and vLLM's errors as they are: neither [brackets] nor :colons: are markup."""
-    return Console(highlight=False, markup=False, emoji=False)
+    """Return a console that prints names and vLLM's errors as they are: neither [brackets] nor :colons: are markup.
+
+    In a file tables are as wide as they need.
+    """
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def print_report(results: Mapping[str, Any], console: Console) -> None:

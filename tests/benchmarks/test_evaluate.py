@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,22 @@ def test_a_task_is_evaluated_once(tiny: Path, piqa: Path, tmp_path: Path) -> Non
     assert sorted(results["ddp_vllm"]["answers"]["piqa"]) == [0.0, 1.0] and "answers" not in results
     assert "fatal" not in first.stderr  # git, outside a repository
     assert list((tmp_path / "out" / "tasks").iterdir()) == cached
+
+
+def test_as_many_rows_at_once_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM sets how torch may look for a GPU when it is imported; until then nobody looks."""
+    torch = pytest.importorskip("torch")
+
+    def choose(**settings: Any) -> int | str:
+        return evaluate._batch_size(EvalSettings(model="m", tasks=("piqa",), **settings))
+
+    for there, wanted in ((True, "auto"), (False, 8)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert choose() == wanted and choose(batch_size=3) == 3
+    monkeypatch.delattr(torch.cuda, "is_available")
+    for on_cpu, wanted in ((True, 8), (False, "auto")):
+        monkeypatch.setattr(evaluate, "runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        assert choose(backend="vllm") == wanted
 
 
 def test_a_task_of_a_hub_model_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
