@@ -21,7 +21,8 @@ class Batches:
     def __init__(self, blocks: torch.Tensor, recipe: Recipe, accelerator: Accelerator) -> None:
         self.blocks, self.size, self.accelerator = blocks, recipe.batch_size, accelerator
         in_flight = 8192 if accelerator.device.type == "cuda" else 1024  # tokens a forward pass
-        self.micro = recipe.micro_batch_size or max(1, in_flight // recipe.seq_len)
+        share = -(-recipe.batch_size // accelerator.num_processes)  # of a step's sequences
+        self.micro = recipe.micro_batch_size or min(share, max(1, in_flight // recipe.seq_len))
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
     def step(self, step: int) -> Iterator[list[int]]:

@@ -38,7 +38,10 @@ def train(
     model: Any = gated.model
     stock_attention = model.config._attn_implementation
     fitting = fit_activations(gated, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
-    batches.micro = recipe.micro_batch_size or fitting
+    if fitting < batches.micro and not recipe.micro_batch_size:
+        if accelerator.is_main_process:
+            run.say(f"memory is short: {fitting} sequences a forward pass instead of {batches.micro}")
+        batches.micro = fitting
     gradual = recipe.controller == "gradual"
     trainer = (Trainer if gradual else AnnealedTrainer)(gated, batches, recipe, accelerator)
     first, saved, saved_at = 0, load_run(run, accelerator), time.perf_counter()

@@ -1,6 +1,8 @@
 """Checkpointed layers run twice, count once, keep little, and give the same gradients."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from ddp_prune.activations import (
 )
 from ddp_prune.families import FAMILIES, dimensions_of
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.narrowing import NarrowLayers
+from ddp_prune.processes import USABLE
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
@@ -158,17 +162,40 @@ def test_keys_with_a_bias_stay_with_fused_attention() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def _run(gated: GatedModel, folder: Path, **settings: Any) -> Learned:
+    recipe = Recipe(model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, learning_rate=0.1, **settings)
+    return train(gated, TOKENS, recipe, Accelerator(cpu=True), RunState(folder, recipe), lambda _: None)
+
+
+def test_narrow_weights_must_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
+    for beside in (0, 10_000_000):
+        enough = math.ceil((copies + beside) / USABLE)
+        for free, fits in ((enough + 1, True), (enough - 2, False)):
+            monkeypatch.setattr(processes, "get_max_memory", lambda free=free: {"cpu": free})
+            assert NarrowLayers(gated.model, gated.family, gated.sizes).fits(Accelerator(cpu=True), beside) == fits
+
+
+def test_where_memory_is_short_a_step_is_cut_into_more_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    sizes: list[int] = []
+    gated.model.model.register_forward_pre_hook(lambda _module, inputs: sizes.append(len(inputs[0])))
+
+    def largest(name: str, **settings: Any) -> int:
+        sizes.clear()
+        _run(gated, tmp_path / name, **settings)
+        return max(sizes)
+
+    assert largest("usual") == 4  # no more than a step has, though 1,024 tokens would be 16
+    monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": 1000})
+    assert largest("short") == 1
+    assert largest("asked for", micro_batch_size=4) == 4
+
+
 def test_a_run_learns_the_same(gated: GatedModel, tmp_path: Path) -> None:
     """Gates, what was squared, and how often experts were chosen: nothing counts twice."""
-
-    def run(setting: str) -> Learned:
-        recipe = Recipe(
-            model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, learning_rate=0.1,
-            activation_checkpointing=setting,
-        )  # fmt: skip
-        return train(gated, TOKENS, recipe, Accelerator(cpu=True), RunState(tmp_path / setting, recipe), lambda _: None)
-
-    plain, again = run("off"), run("on")
+    plain, again = (_run(gated, tmp_path / setting, activation_checkpointing=setting) for setting in ("off", "on"))
     assert gated.model.config._attn_implementation == "sdpa"  # whatever learning chose
     for kind in gated.shapes:
         assert torch.equal(plain.gates[kind], again.gates[kind]) and torch.equal(plain.z[kind], again.z[kind])
