@@ -19,6 +19,7 @@ from ddp_benchmarks.results import main_metric, main_verdict, measured, sentence
 from ddp_benchmarks.tasks import TASKS
 from ddp_benchmarks.verdict import ratio_text, spread
 
+FILE_WIDTH = 200  # characters; with rich's 80 the columns of several models are cut off
 _ROWS = (  # metric, heading, decimals
     ("requests_per_second", "requests/s", 2),
     ("total_tokens_per_second", "tokens/s, total", 0),
@@ -33,7 +34,6 @@ _ROWS = (  # metric, heading, decimals
     ("p50_e2el_ms", "end to end, median ms", 0),
     ("p99_e2el_ms", "end to end, p99 ms", 0),
 )
-FILE_WIDTH = 200  # characters; with rich's 80 the columns of several models are cut off
 _ENGINE_ROWS = (  # fact, heading, divisor, decimals
     ("peak_memory_bytes", "peak memory of all processes, GiB", 2**30, 2),
     ("weights_gib", "weights, GiB", 1, 2),

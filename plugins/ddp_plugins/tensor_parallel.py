@@ -17,9 +17,7 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
-CPU_CHANNEL_BLOCK = (
-    128  # each different width is compiled for each new number of tokens: 30 widths become 9, not 14 (LOG)
-)
+CPU_CHANNEL_BLOCK = 128  # every width is compiled for every new number of tokens: 30 widths become 9, not 14 (LOG)
 MIN_WIDTH = 1024  # of a rank's share of the dense width; in a smaller model the zeros would weigh
 
 
