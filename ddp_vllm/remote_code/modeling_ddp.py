@@ -37,7 +37,8 @@ from .configuration_ddp import (
     DDPQwen3Config,
     DDPSmolLM3Config,
 )
-from .widths import LayerWidths, WidthsError, check_experts, check_shapes, folder_tensors, parse_layers
+from .tensors import TensorTable
+from .widths import LayerWidths, ModelWidths, WidthsError, folder_tensors
 
 
 class RemovedAttention(nn.Module):
@@ -111,12 +112,8 @@ def _resize(linear: nn.Linear, *, in_features: int | None = None, out_features: 
     )
 
 
-def narrow_layer(layer: Any, widths: LayerWidths, layer_idx: int) -> None:
+def narrow_layer(layer: Any, widths: LayerWidths, layer_idx: int, table: TensorTable) -> None:
     """Give one stock decoder layer the widths it has left, in place; a removed block takes its norms with it."""
-    attention_norms, mlp_norms = ["input_layernorm"], ["post_attention_layernorm"]
-    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma: a norm before and after each block
-        attention_norms, mlp_norms = attention_norms + mlp_norms, ["pre_feedforward_layernorm"]
-        mlp_norms += ["post_feedforward_layernorm"]
     if widths.num_kv_heads:
         narrow_attention(layer.self_attn, widths)
     else:
@@ -125,8 +122,9 @@ def narrow_layer(layer: Any, widths: LayerWidths, layer_idx: int) -> None:
         narrow_mlp(layer.mlp, widths.intermediate_size)
     else:
         layer.mlp = RemovedMLP()
-    for norm in attention_norms * (not widths.num_kv_heads) + mlp_norms * (not widths.intermediate_size):
-        setattr(layer, norm, nn.Identity())
+    for block, left in (("attn", widths.num_kv_heads), ("mlp", widths.intermediate_size)):
+        for norm in table.norms[block] if not left else ():
+            setattr(layer, norm, nn.Identity())
 
 
 def narrow_attention(attention: Any, widths: LayerWidths) -> None:
@@ -165,16 +163,17 @@ class NonUniform:
     config: PreTrainedConfig
     model: Any
 
-    @staticmethod
-    def narrow(layer: Any, widths: LayerWidths, layer_idx: int) -> None:
+    @classmethod
+    def narrow(cls, layer: Any, widths: LayerWidths, layer_idx: int, table: TensorTable) -> None:
         """Give one stock decoder layer the widths it has left, in place."""
-        narrow_layer(layer, widths, layer_idx)
+        narrow_layer(layer, widths, layer_idx, table)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
-            for index, widths in enumerate(_layers(config)):
-                self.narrow(self.model.layers[index], widths, index)
+            widths = _widths(config)
+            for index, layer in enumerate(widths.layers):
+                self.narrow(self.model.layers[index], layer, index, widths.table)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -185,13 +184,13 @@ class NonUniform:
         folder = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
         is_pruned = getattr(config, "ddp_layers", None) is not None
         if is_pruned and folder and any(folder.glob("model*.safetensors")):
-            layers = _layers(config)
-            check_experts(check_shapes(folder_tensors(folder), layers, config.head_dim), layers)
+            widths = _widths(config)
+            widths.check_complete(widths.checked(folder_tensors(folder)))
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, whose paged cache knows one number of KV heads. Raises: WidthsError if layers differ."""
-        counts = {widths.num_kv_heads for widths in _layers(self.config)}
+        counts = {layer.num_kv_heads for layer in _widths(self.config).layers}
         if len(counts) > 1:
             raise WidthsError("continuous batching wants as many KV heads in every layer; use generate() or vLLM")
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
@@ -200,9 +199,9 @@ class NonUniform:
         """Let transformers find the shape of a static cache when it sees the first keys, not in the config."""
 
 
-def _layers(config: Any) -> tuple[LayerWidths, ...]:
+def _widths(config: Any) -> ModelWidths:
     """Return the widths of a config; what is quantised while it is loaded was not when it was saved."""
-    return parse_layers(vars(config) | {"quantization_config": None})
+    return ModelWidths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
 
 
 class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):

@@ -39,7 +39,8 @@ from .configuration_ddp import (
     DeepseekConfig,
 )
 from .modeling_ddp import NonUniform
-from .widths import EXPERT_PROJECTIONS, LayerWidths, is_routed
+from .tensors import TensorTable, expert_names
+from .widths import LayerWidths, is_routed
 
 
 class RaggedExperts(nn.Module):
@@ -89,13 +90,11 @@ class RaggedExperts(nn.Module):
 class NonUniformExperts(NonUniform):
     """What every pruned mixture of experts shares."""
 
-    expert_names = EXPERT_PROJECTIONS[0]
-
     @classmethod
-    def narrow(cls, layer: Any, widths: LayerWidths, layer_idx: int) -> None:
+    def narrow(cls, layer: Any, widths: LayerWidths, layer_idx: int, table: TensorTable) -> None:
         """Give the routed experts of one stock decoder layer the widths they have left, in place."""
-        if widths.expert_intermediate_sizes is not None:
-            layer.mlp.experts = RaggedExperts(layer.mlp.experts, widths.expert_intermediate_sizes, cls.expert_names)
+        if (sizes := widths.expert_intermediate_sizes) is not None:
+            layer.mlp.experts = RaggedExperts(layer.mlp.experts, sizes, expert_names(table))
 
 
 class DDPQwen3MoeForCausalLM(NonUniformExperts, Qwen3MoeForCausalLM):
@@ -108,7 +107,6 @@ class DDPQwen2MoeForCausalLM(NonUniformExperts, Qwen2MoeForCausalLM):
 
 class DDPMixtralForCausalLM(NonUniformExperts, MixtralForCausalLM):
     config_class = DDPMixtralConfig
-    expert_names = EXPERT_PROJECTIONS[1]
 
 
 class DDPOlmoeForCausalLM(NonUniformExperts, OlmoeForCausalLM):

@@ -10,7 +10,7 @@ serves, next to each other in `q_proj`; an empty list means the layer has no att
 one width an expert, 0 for an expert that is gone: the router still scores it, tokens sent there get nothing from it.
 In such a model nothing else is pruned: attention, router, shared experts and MLPs without experts stay dense.
 
-This file travels inside checkpoints: standard library only.
+This file travels inside checkpoints: standard library and `tensors` only.
 """
 
 import json
@@ -21,16 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .tensors import TABLES, TensorTable, dense_type, layer_modules
+
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
 _OPTIONAL = (
     "num_key_value_heads", "hidden_size", "head_dim", "moe_intermediate_size", "sliding_window", *EXPERT_COUNT_KEYS
 )  # fmt: skip
-EXPERT_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second is Mixtral's
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(weight|bias)$")
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
+_TENSOR = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(\w+)$")
 _PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4 bits, NVFP4
-_INPUT_SIDE = ("o_proj", "down_proj", "w2")  # pruned along their inputs, the last axis of the weight
 
 
 class WidthsError(ValueError):
@@ -55,6 +54,15 @@ class LayerWidths:
     @property
     def num_kv_heads(self) -> int:
         return len(self.query_heads_per_kv_head)
+
+    def num_units(self, unit: str, expert: int = 0) -> int:
+        """Return how many units of a kind of `tensors.BLOCK_OF` are left, of channels of experts those of one."""
+        if unit == "expert_channel":
+            return (self.expert_intermediate_sizes or ())[expert]
+        counts = {
+            "query_head": self.num_query_heads, "kv_head": self.num_kv_heads, "channel": self.intermediate_size
+        }  # fmt: skip
+        return counts[unit]
 
     def splits_over(self, num_ranks: int) -> bool:
         """Say whether tensor parallelism over `num_ranks` devices needs no padding.
@@ -93,6 +101,11 @@ def dense_kv_heads(config: Mapping[str, Any]) -> int:
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Return the size of one attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
 def dense_expert_size(config: Mapping[str, Any]) -> int:
     """Return the channels of a routed expert of the dense model."""
     return int(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -107,20 +120,6 @@ def is_routed(config: Mapping[str, Any], index: int) -> bool:
         and index >= (config.get("first_k_dense_replace") or 0)
         and index % (config.get("moe_layer_freq") or 1) == 0
     )
-
-
-def tensor_parallel_sizes(layers: Sequence[LayerWidths], config: Mapping[str, Any]) -> list[int]:
-    """Return the tensor-parallel sizes at which vLLM takes the model as it is and no layer needs padding.
-
-    vLLM asks that the heads of the dense model, and the channels of its experts, divide.
-    """
-    heads, experts = config["num_attention_heads"], count_experts(config)
-    channels = dense_expert_size(config) if experts else 0
-    return [
-        size
-        for size in range(1, heads + 1)
-        if heads % size == 0 and channels % size == 0 and all(layer.splits_over(size) for layer in layers)
-    ]
 
 
 def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
@@ -226,87 +225,89 @@ def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
     return tuple(_integer(value, f"{where}[{i}]", low, high) for i, value in enumerate(values))
 
 
-def expected_width(name: str, layers: Sequence[LayerWidths], head_dim: int) -> tuple[int, int] | None:
-    """Return the axis of tensor `name` that pruning changes and its length, or None if pruning leaves it alone.
+@dataclass(frozen=True, kw_only=True)
+class ModelWidths:
+    """The widths of all layers beside the family's table of tensors: what every tensor must look like."""
 
-    `name` ends as in the dense family: `layers.3.self_attn.q_proj.weight`, `layers.3.mlp.experts.7.up_proj.weight`.
-    A block that is gone has length 0. Raises: WidthsError for a layer or expert that the widths do not know.
-    """
-    match = _LAYER.search(name)
-    if match is None:
-        return None
-    if int(match[1]) >= len(layers):
-        raise WidthsError(f"tensor {name} is of layer {match[1]}, but ddp_layers has {len(layers)} entries")
-    layer, module, kind = layers[int(match[1])], match[2], match[3]
-    projection = module.rsplit(".", 1)[-1]
-    if expert := _EXPERT.search(module):
-        sizes = layer.expert_intermediate_sizes or ()
-        if int(expert[1]) >= len(sizes):
-            raise WidthsError(f"tensor {name} is of expert {expert[1]}, but ddp_layers has {len(sizes)} in that layer")
-        length = sizes[int(expert[1])]
-    elif any(other.expert_intermediate_sizes is not None for other in layers):
-        return None  # in a mixture of experts only the experts are pruned
-    elif projection in ("q_proj", "o_proj"):
-        length = layer.num_query_heads * head_dim
-    elif projection in ("k_proj", "v_proj"):
-        length = layer.num_kv_heads * head_dim
-    elif projection == "qkv_proj":
-        length = (layer.num_query_heads + 2 * layer.num_kv_heads) * head_dim
-    elif module in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
-        length = layer.intermediate_size
-    elif module == "mlp.gate_up_proj":
-        length = 2 * layer.intermediate_size
-    else:
-        return None
-    if projection not in _INPUT_SIDE or length == 0:
-        return 0, length
-    return (1, length) if kind == "weight" else None  # an output bias is as long as the hidden state
+    table: TensorTable
+    layers: tuple[LayerWidths, ...]
+    head_dim: int
 
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "ModelWidths":
+        """Read a pruned config, as plain data. Raises: WidthsError as `parse_layers`, and of an unknown family."""
+        table = TABLES.get(dense_type(config))
+        if table is None:
+            raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
+        layers = parse_layers(config)
+        return cls(table=table, layers=layers, head_dim=head_dim(config))
 
-def check_shapes(
-    tensors: Iterable[tuple[str, Sequence[int], str]], layers: Sequence[LayerWidths], head_dim: int
-) -> Iterator[str]:
-    """Yield each tensor name after checking its shape against the widths.
+    def expected(self, name: str) -> tuple[int, int] | None:
+        """Return the axis of tensor `name` that pruning changes and its length, or None if pruning leaves it alone.
 
-    tensors: name, shape and number format, as safetensors or torch write it. Packed quantised weights, whose bytes
-        hold several numbers each, may have any shape: their quantiser checks it.
-    Raises: WidthsError, naming the tensor, its length and the length the widths ask for.
-    """
-    for name, shape, dtype in tensors:
-        expected = expected_width(name, layers, head_dim)
-        if expected is not None:
-            axis, length = expected
+        `name` is as on disk: `model.layers.3.self_attn.q_proj.weight`. A block that is gone has length 0.
+        Raises: WidthsError for a layer or expert that the widths do not know.
+        """
+        match = _TENSOR.search(name)
+        if match is None or match[3] not in ("weight", "bias") or (found := self.table.find(match[2])) is None:
+            return None
+        if int(match[1]) >= len(self.layers):
+            raise WidthsError(f"tensor {name} is of layer {match[1]}, but ddp_layers has {len(self.layers)} entries")
+        layer, (projection, expert) = self.layers[int(match[1])], found
+        if projection.block == "experts" and expert >= len(layer.expert_intermediate_sizes or ()):
+            sizes = layer.expert_intermediate_sizes or ()
+            raise WidthsError(f"tensor {name} is of expert {expert}, but ddp_layers has {len(sizes)} in that layer")
+        numbers = self.head_dim if projection.block == "attn" else 1  # a unit has along the axis
+        length = numbers * sum(layer.num_units(unit, expert) for unit in projection.units)
+        if projection.axis == 1 and match[3] == "bias" and length:
+            return None  # as long as the hidden state
+        return (projection.axis if length else 0), length
+
+    def checked(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> Iterator[str]:
+        """Yield each tensor's name after checking its shape.
+
+        tensors: name, shape and number format, as safetensors or torch write it. Packed quantised weights, whose bytes
+            hold several numbers each, may have any shape: their quantiser checks it.
+        Raises: WidthsError, naming the tensor, its length and the length the widths ask for.
+        """
+        for name, shape, dtype in tensors:
+            axis, length = self.expected(name) or (0, None)
             if length == 0:
                 raise WidthsError(
                     f"tensor {name} belongs to a block that ddp_layers says is gone; run ddp-vllm apply again"
                 )
-            if dtype not in _PACKED and (axis >= len(shape) or shape[axis] != length):
+            if length is not None and dtype not in _PACKED and (axis >= len(shape) or shape[axis] != length):
                 raise WidthsError(
                     f"tensor {name} has shape {list(shape)}, but ddp_layers asks for {length} along axis {axis}; "
                     "config.json and the weights are of different checkpoints"
                 )
-        yield name
+            yield name
 
+    def check_complete(self, names: Iterable[str]) -> None:
+        """Refuse a checkpoint in which a layer lacks a module of the table, or one that layers like it have.
 
-def check_experts(names: Iterable[str], layers: Sequence[LayerWidths]) -> None:
-    """Check that every expert with a width has its three projections.
-
-    Raises: WidthsError, naming the first tensor that is missing.
-    """
-    found: dict[tuple[int, int], set[str]] = {}
-    for name in names:
-        match = _LAYER.search(name)
-        if match and match[3] == "weight" and (expert := _EXPERT.search(match[2])):
-            found.setdefault((int(match[1]), int(expert[1])), set()).add(expert[2])
-    styles = (style for style in EXPERT_PROJECTIONS if all(parts <= set(style) for parts in found.values()))
-    projections = next(styles, EXPERT_PROJECTIONS[0])
-    for index, layer in enumerate(layers):
-        for expert_id, width in enumerate(layer.expert_intermediate_sizes or ()):
-            missing = [name for name in projections if name not in found.get((index, expert_id), ())]
-            if width and missing:
+        names: of all tensors, as on disk. Raises: WidthsError, naming the first layer and module.
+        """
+        present: list[set[str]] = [set() for _ in self.layers]
+        for name in names:
+            if (match := _TENSOR.search(name)) and int(match[1]) < len(present):
+                present[int(match[1])] |= {match[2]} | ({f"{match[2]}.bias"} if match[3] == "bias" else set())
+        alike: dict[bool, set[str]] = {True: set(), False: set()}  # with routed experts and without
+        for layer, modules in zip(self.layers, present, strict=True):
+            alike[layer.expert_intermediate_sizes is not None] |= {m for m in modules if ".experts." not in m}
+        for index, (layer, modules) in enumerate(zip(self.layers, present, strict=True)):
+            routed = layer.expert_intermediate_sizes is not None
+            blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size or int(routed)}
+            gone = [f"{part}." for block, part in (("attn", "self_attn"), ("mlp", "mlp")) if not blocks[block]]
+            gone += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
+            needed = {m for m in alike[routed] if not f"{m}.".startswith(tuple(gone))}
+            needed |= set(layer_modules(self.table, blocks))
+            for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
+                needed |= {each.name.format(expert) for each in self.table.projections if width}
+            if missing := needed - modules:
                 raise WidthsError(
-                    f"layer {index} lacks the tensor experts.{expert_id}.{missing[0]}.weight, though ddp_layers gives "
-                    f"that expert {width} channels; copy the whole folder or run ddp-vllm apply again"
+                    f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); copy the "
+                    "whole folder, or run ddp-vllm apply again"
                 )
 
 

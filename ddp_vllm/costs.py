@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ddp_vllm.checkpoint import MODEL_TYPE_PREFIX, head_dim
-from ddp_vllm.remote_code.widths import LayerWidths, count_experts, dense_expert_size, dense_kv_heads, is_routed
+from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
+from ddp_vllm.remote_code.widths import LayerWidths, count_experts, head_dim
 
 KV_ELEMENT_BYTES = 2
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")  # on disk one tensor an expert, in memory stacked
@@ -40,31 +40,27 @@ class Prices:
 def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
-    A query head has head_dim rows of q and columns of o, a KV head head_dim rows of k and v, a channel a row of gate
-    and up and a column of down. `names` are the tensors of the model, which tell what has a bias; `context` is the
-    number of tokens attended to.
+    What a unit has of each projection is in the family's table of tensors. `names` are the tensors of the model, which
+    tell what has a bias; `context` is the number of tokens attended to.
     """
-    hidden, size = config["hidden_size"], head_dim(config)
-    biases = {name.split(".")[-2] for name in names if name.endswith(".bias")}
+    size = head_dim(config)
     if budget == "kv-bytes":
         return [Prices(kv_head=2.0 * size * KV_ELEMENT_BYTES)] * config["num_hidden_layers"]
+    biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
+    weights, biases = dict.fromkeys(BLOCK_OF, 0.0), dict.fromkeys(BLOCK_OF, 0.0)  # numbers a unit has
+    for projection in TABLES[dense_type(config)].projections:
+        numbers = size if projection.block == "attn" else 1  # along the axis
+        has_bias = projection.axis == 0 and projection.name.rpartition(".")[2] in biased
+        for unit in projection.units:
+            weights[unit] += numbers * config["hidden_size"]
+            biases[unit] += numbers * has_bias
     if budget == "params":
-        layer = Prices(
-            query_head=size * (2.0 * hidden + ("q_proj" in biases)),
-            kv_head=size * (2.0 * hidden + ("k_proj" in biases) + ("v_proj" in biases)),
-            channel=3.0 * hidden + ("gate_proj" in biases) + ("up_proj" in biases),
-            expert_channel=3.0 * hidden,
-        )
-        return [layer] * config["num_hidden_layers"]
+        return [Prices(**{unit: weights[unit] + biases[unit] for unit in BLOCK_OF})] * config["num_hidden_layers"]
     assert budget == "flops"  # two a weight; a query head also meets each key and each value
+    flops = {unit: 2.0 * number for unit, number in weights.items()}
+    flops["expert_channel"] *= _share_of_experts(config)
     return [
-        Prices(
-            query_head=4.0 * size * (hidden + seen),
-            kv_head=4.0 * size * hidden,
-            channel=6.0 * hidden,
-            expert_channel=6.0 * hidden * _share_of_experts(config),
-        )
-        for seen in attended(config, context)
+        Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * seen}) for seen in attended(config, context)
     ]
 
 
@@ -96,27 +92,13 @@ def whole_model(
     return 2.0 * (weights + both * sum(tokens * widths.num_query_heads for tokens, widths in seen))
 
 
-def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
-    """Return the widths of the dense model that a config states."""
-    heads, experts = config["num_attention_heads"], count_experts(config)
-    kv_heads, width = dense_kv_heads(config), dense_expert_size(config)
-    return [
-        LayerWidths(
-            query_heads_per_kv_head=(heads // kv_heads,) * kv_heads,
-            intermediate_size=0 if is_routed(config, index) else config["intermediate_size"],
-            expert_intermediate_sizes=(width,) * experts if is_routed(config, index) else None,
-        )
-        for index in range(config["num_hidden_layers"])
-    ]
-
-
 def attended(config: Mapping[str, Any], context: int) -> list[int]:
     """Return how many tokens each layer attends to: `context`, or its sliding window if that is shorter."""
     num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         from transformers import CONFIG_MAPPING
 
-        model_type = str(config["model_type"]).removeprefix(MODEL_TYPE_PREFIX)
+        model_type = dense_type(config)
         if model_type in CONFIG_MAPPING:  # older config files leave it to the class to say which layers have windows
             kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None

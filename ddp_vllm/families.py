@@ -1,111 +1,72 @@
-"""One row a model family: where its gates attach, and what is sliced with what.
+"""One row a model family: what can be pruned, and what would not survive it.
 
 A gate scales what one unit adds to the residual stream, so it sits on the input of the projection that adds it:
-`attention_output` for heads, `mlp_output` for channels. Removing the unit removes the rows of the projections that
-make it and the columns of the projection that adds it. In a mixture of experts the units are the channels of each
-routed expert, and nothing else is pruned. To add a family: one row here, its configuration and model in
-`ddp_vllm/remote_code/`, its row in `plugins/ddp_plugins/dense.py` or `moe.py`.
+`o_proj` for heads, `down_proj` for channels. Removing the unit removes the rows of the projections that make it and the
+columns of the projection that adds it (`remote_code/tensors.py`). In a mixture of experts the units are the channels of
+each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ddp_vllm.checkpoint import head_dim
 from ddp_vllm.errors import ModelError
+from ddp_vllm.remote_code.tensors import TABLES, TensorTable
 from ddp_vllm.remote_code.widths import (
+    LayerWidths,
     WidthsError,
     check_routing,
     count_experts,
     dense_expert_size,
     dense_kv_heads,
+    head_dim,
     is_routed,
 )
 
 EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer, whatever the names on disk
-
-
-SEPARATE_ROWS = {
-    "self_attn.q_proj": ("query",),
-    "self_attn.k_proj": ("key",),
-    "self_attn.v_proj": ("key",),
-    "mlp.gate_proj": ("channel",),
-    "mlp.up_proj": ("channel",),
+FAMILIES = {  # model_type of the dense config -> what its classes are called in remote code and in vLLM's plugin
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "phi3": "Phi3",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen2_moe": "Qwen2Moe",
+    "mixtral": "Mixtral",
+    "olmoe": "Olmoe",
+    "deepseek": "Deepseek",
+    "deepseek_v2": "DeepseekV2",
 }
-FUSED_ROWS = {"self_attn.qkv_proj": ("query", "key", "key"), "mlp.gate_up_proj": ("channel", "channel")}  # Phi-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Names of the modules that a family's gates touch, relative to a decoder layer."""
+    """A model family that can be pruned."""
 
-    pruned_architecture: str
-    """Class in `remote_code/modeling_ddp.py` and in vLLM's plugin."""
-    pruned_config: str
-    """Class in `remote_code/configuration_ddp.py`."""
-    layers: str = "model.layers"
-    rows: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SEPARATE_ROWS)
-    """Projections -> what lies along their rows, in order: `query` (head_dim rows a query head), `key` (head_dim rows
-    a KV head; values too) or `channel` (a row a channel)."""
-    attention_output: str = "self_attn.o_proj"
-    """Projection with one block of head_dim columns a query head."""
-    attention_norms: tuple[str, ...] = ("input_layernorm",)
-    """Go when the attention goes."""
-    mlp_output: str = "mlp.down_proj"
-    """Projection with one column a channel."""
-    mlp_norms: tuple[str, ...] = ("post_attention_layernorm",)
-    """Go when the MLP goes."""
-    expert_rows: tuple[str, ...] = ()
-    """On disk, projections of expert `{}` with one row a channel; empty: the family has no routed experts."""
-    expert_output: str = ""
-    """On disk, the projection of expert `{}` with one column a channel."""
+    name: str
+    """As in the names of its classes."""
+    tensors: TensorTable
+
+    @property
+    def pruned_architecture(self) -> str:
+        """Class in `remote_code`, and in vLLM's plugin."""
+        return f"DDP{self.name}ForCausalLM"
+
+    @property
+    def pruned_config(self) -> str:
+        """Class in `remote_code/configuration_ddp.py`."""
+        return f"DDP{self.name}Config"
 
     @property
     def modeling_file(self) -> str:
         """File of `remote_code/` that holds `pruned_architecture`."""
-        return "modeling_ddp_moe" if self.expert_rows else "modeling_ddp"
+        return "modeling_ddp_moe" if self.tensors.has_experts else "modeling_ddp"
 
 
-def _dense(name: str, **differences: Any) -> Family:
-    return Family(
-        pruned_architecture=f"DDP{name}ForCausalLM",
-        pruned_config=f"DDP{name}Config",
-        **differences,
-    )
-
-
-def _experts(
-    name: str, *, module: str = EXPERTS, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> Family:
-    return Family(
-        pruned_architecture=f"DDP{name}ForCausalLM",
-        pruned_config=f"DDP{name}Config",
-        expert_rows=(f"{module}.{{}}.{gate}", f"{module}.{{}}.{up}"),
-        expert_output=f"{module}.{{}}.{down}",
-    )
-
-
-NORMS_AROUND_BLOCKS = {  # Gemma: one before and one after each block
-    "attention_norms": ("input_layernorm", "post_attention_layernorm"),
-    "mlp_norms": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-}
-FAMILIES = {  # model_type of the dense config -> row
-    "llama": _dense("Llama"),
-    "mistral": _dense("Mistral"),
-    "qwen2": _dense("Qwen2"),
-    "qwen3": _dense("Qwen3"),
-    "smollm3": _dense("SmolLM3"),
-    "granite": _dense("Granite"),
-    "gemma2": _dense("Gemma2", **NORMS_AROUND_BLOCKS),
-    "gemma3_text": _dense("Gemma3", **NORMS_AROUND_BLOCKS),
-    "phi3": _dense("Phi3", rows=FUSED_ROWS),
-    "qwen3_moe": _experts("Qwen3Moe"),
-    "qwen2_moe": _experts("Qwen2Moe"),
-    "mixtral": _experts("Mixtral", module="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
-    "olmoe": _experts("Olmoe"),
-    "deepseek": _experts("Deepseek"),
-    "deepseek_v2": _experts("DeepseekV2"),
-}
 REFUSED = {  # model_type -> the feature that pruning, plain transformers or vLLM would not survive
     "olmo2": "its q/k norm spans all heads, so removing one changes the others",
     "olmo3": "its q/k norm spans all heads, so removing one changes the others",
@@ -145,7 +106,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "prune the unquantised checkpoint"
         )
     _check_features(model_type, config)
-    return FAMILIES[model_type]
+    return Family(name=FAMILIES[model_type], tensors=TABLES[model_type])
 
 
 def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
@@ -175,9 +136,19 @@ class Dimensions:
     """Layers with routed experts."""
 
     @property
-    def group_size(self) -> int:
-        """Query heads a KV head serves."""
+    def queries_per_kv(self) -> int:
+        """Query heads that a KV head serves."""
         return self.num_query_heads // self.num_kv_heads
+
+    def units_in(self, unit: str) -> int:
+        """Return how many units of a kind of `tensors.BLOCK_OF` a layer, or an expert, of the dense model has."""
+        counts = {
+            "query_head": self.num_query_heads,
+            "kv_head": self.num_kv_heads,
+            "channel": self.intermediate_size,
+            "expert_channel": self.expert_intermediate_size,
+        }
+        return counts[unit]
 
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
@@ -218,4 +189,26 @@ def choose_head_unit(requested: str, sizes: Dimensions) -> str:
     """Resolve `auto`: KV groups where several query heads share a KV head, query heads otherwise."""
     if requested != "auto":
         return requested
-    return "kv-group" if sizes.group_size > 1 else "query-head"
+    return "kv-group" if sizes.queries_per_kv > 1 else "query-head"
+
+
+def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
+    """Return [L, U] of every module type; [L, E, C] of the experts, which are all that a mixture of experts prunes."""
+    if sizes.num_experts:
+        return {"experts": (len(sizes.routed_layers), sizes.num_experts, sizes.expert_intermediate_size)}
+    heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
+    return {"attn": (sizes.num_layers, heads), "mlp": (sizes.num_layers, sizes.intermediate_size)}
+
+
+def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
+    """Return the widths of the dense model that a config states."""
+    heads, experts = config["num_attention_heads"], count_experts(config)
+    kv_heads, width = dense_kv_heads(config), dense_expert_size(config)
+    return [
+        LayerWidths(
+            query_heads_per_kv_head=(heads // kv_heads,) * kv_heads,
+            intermediate_size=0 if is_routed(config, index) else config["intermediate_size"],
+            expert_intermediate_sizes=(width,) * experts if is_routed(config, index) else None,
+        )
+        for index in range(config["num_hidden_layers"])
+    ]

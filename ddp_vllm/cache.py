@@ -1,0 +1,37 @@
+"""Where downloads, tokens and compiled kernels are kept; importing this costs nothing, so vLLM's workers can."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from ddp_vllm.errors import OutputError
+
+
+def cache_folder() -> Path:
+    """Return the folder downloads are kept in: $DDP_VLLM_CACHE, or ddp-vllm under the user's cache folder.
+
+    Raises: OutputError where the user has no home folder.
+    """
+    if chosen := os.environ.get("DDP_VLLM_CACHE"):
+        return Path(chosen)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp-vllm"
+    except RuntimeError as error:
+        raise unwritable_cache("ddp-vllm", error) from error
+
+
+def check_cache() -> None:
+    """Try to write to the cache, before any work is done. Raises: OutputError."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise unwritable_cache(folder, error) from error
+
+
+def unwritable_cache(folder: Path | str, error: Exception) -> OutputError:
+    """Return what to raise instead of `error`."""
+    return OutputError(
+        f"the cache {folder} cannot be written ({error}); make room there, or set DDP_VLLM_CACHE to another folder"
+    )

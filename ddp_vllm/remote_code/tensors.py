@@ -1,0 +1,150 @@
+"""Which tensors pruning changes, family by family: the one table that is checked, cut, padded and priced by.
+
+A projection has units along one axis of its weight: its rows make them (axis 0), or its columns take them in (axis 1).
+A unit is a query head, a KV head, an MLP channel, or a channel of a routed expert. Units of one block go together with
+its norms when nothing of the block is left.
+
+This file travels inside checkpoints: standard library only.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LAYERS = "model.layers"
+"""Where every family keeps its decoder layers, on disk and in transformers."""
+MODEL_TYPE_PREFIX = "ddp_"
+BLOCK_OF = {"query_head": "attn", "kv_head": "attn", "channel": "mlp", "expert_channel": "experts"}
+"""Unit -> the block it belongs to, which is also the module type of its masks."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """One linear layer whose weight `[out, in]` has units along `axis`."""
+
+    name: str
+    """Module on disk, relative to its decoder layer; `{}` stands for the number of an expert."""
+    axis: int
+    """0 where units are outputs, whose bias is cut with them; 1 where they are inputs."""
+    units: tuple[str, ...]
+    """What lies along the axis, in order: one run of all the layer's units of a kind after another."""
+
+    @property
+    def block(self) -> str:
+        """`attn`, `mlp` or `experts`."""
+        return BLOCK_OF[self.units[0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorTable:
+    """What pruning changes in a decoder layer of one family."""
+
+    projections: tuple[Projection, ...]
+    norms: Mapping[str, tuple[str, ...]]
+    """Block -> the norms that go with it."""
+
+    def output(self, block: str) -> Projection:
+        """Return the projection by which a block adds to the residual stream; its input is what gates scale."""
+        return next(each for each in self.projections if each.block == block and each.axis == 1)
+
+    def inputs(self, block: str) -> tuple[Projection, ...]:
+        """Return the projections that make a block's units."""
+        return tuple(each for each in self.projections if each.block == block and each.axis == 0)
+
+    def find(self, module: str) -> tuple[Projection, int] | None:
+        """Return the projection called `module`, relative to its layer, and the expert's number (0 without one)."""
+        expert = _EXPERT.fullmatch(module)
+        name, number = (f"{expert[1]}.{{}}.{expert[3]}", int(expert[2])) if expert else (module, 0)
+        return next(((each, number) for each in self.projections if each.name == name), None)
+
+    @property
+    def has_experts(self) -> bool:
+        """Routed experts are pruned, and nothing else."""
+        return any(each.block == "experts" for each in self.projections)
+
+
+def _rows(name: str, *units: str) -> Projection:
+    return Projection(name=name, axis=0, units=units)
+
+
+def _columns(name: str, unit: str) -> Projection:
+    return Projection(name=name, axis=1, units=(unit,))
+
+
+_OUTPUTS = (_columns("self_attn.o_proj", "query_head"), _columns("mlp.down_proj", "channel"))
+_SEPARATE = (
+    _rows("self_attn.q_proj", "query_head"),
+    _rows("self_attn.k_proj", "kv_head"),
+    _rows("self_attn.v_proj", "kv_head"),
+    _rows("mlp.gate_proj", "channel"),
+    _rows("mlp.up_proj", "channel"),
+    *_OUTPUTS,
+)
+_FUSED = (
+    _rows("self_attn.qkv_proj", "query_head", "kv_head", "kv_head"),
+    _rows("mlp.gate_up_proj", "channel", "channel"),
+    *_OUTPUTS,
+)
+_NORMS = {"attn": ("input_layernorm",), "mlp": ("post_attention_layernorm",)}
+_NORMS_AROUND = {  # Gemma: one before and one after each block
+    "attn": ("input_layernorm", "post_attention_layernorm"),
+    "mlp": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+
+
+def _experts(module: str, gate: str, up: str, down: str) -> TensorTable:
+    gate, up, down = (f"{module}.{{}}.{name}" for name in (gate, up, down))
+    unit = "expert_channel"
+    return TensorTable(projections=(_rows(gate, unit), _rows(up, unit), _columns(down, unit)), norms={})
+
+
+DENSE = TensorTable(projections=_SEPARATE, norms=_NORMS)
+NORMS_AROUND = TensorTable(projections=_SEPARATE, norms=_NORMS_AROUND)
+FUSED = TensorTable(projections=_FUSED, norms=_NORMS)
+EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
+MIXTRAL = _experts("block_sparse_moe.experts", "w1", "w3", "w2")
+
+TABLES: dict[str, TensorTable] = {  # model_type of the dense config -> table
+    "llama": DENSE,
+    "mistral": DENSE,
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+    "smollm3": DENSE,
+    "granite": DENSE,
+    "gemma2": NORMS_AROUND,
+    "gemma3_text": NORMS_AROUND,
+    "phi3": FUSED,
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "mixtral": MIXTRAL,
+    "olmoe": EXPERTS,
+    "deepseek": EXPERTS,
+    "deepseek_v2": EXPERTS,
+}
+
+
+def dense_type(config: Mapping[str, Any]) -> str:
+    """Return the model type of the dense family, from a dense or a pruned config."""
+    return str(config.get("model_type")).removeprefix(MODEL_TYPE_PREFIX)
+
+
+def expert_names(table: TensorTable) -> tuple[str, str, str]:
+    """Return the names on disk of an expert's gate, up and down projection, without what stands before them."""
+    gate, up, down = (each.name.rpartition(".")[2] for each in table.projections)
+    return gate, up, down
+
+
+def layer_modules(table: TensorTable, blocks: Mapping[str, int]) -> Iterator[str]:
+    """Yield the modules of the table that a layer must have, relative to it.
+
+    blocks: how many units of each block it has left; for `experts` the number of one expert's channels is asked for
+        elsewhere, and none is yielded.
+    """
+    for projection in table.projections:
+        if projection.block != "experts" and blocks[projection.block]:
+            yield projection.name
+    for block, norms in table.norms.items():
+        if blocks[block]:
+            yield from norms
