@@ -49,7 +49,7 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
     weights, biases = dict.fromkeys(BLOCK_OF, 0.0), dict.fromkeys(BLOCK_OF, 0.0)  # numbers a unit has
     for projection in TABLES[dense_type(config)].projections:
-        numbers = size if projection.block == "attn" else 1  # along the axis
+        numbers = projection.unit_size(size)
         has_bias = projection.axis == 0 and projection.name.rpartition(".")[2] in biased
         for unit in projection.units:
             weights[unit] += numbers * config["hidden_size"]

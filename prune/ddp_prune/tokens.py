@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from ddp_vllm.registry import cache_folder, check_cache, unwritable_cache
 from jinja2 import TemplateError
 
 from ddp_vllm.errors import ModelError, TextError
-from ddp_vllm.registry import cache_folder, check_cache, unwritable_cache
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
