@@ -15,9 +15,10 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from ddp_vllm.checkpoint import atomic_folder, check_output, is_mask, lock, read_checkpoint
+from ddp_vllm.checkpoint import is_mask, lock, read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
+from ddp_vllm.output import atomic_folder, check_output
 
 LAYERS = [
     {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
@@ -227,7 +228,7 @@ def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ddp_vllm.checkpoint import atomic_folder
+from ddp_vllm.output import atomic_folder
 with atomic_folder(Path(sys.argv[1])) as folder:
     (folder / "half").mkdir()
     (folder / "half" / "model.safetensors").write_bytes(bytes(1000))

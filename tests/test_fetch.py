@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
-from ddp_vllm.registry import cache_folder, fetch_conversations
+from ddp_vllm.fetch import fetch_conversations
 
 ROWS = [{"id": str(number), "conversations": [{"from": "human", "value": f"Frage {number}: wär’s so?"}]}
         for number in range(3)]  # fmt: skip

@@ -75,7 +75,7 @@ def prune(
     """
     recipe = load_recipe(recipe_file, _settings(**settings) | {"model": model})
     check_output(output, overwrite=overwrite)
-    # OpenMP threads that spin while they wait slow a step several times over beside another busy process (log)
+    # OpenMP threads that spin while they wait slow a step several times over beside another busy process (log 3)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
 

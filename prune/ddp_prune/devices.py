@@ -57,7 +57,7 @@ def fit_activations(gated: GatedModel, setting: str, num_sequences: int, seq_len
 def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
     """Let short sequences in bfloat16 on a CPU write attention's weights down: its fused kernel is slow backward there.
 
-    Not where keys have a bias, as Qwen2's: their large products lose too much in bfloat16 (log).
+    Not where keys have a bias, as Qwen2's: their large products lose too much in bfloat16 (log 48).
     """
     short = device.type == "cpu" and model.dtype == torch.bfloat16 and seq_len <= EAGER_TOKENS
     biased = any(name.endswith("k_proj.bias") for name, _ in model.named_parameters())

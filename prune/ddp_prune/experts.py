@@ -2,7 +2,7 @@
 
 Every expert's intermediate activation is multiplied by its own gates before the down projection. Weights are frozen
 and get no gradient; gates are never folded while learning, which would make a gradient as large as the weights.
-Memory: what a layer keeps for backward is 4·C + H numbers a slot (log).
+Memory: what a layer keeps for backward is 4·C + H numbers a slot (log 10).
 Legend: T tokens, K experts a token is sent to, S = T·K slots sorted by expert; E experts, C channels of an expert;
 L layers with experts.
 """

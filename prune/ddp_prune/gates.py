@@ -19,7 +19,7 @@ from ddp_vllm.families import EXPERTS, Dimensions, Family, unit_shapes
 from ddp_vllm.remote_code.tensors import LAYERS, Projection
 
 Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], or "experts" [L, E, C] alone
-CHANNEL_BLOCK = 64  # narrow widths are multiples: kernels like them, and a CPU compiles one for each it meets (log)
+CHANNEL_BLOCK = 64  # narrow widths are multiples: kernels like them, and a CPU compiles one for each it meets (log 29)
 DENSE_BLOCKS = ("attn", "mlp")
 
 

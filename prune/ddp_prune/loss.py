@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ddp_prune.gates import GatedModel, Masks
 
 # Of one float32 copy of logits; logits and probabilities of student and teacher are four. Smaller chunks are slower on
-# a CPU (log); a GPU wants some 300 tokens a product to be busy with arithmetic rather than with reading the head.
+# a CPU (log 54); a GPU wants some 300 tokens a product to be busy with arithmetic rather than with reading the head.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 20 << 20, 256 << 20
 
 

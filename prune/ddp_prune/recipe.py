@@ -25,6 +25,31 @@ CHOICES = {
 }
 
 
+def _check_types(settings: Any) -> None:
+    """Refuse values of another type, and numbers that are none; whole numbers will do for floats."""
+    for field in dataclasses.fields(settings):
+        value: Any = getattr(settings, field.name)
+        kind = field.type
+        assert isinstance(kind, type)
+        if kind is float and type(value) is int:
+            value = value if value.bit_length() > 1000 else float(value)  # larger ones no float holds
+            object.__setattr__(settings, field.name, value)
+        if type(value) is not kind:
+            raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingError(f"{field.name} is {value}; it must be a finite number")
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if value < low:
+        raise SettingError(f"{name} is {value}; it must be at least {low}")
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlmSettings:
     """The paper's search, `controller = "alm"`; in a recipe file the table `[alm]`."""
@@ -99,8 +124,8 @@ class Recipe:
 
     controller: str = "gradual"
     """How the search comes down to the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, worst
-    first by Fisher information and scale, while the scales of the others are learned; better in short runs. `alm` has
-    the paper's surrogate and multipliers, which need about 1,000 steps."""
+    first by Fisher information and scale, while the scales of the others are learned; better in short runs (log 30).
+    `alm` has the paper's surrogate and multipliers, which need about 1,000 steps."""
     polish: float = 0.35
     """Last fraction of the steps, in which only the scales of what is kept are learned. 0 is the paper's single phase.
     Ours; the fraction was not tuned."""
@@ -159,31 +184,6 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain data, as they are saved."""
         return dataclasses.asdict(self)
-
-
-def _check_types(settings: Any) -> None:
-    """Refuse values of another type, and numbers that are none; whole numbers will do for floats."""
-    for field in dataclasses.fields(settings):
-        value: Any = getattr(settings, field.name)
-        kind = field.type
-        assert isinstance(kind, type)
-        if kind is float and type(value) is int:
-            value = value if value.bit_length() > 1000 else float(value)  # larger ones no float holds
-            object.__setattr__(settings, field.name, value)
-        if type(value) is not kind:
-            raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")
-        if kind is float and not math.isfinite(value):
-            raise SettingError(f"{field.name} is {value}; it must be a finite number")
-
-
-def _at_least(name: str, value: float, low: float) -> None:
-    if value < low:
-        raise SettingError(f"{name} is {value}; it must be at least {low}")
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
 
 
 def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:

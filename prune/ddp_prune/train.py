@@ -27,7 +27,7 @@ from ddp_vllm.errors import TrainingError
 SAVE_SECONDS = 600.0  # a step of the paper's 16 sequences of 2,048 tokens takes minutes on a CPU
 TEACHER_CACHE_BYTES = 4 << 30  # of a process's host memory, for hidden states of text that is gone over again
 KEPT_FLOOR = 0.05  # lowest scale of a unit that stays; at 0 it would be lost to the budget
-PRIOR_PRECISION = 50.0  # of scales before any token is seen: within 0.14 of 1. 10 did worse on other text (log)
+PRIOR_PRECISION = 50.0  # of scales before any token is seen: within 0.14 of 1. 10 did worse on other text (log 36)
 PRIOR_SHARE = 1 / 20  # of the run's tokens, taken for seen already, with every scale at 1
 REVIVED = 0.5  # scale of a unit that comes back because rounding needs it, if the search left it none
 
@@ -308,7 +308,7 @@ def natural_step(
     A natural gradient step without a rate to choose (arXiv:1703.00209), as under a normal prior around its first value
     and a likelihood taken as quadratic. The precision is that of the prior and the squared gradients of the tokens so
     far; the prior is worth PRIOR_PRECISION and `assumed` times as many tokens as were seen. Without these the first
-    steps believe the noise of a few hundred tokens (log). Tensors are of one shape, and sums over tokens, not means.
+    steps believe the noise of a few hundred tokens (log 36). Tensors are of one shape, and sums over tokens, not means.
     """
     return z - gradient / (PRIOR_PRECISION + (1.0 + assumed) * information)
 

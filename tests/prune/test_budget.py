@@ -7,15 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_prune.budget import (
-    AugmentedLagrangian,
-    highest_worth,
-    hold_budget,
-    keep_schedule,
-    kept_share,
-    share_leftover,
-)
-from ddp_prune.gates import gate, retention_score, sharpness_at
+from ddp_prune.alm import AugmentedLagrangian, gate, retention_score, sharpness_at
+from ddp_prune.budget import highest_worth, hold_budget, keep_schedule, kept_share, share_leftover
 
 
 @given(st.floats(0.1, 0.95), st.floats(0.05, 0.5), st.booleans(), st.booleans(), st.integers(0, 2**31))

@@ -8,7 +8,8 @@ from test_families import CASES, SIZES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config
 
-from ddp_prune.costs import attended, dense_layers, prices, whole_model
+from ddp_vllm.costs import attended, prices, whole_model
+from ddp_vllm.families import dense_layers
 
 CONTEXT = 9  # tokens attended to, the newest among them; longer than the windows of 6
 MODELS = {

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from baselines import ExpertUse, measure_experts
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from ddp_prune.baselines import ExpertUse, measure_experts
-from ddp_prune.families import dimensions_of, family_of
 from ddp_prune.gates import GatedModel
+from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, EXPERTS, CHANNELS, IDLE = 2, 4, 6, 3
 BLOCKS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))

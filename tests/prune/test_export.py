@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_prune import export as export_module
-from ddp_prune.card import model_card
 from ddp_prune.export import apply_masks, export, read_evidence, read_masks
-from ddp_prune.gates import GatedModel, Masks, unit_shapes
-from ddp_prune.source import Source, load_model, open_source
-from ddp_prune.summary import removed_parameters, totals
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.model import Source, load_model, open_source
 from ddp_vllm.checkpoint import MASKS_FILE, read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
+from ddp_vllm.families import unit_shapes
+from ddp_vllm.pages.card import model_card
+from ddp_vllm.pages.summary import removed_parameters, totals
 
 TOKENS = torch.randint(1, 320, (2, 24), generator=torch.Generator().manual_seed(0))
 LOAD = """

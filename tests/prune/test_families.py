@@ -19,13 +19,11 @@ from transformers import (
     SmolLM3Config,
 )
 
-from ddp_prune import narrowing
 from ddp_prune.export import export
-from ddp_prune.families import FAMILIES
-from ddp_prune.gates import GatedModel, unit_shapes
-from ddp_prune.narrowing import NarrowLayers
-from ddp_prune.source import load_model, open_source
+from ddp_prune.gates import GatedModel, NarrowLayers
+from ddp_prune.model import load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.families import FAMILIES, unit_shapes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 4, "num_attention_heads": 8,

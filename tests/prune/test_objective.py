@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from test_families import CASES
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import objective
-from ddp_prune.objective import OutputHead, distilled_loss, negative_log_likelihood
+from ddp_prune.loss import OutputHead, distilled_loss, negative_log_likelihood
 
 HEADS: dict[str, dict[str, float]] = {"plain": {}, "granite": {"divisor": 4.0}, "gemma": {"cap": 2.5}}
 HEADS["both"] = {"divisor": 0.5, "cap": 1.5}

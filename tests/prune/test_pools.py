@@ -8,13 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MixtralConfig
 
-from ddp_prune.costs import dense_layers, prices, whole_model
-from ddp_prune.families import Dimensions, dimensions_of
-from ddp_prune.gates import Masks, unit_shapes
-from ddp_prune.pools import Pool, describe, make_pools
+from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
+from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
+from ddp_vllm.families import Dimensions, dense_layers, dimensions_of, unit_shapes
+from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 DENSE = LlamaConfig(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.rounding import Rows, best_first, best_support, cut_rows, evenly, exact_support, keeping_worth
+from ddp_prune.budget import Rows, best_first, best_support, cut_rows, evenly, exact_support, keeping_worth
 
 
 def _aligned(worth: torch.Tensor, kept: int, block: int, groups: int = 1) -> torch.Tensor:

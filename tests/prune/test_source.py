@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from ddp_prune.export import export
-from ddp_prune.families import FAMILIES, choose_head_unit
-from ddp_prune.gates import unit_shapes
-from ddp_prune.source import load_model, loading_options, open_source, weight_files, weight_shapes
+from ddp_prune.model import load_model, loading_options, open_source, weight_files, weight_shapes
 from ddp_vllm.errors import ModelError
+from ddp_vllm.families import FAMILIES, choose_head_unit, unit_shapes
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # what the config says, what the line must say
     "unsupported family": ({"model_type": "gpt2"}, ["'gpt2'", *FAMILIES]),
@@ -45,7 +44,7 @@ def test_reads_the_sizes_of_a_dense_model(tiny_model: Path) -> None:
     source = open_source(str(tiny_model))
     sizes = source.sizes
     assert (sizes.num_layers, sizes.num_query_heads, sizes.num_kv_heads, sizes.head_dim) == (3, 8, 4, 8)
-    assert (sizes.intermediate_size, sizes.hidden_size, sizes.group_size) == (96, 64, 2)
+    assert (sizes.intermediate_size, sizes.hidden_size, sizes.queries_per_kv) == (96, 64, 2)
     assert choose_head_unit("auto", sizes) == "kv-group" and choose_head_unit("query-head", sizes) == "query-head"
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_prune.budget import AugmentedLagrangian
-from ddp_prune.gates import gate, retention_score, score_slope, sharpness_at
+from ddp_prune.alm import AugmentedLagrangian, gate, retention_score, sharpness_at
+from ddp_prune.gates import score_slope
 
 UNITS = 20
 COST = torch.linspace(0.0015, 0.03, UNITS)[torch.randperm(UNITS, generator=torch.Generator().manual_seed(1))]
