@@ -123,7 +123,7 @@ INCOMPLETE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "a norm missing": (_weights(lambda weights: weights.pop("model.norm.weight")), ["model.norm.weight", "1 weights"]),
     "another shape": (
         _weights(lambda weights: weights.update({MLP.format("up"): torch.ones(95, 64)})),
-        [MLP.format("up"), "another shape"],
+        [MLP.format("up"), "[95, 64]", "[96, 64]"],
     ),
 }
 
@@ -224,7 +224,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a projection that no layer has": (_weights(lambda w: w.pop(MLP.format("up"))), [MLP.format("up"), "1 weights"]),
     "rows fewer than the heads of the config": (
         _weights(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
-        ["model.layers.2.self_attn.k_proj.weight", "another shape"],
+        ["model.layers.2.self_attn.k_proj.weight", "[24, 64]", "[32, 64]"],
     ),
     "weights cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:50]),
