@@ -4,6 +4,7 @@ What a killed process leaves is called `.NAME.tmp`, `.NAME.PID.tmp` or `.NAME.ol
 removes it. Nothing here imports torch.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddp_vllm.errors import OutputError
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # of some network file systems; for ENOSYS filelock has a way of its own
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -133,7 +136,8 @@ def writing(output: Path) -> Iterator[None]:
 def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock file `path` inside the block, and remove it after; the system lets go when the process ends.
 
-    wait: until whoever holds it has finished. Raises: OutputError(taken) if another process holds it; OSError.
+    wait: until whoever holds it has finished. On a disk that has no locks it does without.
+    Raises: OutputError(taken) if another process holds it; OSError.
     """
     from filelock import FileLock, Timeout
 
@@ -142,6 +146,9 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise OutputError(taken) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
     try:
         yield
     finally:
