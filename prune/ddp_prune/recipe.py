@@ -202,7 +202,9 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
     where = str(path or "the recipe")
     values |= {name: value for name, value in settings.items() if value is not None}
     _check_known(where, values, Recipe)
-    if isinstance(alm := values.get("alm"), Mapping):
+    if "alm" in values:
+        if not isinstance(alm := values["alm"], Mapping):
+            raise SettingError(f"alm is {alm!r}; it must be a table, [alm]")
         _check_known(f"[alm] of {where}", alm, AlmSettings)
         values["alm"] = AlmSettings(**alm)
     if missing := {"model", "sparsity"} - set(values) - ({"sparsity"} if "target" in values else set()):
