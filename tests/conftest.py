@@ -20,7 +20,8 @@ def sharegpt() -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of ddp-vllm, a folder of the test's own; nothing is in it."""
-    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of ddp-vllm, a folder of the test's own that does not exist yet, outside of `tmp_path`."""
+    folder = tmp_path_factory.mktemp("cache") / "ddp-vllm"
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(folder))
+    return folder

@@ -42,3 +42,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Pat
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prune` without its report: to draw that takes several times as long as six steps of the tiny model."""
+    monkeypatch.setattr("ddp_prune.pipeline.write_report", lambda _checkpoint, output: output / "report.html")

@@ -2,18 +2,22 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_prune.recipe import Recipe, load_recipe
+from ddp_prune.recipe import AlmSettings, Recipe, load_recipe
 from ddp_vllm.errors import SettingError
 
 GIVEN = {"model": "m", "sparsity": 0.2}
 PAPER = {  # arXiv:2603.08065, section 3 and appendix
-    "steps": 1000, "batch_size": 16, "seq_len": 2048, "distillation": 2.0, "mu_start": 0.5, "mu_end": 0.05,
-    "learning_rate": 2e-2, "lambda_learning_rate": 2e-2, "lambda2_learning_rate": 4e-1, "group": "global",
+    "steps": 1000, "batch_size": 16, "seq_len": 2048, "distillation": 2.0, "scope": "global",
+}  # fmt: skip
+PAPER_ALM = {
+    "learning_rate": 2e-2, "lambda_learning_rate": 2e-2, "lambda2_learning_rate": 4e-1, "mu_start": 0.5, "mu_end": 0.05,
 }  # fmt: skip
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its message names
     ("sparsity", 0.0, "between 0 and 1"),
@@ -33,29 +37,34 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("seq_len", 7, "at least 8"),
     ("distillation", -0.1, "at least 0"),
     ("distillation", float("nan"), "finite"),
-    ("learning_rate", -1.0, "at least 0"),
-    ("learning_rate", float("inf"), "finite"),
-    ("lambda_learning_rate", -1.0, "at least 0"),
-    ("lambda2_learning_rate", -1.0, "at least 0"),
     ("polish", 1.0, "below 1"),
     ("polish", -0.1, "at least 0"),
+    ("seed", -1, "at least 0"),
+    ("seed", 2**32, "below 2^32"),
+    ("head_unit", "head", "auto, kv-group, query-head"),
+    ("scope", "block", "global, layer, expert"),
+    ("budget", "pid", "units, params, flops, kv-bytes"),
+    ("controller", "pid", "gradual, alm"),
+    ("controller", "feedback", "gradual, alm"),
+    ("alm", 0.1, "must be a AlmSettings"),
+    ("target", 5.5e9, "give one"),
+    ("tp", 0, "at least 1"),
+    ("context_length", 0, "at least 1"),
+    ("dtype", "int8", "auto, float32, bfloat16, float16"),
+    ("model", None, "must be a str"),
+]
+ALM_OUT_OF_RANGE: list[tuple[str, Any, str]] = [
+    ("learning_rate", -1.0, "at least 0"),
+    ("learning_rate", float("inf"), "finite"),
+    ("learning_rate", "0.1", "must be a float"),
+    ("lambda_learning_rate", -1.0, "at least 0"),
+    ("lambda2_learning_rate", -1.0, "at least 0"),
     ("warmup", 1.0, "below 1"),
     ("mu_end", 0.0, "0 < mu_end"),
     ("mu_end", 0.6, "mu_end ≤ mu_start"),
     ("mu_start", float("inf"), "finite"),
     ("gate_floor", float("nan"), "finite"),
     ("gate_floor", 0.1, "at most 0"),
-    ("seed", -1, "at least 0"),
-    ("seed", 2**32, "below 2^32"),
-    ("head_unit", "head", "auto, kv-group, query-head"),
-    ("group", "block", "global, layer"),
-    ("budget", "pid", "units, params, flops, kv-bytes"),
-    ("controller", "pid", "gradual, alm, feedback"),
-    ("target", 5.5e9, "give one"),
-    ("tp", 0, "at least 1"),
-    ("context_length", 0, "at least 1"),
-    ("dtype", "int8", "auto, float32, bfloat16, float16"),
-    ("model", None, "must be a str"),
 ]
 
 
@@ -63,22 +72,30 @@ def test_defaults_are_the_papers() -> None:
     recipe = Recipe(**GIVEN)
     assert {name: getattr(recipe, name) for name in PAPER} == PAPER
     assert recipe.data.startswith("HuggingFaceFW/fineweb-edu")
+    assert {name: getattr(recipe.alm, name) for name in PAPER_ALM} == PAPER_ALM
 
 
-@pytest.mark.parametrize(("name", "value", "limit"), OUT_OF_RANGE)
-def test_a_value_out_of_range_is_refused_with_its_limit(name: str, value: Any, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "name", "value", "limit"),
+    [(partial(Recipe, **GIVEN), *case) for case in OUT_OF_RANGE] + [(AlmSettings, *case) for case in ALM_OUT_OF_RANGE],
+)
+def test_a_value_out_of_range_is_refused_with_its_limit(
+    make: Callable[..., Any], name: str, value: Any, limit: str
+) -> None:
     with pytest.raises(SettingError) as caught:
-        Recipe(**GIVEN | {name: value})
+        make(**{name: value})
     message = str(caught.value)
     assert f"{name} is {value!r}" in message or f"{name} is {value}" in message
     assert limit in message
 
 
 def test_values_at_the_limits_are_taken() -> None:
-    limits = {"steps": 1, "batch_size": 1, "seq_len": 8, "polish": 0, "warmup": 0.0, "mu_end": 0.5, "distillation": 0}
+    limits = {"steps": 1, "batch_size": 1, "seq_len": 8, "polish": 0, "distillation": 0}
     recipe = Recipe(**GIVEN | limits | {"seed": 2**32 - 1})
     assert type(recipe.polish) is float and type(recipe.distillation) is float  # 0 in TOML is an integer
     assert (recipe.search_steps, recipe.polish_steps) == (1, 0)
+    settings = AlmSettings(warmup=0, mu_end=0.5, gate_floor=0, learning_rate=0)
+    assert type(settings.warmup) is float
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 40, 1000])
@@ -97,11 +114,15 @@ def test_toml_is_overridden_by_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
-    recipe = Recipe(**GIVEN | {"steps": 7, "data": "a.jsonl"})
-    lines = [f"{name} = {json.dumps(value)}\n" for name, value in recipe.to_dict().items()]
+    recipe = Recipe(**GIVEN, steps=7, data="a.jsonl", alm=AlmSettings(mu_end=0.1))
+    settings = recipe.to_dict()
+    table = settings.pop("alm")
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
+    lines += ["[alm]\n", *(f"{name} = {value}\n" for name, value in table.items())]
     (tmp_path / "r.toml").write_text("".join(lines))
     assert load_recipe(tmp_path / "r.toml", {}) == recipe
-    assert set(recipe.to_dict()) == {field.name for field in dataclasses.fields(Recipe)}
+    assert settings.keys() | {"alm"} == {field.name for field in dataclasses.fields(Recipe)}
+    assert load_recipe(None, json.loads(json.dumps(recipe.to_dict()))) == recipe  # as a checkpoint has it
 
 
 @pytest.mark.parametrize(
@@ -112,6 +133,10 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
         ("sparsity = 0.2\n", ["model is missing"]),
         ('model = "m"\n', ["sparsity is missing", "--target-params"]),
         ('model = "m"\nsparsity = 2\n', ["sparsity is 2", "between 0 and 1"]),
+        ("learning_rate = 0.1\n", ["'learning_rate'", "unknown"]),  # it stands in [alm]
+        ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
+        ('model = "m"\nsparsity = 0.2\n[alm]\nwarmup = 2\n', ["warmup is 2", "below 1"]),
+        ('model = "m"\nsparsity = 0.2\nalm = 0.1\n', ["alm is 0.1", "a table, [alm]"]),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) -> None:

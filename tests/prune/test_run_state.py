@@ -1,5 +1,6 @@
 """The folder of a run: what it goes on from, what it leaves alone, who may write there, and what reaches the disk."""
 
+import errno
 import fcntl
 import json
 import os
@@ -14,21 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from runs import prune
 from safetensors.torch import load_file, save_file
 
 from ddp_prune.pipeline import _Progress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, fingerprint
-from ddp_vllm.cli import main
 from ddp_vllm.errors import OutputError
 
 RECIPE = Recipe(model="m", sparsity=0.5, steps=6)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 
 
 @pytest.fixture
@@ -41,9 +40,7 @@ def work(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
 
 
 def _prune(work: Path) -> Result:
-    arguments = ["prune", str(work / "model"), "--data", str(work / "text [v2].jsonl"), "-o", str(work / "out")]
-    sizes = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "2", "--seq-len", "16"]
-    return CliRunner().invoke(main, [*arguments, *sizes, "--recipe", str(work / "recipe.toml")])
+    return prune(work / "model", work / "text [v2].jsonl", work / "out", "--recipe", str(work / "recipe.toml"))
 
 
 def _interrupt(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +142,7 @@ def test_a_folder_that_no_run_wrote_stays(folder: str, work: Path) -> None:
 def test_what_a_run_leaves_behind_is_no_hindrance(work: Path) -> None:
     """A process that was killed leaves its lock, one on a full disk half a state."""
     (work / "out.run").mkdir()
-    for name in ("lock", "state.tmp", "metrics.jsonl"):
+    for name in ("lock", ".state.safetensors.123.tmp", "metrics.jsonl"):
         (work / "out.run" / name).write_text("left behind")
     check_run_folders(work / "out")
     result = _prune(work)
@@ -207,17 +204,22 @@ def test_a_run_that_is_done_lets_nobody_in_before_it_is_gone(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_system_without_such_locks_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError("no locks available")
+@pytest.mark.filterwarnings("ignore:flock not supported")  # filelock says what it does instead
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_does_without(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as some network file systems."""
 
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
-        with RunState(tmp_path / "out", RECIPE).locked():
-            pass
-    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
-    with RunState(tmp_path / "out", RECIPE).locked():
-        pass
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run = RunState(tmp_path / "out", RECIPE)
+    with run.locked():
+        run.start()
+        run.save(3, {"z.mlp": torch.ones(2)}, {})
+    assert [path.name for path in run.folder.iterdir()] == ["state.safetensors"]
+    with pytest.raises(ValueError), run.locked():
+        raise ValueError
 
 
 def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,8 @@ def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_replace)
     run.save(3, {"z.mlp": torch.ones(2)}, {})
-    assert done == [("sync", "state.tmp"), ("rename", "state.safetensors"), ("sync", "out.run")]
+    temporary = f".state.safetensors.{os.getpid()}.tmp"
+    assert done == [("sync", temporary), ("rename", "state.safetensors"), ("sync", "out.run")]
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_state(tmp_path: Path) -> None:

@@ -2,93 +2,49 @@
 
 import json
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from runs import BLOCKS, STEPS, Lab, assert_same
 
-from ddp_prune import run_state, train
+from ddp_prune import devices
+from ddp_prune import gates as gates_module
+from ddp_prune import run_state as run_state_module
 from ddp_prune import train as train_module
 from ddp_prune.alm import learning_rate
-from ddp_prune.gates import GatedModel, NarrowLayers
+from ddp_prune.gates import NarrowLayers
 from ddp_prune.loss import perplexity, perplexity_of
-from ddp_prune.model import load_model, open_source
-from ddp_prune.recipe import Recipe
+from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.train import PRIOR_PRECISION, Batches, Learned, Trainer, natural_step, train
+from ddp_prune.train import PRIOR_PRECISION, natural_step
 from ddp_vllm.errors import TrainingError
-
-STEPS = 12  # 8 of search, 4 of polish
-BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
-SETTINGS = {"sparsity": 0.4, "steps": STEPS, "batch_size": 4, "seq_len": 16, "save_every": 3, "learning_rate": 0.1}
-
-
-def _ignore(_metrics: dict[str, float]) -> None:
-    pass
-
-
-class Lab:
-    """One tiny gated model and the runs made with it."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        source = open_source(str(model))
-        self.folder, self.name = folder, str(model)
-        self.gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "query-head")
-        self.forwards = 0  # of the model body, teacher and student alike
-        self.gated.model.model.register_forward_pre_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.forwards += 1
-
-    def recipe(self, **changes: Any) -> Recipe:
-        return Recipe(model=self.name, **SETTINGS | changes)
-
-    def run(
-        self,
-        name: str = "out",
-        report: Callable[[dict[str, float]], None] = _ignore,
-        blocks: torch.Tensor = BLOCKS,
-        **changes: Any,
-    ) -> Learned:
-        recipe = self.recipe(**changes)
-        self.forwards = 0
-        return train(self.gated, blocks, recipe, Accelerator(), RunState(self.folder / name, recipe), report)
 
 
 @pytest.fixture
 def lab(tiny_model: Path, tmp_path: Path) -> Lab:
-    return Lab(tiny_model, tmp_path)
-
-
-def _assert_same(first: Learned, second: Learned) -> None:
-    for kind in ("attn", "mlp"):
-        assert torch.equal(first.gates[kind], second.gates[kind]), kind
-        assert torch.equal(first.z[kind], second.z[kind]), kind
-        assert torch.equal(first.saliency[kind], second.saliency[kind]), kind
-    assert first.rounding == second.rounding
+    return Lab(tiny_model, tmp_path, "query-head")
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"controller": "alm"}, {"controller": "feedback"}, {"group": "layer"}, {"controller": "alm", "group": "layer"},
-    {"controller": "feedback", "group": "layer"}, {"polish": 0.0}, {"distillation": 0.0},
+    {}, {"controller": "alm"}, {"scope": "layer"}, {"controller": "alm", "scope": "layer"}, {"polish": 0.0},
+    {"distillation": 0.0},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_counts_are_exact_and_a_run_repeats_to_the_bit(changes: dict[str, Any], lab: Lab) -> None:
     first, second = lab.run("first", **changes), lab.run("second", **changes)
-    _assert_same(first, second)
+    assert_same(first, second)
     for kind, kept in (("attn", 14), ("mlp", 173)):  # round(0.6·3·8) and round(0.6·3·96)
         gates = first.gates[kind]
         alive = gates > 0
         assert int(alive.sum()) == kept and gates.dtype == torch.float32
         assert gates[alive].min() >= 0.05 and not gates[~alive].any()
         assert (gates[alive] != 1).any()  # something was learned
-        if changes.get("group") == "layer":
+        if changes.get("scope") == "layer":
             counts = alive.sum(1).tolist()
             assert max(counts) - min(counts) <= 1
         rounding, raw_alive = first.rounding[kind], first.z[kind] > 0
@@ -96,7 +52,7 @@ def test_counts_are_exact_and_a_run_repeats_to_the_bit(changes: dict[str, Any], 
         assert rounding["dropped"] == int((raw_alive & ~alive).sum())
         assert rounding["revived"] == int((alive & ~raw_alive).sum())
         if changes.get("controller") != "alm":  # the search itself ends on the budget, to a unit a row
-            assert rounding["revived"] + rounding["dropped"] <= (6 if changes.get("group") == "layer" else 1)
+            assert rounding["revived"] + rounding["dropped"] <= (6 if changes.get("scope") == "layer" else 1)
 
 
 @pytest.mark.parametrize(("align", "kept"), [(32, 160), (36, 144), (96, 96)])
@@ -106,7 +62,7 @@ def test_aligned_widths_are_multiples_at_the_largest_count_below_the_budget(alig
     widths = (learned.gates["mlp"] > 0).sum(1)
     assert int(widths.sum()) == kept and not (widths % align).any()
     assert int((learned.gates["attn"] > 0).sum()) == 14
-    even = (lab.run("even", align=align, group="layer").gates["mlp"] > 0).sum(1)
+    even = (lab.run("even", align=align, scope="layer").gates["mlp"] > 0).sum(1)
     assert int(even.sum()) == kept and not (even % align).any() and int(even.max() - even.min()) <= align
 
 
@@ -115,34 +71,25 @@ def test_alignment_polishes_the_support_it_chose(lab: Lab) -> None:
     assert torch.equal(plain.z["mlp"], aligned.z["mlp"])  # the search does not know of it
     revived = (aligned.gates["mlp"] > 0) & (plain.z["mlp"] == 0)
     assert revived.any() and not plain.gates["mlp"][revived].any()
-    recipe = lab.recipe(align=32)
-    trainer = Trainer(lab.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, Accelerator())
-    for step in range(recipe.search_steps):
+    trainer = lab.trainer(align=32)
+    search_steps = trainer.recipe.search_steps
+    for step in range(search_steps):
         trainer.step(step)
     trainer.round()
     before = trainer.z["mlp"].detach()[revived].clone()
-    for step in range(recipe.search_steps, STEPS):
+    for step in range(search_steps, STEPS):
         trainer.step(step)
     after = trainer.learned().gates["mlp"]
     assert torch.equal(after, aligned.gates["mlp"])
     assert (after[revived] != before).all() and (after[revived] > 0.3).all()  # they moved on from the scales they had
 
 
-@pytest.mark.parametrize("changes", [{}, {"controller": "alm"}, {"controller": "feedback"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"controller": "alm"}], ids=str)
 @pytest.mark.parametrize("stop", [3, 5, 8, 9, 11])
 def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[str, Any], lab: Lab) -> None:
     """Stops right after a save, between saves, at the end of the search, and in the polish."""
-    steps: list[float] = []
-
-    def report(metrics: dict[str, float]) -> None:
-        steps.append(metrics["step"])
-        if len(steps) == stop:
-            raise KeyboardInterrupt
-
-    expected = lab.run("whole", **changes)
-    with pytest.raises(KeyboardInterrupt):
-        lab.run("broken", report, **changes)
-    _assert_same(lab.run("broken", report, **changes), expected)
+    resumed, steps = lab.interrupted_run(stop, **changes)
+    assert_same(resumed, lab.run("whole", **changes))
     assert steps == [*range(1, stop + 1), *range(stop // 3 * 3 + 1, STEPS + 1)]
     lines = (lab.folder / "broken.run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -170,7 +117,7 @@ def test_a_state_cut_short_starts_anew(lab: Lab) -> None:
     expected = lab.run("out")
     state = lab.folder / "out.run" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:100])
-    _assert_same(lab.run("out"), expected)
+    assert_same(lab.run("out"), expected)
 
 
 @pytest.mark.parametrize("at", [4, 10])
@@ -232,10 +179,10 @@ def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyP
     """16 blocks, 48 sequences: three passes, the teacher's in the first alone."""
     cached = lab.run("cached", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == STEPS + 4
-    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == 2 * STEPS
-    _assert_same(cached, plain)
+    assert_same(cached, plain)
 
 
 @pytest.mark.parametrize(("room", "forwards"), [(16 * 16 * 64 * 4, STEPS + 4), (16 * 16 * 64 * 4 - 1, 2 * STEPS)])
@@ -243,7 +190,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
     room: int, forwards: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 blocks of 16 tokens with 64 float32 each."""
-    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", room)
+    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", room)
     lab.run("out", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == forwards
 
@@ -251,7 +198,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
 def test_passes_that_end_within_a_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 blocks, 4 a step: cached and new blocks meet in one micro-batch."""
     cached = lab.run("cached", blocks=BLOCKS[:10])
-    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:10])
     for kind in ("attn", "mlp"):
         torch.testing.assert_close(cached.gates[kind], plain.gates[kind], atol=1e-4, rtol=0)
@@ -282,7 +229,7 @@ def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
 
 
 def test_rates_warm_up_and_fall_to_the_end_of_the_search() -> None:
-    recipe = Recipe(model="m", sparsity=0.5, steps=200, polish=0.5, warmup=0.1)
+    recipe = Recipe(model="m", sparsity=0.5, steps=200, polish=0.5, alm=AlmSettings(warmup=0.1))
     search = [learning_rate(step, recipe, 1.0) for step in range(100)]
     assert search[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert all(a >= b for a, b in pairwise(search[10:])) and 0 < search[-1] < 0.01
@@ -303,8 +250,8 @@ def test_natural_steps_end_at_the_mode_of_the_posterior() -> None:
 
 def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
     closed: list[dict[str, torch.Tensor]] = []
-    trainer = Trainer(lab.gated, Batches(BLOCKS, lab.recipe(), Accelerator()), lab.recipe(), Accelerator())
-    for step in range(lab.recipe().search_steps):
+    trainer = lab.trainer()
+    for step in range(trainer.recipe.search_steps):
         trainer.step(step)
         closed.append({kind: ~support for kind, support in trainer.support.items()})
     for before, after in pairwise(closed):
@@ -314,14 +261,14 @@ def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
     for kind, num_steps in trainer.num_steps.items():  # a gate has a say up to the step that closes it
         expected = sum((~gone[kind]).float() for gone in closed[:-1]) + 1
         assert torch.equal(num_steps, expected)
-    trainer._learn_scales({kind: torch.ones_like(z) for kind, z in trainer.z.items()})
+    trainer.learn_scales({kind: torch.ones_like(z) for kind, z in trainer.z.items()})
     assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.z.items())
 
 
 @pytest.mark.parametrize(("sparsity", "closed"), [(0.4, 10), (0.9, 22)])
 def test_layers_keep_their_share_until_a_whole_head_of_it_is_gone(sparsity: float, closed: int, lab: Lab) -> None:
     """Of 8 heads a layer 4.8 and 0.8 stay: 14 and 2 of all 24, not 12 and none."""
-    learned = lab.run("out", sparsity=sparsity, group="layer")
+    learned = lab.run("out", sparsity=sparsity, scope="layer")
     assert learned.rounding["attn"] == {"raw_sparsity": pytest.approx(closed / 24), "revived": 0, "dropped": 0}
 
 
@@ -335,11 +282,11 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
         return cut(self, kind, layer, kept)
 
     monkeypatch.setattr(NarrowLayers, "_cut", note)
-    monkeypatch.setattr(narrowing, "CHANNEL_BLOCK", 8)
+    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 8)
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
     assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
-    monkeypatch.setattr(narrowing, "USABLE", 0.0)
+    monkeypatch.setattr(devices, "USABLE", 0.0)
     for kind in widths:
         widths[kind].clear()
     whole = lab.run("whole")
@@ -374,16 +321,19 @@ def test_another_recipe_puts_an_older_run_aside(lab: Lab) -> None:
     assert not other.state.exists() and (lab.folder / "out.run.old" / "state.safetensors").exists()
 
 
-def test_a_run_of_an_older_version_goes_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_another_version_starts_anew(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose recipe lacks a setting, and one that keeps other tensors."""
     run = RunState(lab.folder / "out", lab.recipe())
-    run.start()
     fewer = {name: value for name, value in lab.recipe().to_dict().items() if name != "align"}
-    monkeypatch.setattr(Recipe, "to_dict", lambda _: fewer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recipe, "to_dict", lambda _: fewer)
+        run.start()
+        run.save(3, {"z.mlp": torch.ones(2)}, {})
+    assert RunState(lab.folder / "out", lab.recipe()).load() is None
+    run.start()
     run.save(3, {"z.mlp": torch.ones(2)}, {})
-    monkeypatch.undo()
     assert RunState(lab.folder / "out", lab.recipe()).load() is not None
-    assert RunState(lab.folder / "out", lab.recipe(align=8)).load() is None
-    monkeypatch.setattr(run_state, "STATE_FORMAT", 3)  # one that keeps other tensors starts anew
+    monkeypatch.setattr(run_state_module, "STATE_FORMAT", run_state_module.STATE_FORMAT + 1)
     assert RunState(lab.folder / "out", lab.recipe()).load() is None
 
 

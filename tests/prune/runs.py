@@ -1,0 +1,98 @@
+"""Runs on tiny models, in this process and by the command line; and what a refusal of the command line looks like."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from click.testing import CliRunner, Result
+
+from ddp_prune.gates import GatedModel
+from ddp_prune.model import load_model, open_source
+from ddp_prune.recipe import AlmSettings, Recipe
+from ddp_prune.run_state import RunState
+from ddp_prune.train import Batches, Learned, Trainer, train
+from ddp_vllm.cli import main
+
+BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
+STEPS = 12  # 8 of search, 4 of polish
+SETTINGS: dict[str, Any] = {
+    "sparsity": 0.4, "steps": STEPS, "batch_size": 4, "seq_len": 16, "save_every": 3,
+    "alm": AlmSettings(learning_rate=0.1),  # the paper's moves little in 8 steps
+}  # fmt: skip
+SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16"]
+
+
+class Lab:
+    """One tiny gated model and the runs made with it."""
+
+    def __init__(self, model: Path, folder: Path, head_unit: str) -> None:
+        source = open_source(str(model))
+        self.folder, self.name = folder, str(model)
+        self.gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, head_unit)
+        self.forwards = 0  # of the model body, teacher and student alike
+        self.gated.model.model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def recipe(self, **changes: Any) -> Recipe:
+        return Recipe(model=self.name, **SETTINGS | changes)
+
+    def trainer(self, **changes: Any) -> Trainer:
+        recipe = self.recipe(**changes)
+        return Trainer(self.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, Accelerator())
+
+    def run(
+        self,
+        name: str = "out",
+        report: Callable[[dict[str, float]], None] = lambda _: None,
+        blocks: torch.Tensor = BLOCKS,
+        **changes: Any,
+    ) -> Learned:
+        recipe = self.recipe(**changes)
+        self.forwards = 0
+        return train(self.gated, blocks, recipe, Accelerator(), RunState(self.folder / name, recipe), report)
+
+    def interrupted_run(self, stop: int, **changes: Any) -> tuple[Learned, list[float]]:
+        """Return what a run learns that was interrupted at the end of step `stop`, and the steps it did."""
+        steps: list[float] = []
+
+        def report(metrics: dict[str, float]) -> None:
+            steps.append(metrics["step"])
+            if len(steps) == stop:
+                raise KeyboardInterrupt
+
+        try:
+            self.run("broken", report, **changes)
+        except KeyboardInterrupt:
+            return self.run("broken", report, **changes), steps
+        raise AssertionError(f"step {stop} was not reached")
+
+
+def assert_same(first: Learned, second: Learned) -> None:
+    """To the bit."""
+    assert first.gates.keys() == second.gates.keys() and first.routed.keys() == second.routed.keys()
+    for kind in first.gates:
+        assert torch.equal(first.gates[kind], second.gates[kind]), kind
+        assert torch.equal(first.z[kind], second.z[kind]), kind
+        assert torch.equal(first.saliency[kind], second.saliency[kind]), kind
+    for kind in first.routed:
+        assert torch.equal(first.routed[kind], second.routed[kind]), kind
+    assert first.rounding == second.rounding
+
+
+def prune(model: Path | str, text: Path | str, output: Path, *more: str, sparsity: str = "0.4") -> Result:
+    """Run `ddp-vllm prune` for six steps."""
+    arguments = ["prune", str(model), "--sparsity", sparsity, "--data", str(text), "-o", str(output)]
+    return CliRunner().invoke(main, [*arguments, *SMALL, *more])
+
+
+def assert_refused(result: Result, code: int, *words: str) -> None:
+    """One line, with an exit code of its own."""
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.stderr.startswith("ddp-vllm: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.stderr, result.stderr
