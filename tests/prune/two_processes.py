@@ -1,14 +1,20 @@
-"""What `test_processes.py` runs in two processes: learns masks in several ways and leaves what it learned in files.
+"""Two processes, started with the variables that torchrun sets, and what `test_processes.py` runs in them.
 
-torchrun --nproc_per_node 2 two_processes.py MODEL FOLDER
+They are forked from a process that has imported what is slow to import; it does so once for all tests.
 """
 
 import json
+import multiprocessing.forkserver
 import os
+import runpy
+import socket
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -24,13 +30,58 @@ from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
 SETTINGS: dict[str, Any] = {
-    "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "learning_rate": 0.1,
-    "micro_batch_size": 1,
+    "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "micro_batch_size": 1,
 }  # fmt: skip
+SLOW_TO_IMPORT = ["ddp_prune.pipeline", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
+PATIENCE = 240  # seconds
 
 
-def main(model: str, folder: Path) -> None:
-    """Run every case; process 0 writes `<case>.safetensors`, each process `facts-<rank>.json`."""
+def launch(folder: Path, function: Callable[..., None], *arguments: Any) -> list[tuple[int | None, str, str]]:
+    """Call a function in two processes that work in `folder`; return exit code, stdout and stderr of each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["two_processes", *SLOW_TO_IMPORT])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for Python 3.11 and 3.12, which forget it
+        multiprocessing.forkserver.ensure_running()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    with tempfile.TemporaryDirectory() as streams:
+        started = [
+            context.Process(target=_be, args=(rank, address, folder, Path(streams), function, arguments))
+            for rank in (0, 1)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(PATIENCE)
+            process.kill()
+            process.join()
+        said = [[Path(streams, f"{name}-{rank}").read_text() for name in ("stdout", "stderr")] for rank in (0, 1)]
+    return [(process.exitcode, stdout, stderr) for process, (stdout, stderr) in zip(started, said, strict=True)]
+
+
+def _be(
+    rank: int, address: dict[str, str], folder: Path, streams: Path, function: Callable[..., None], arguments: Any
+) -> None:
+    """Be one of the two."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with open(streams / f"{name}-{rank}", "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ.update(address | ranks | {"DDP_VLLM_CACHE": str(folder / "cache")})
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def command_line(*arguments: str) -> None:
+    """Be `ddp-vllm` with these arguments."""
+    sys.argv = ["ddp-vllm", *arguments]
+    runpy.run_module("ddp_vllm", run_name="__main__", alter_sys=True)
+
+
+def learn(model: str, folder: Path) -> None:
+    """Learn masks in several ways; process 0 writes `<case>.safetensors`, each process `facts-<rank>.json`."""
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
     facts: dict[str, Any] = {"world": world, "steps": []}
@@ -71,9 +122,3 @@ def main(model: str, folder: Path) -> None:
         facts["error"] = str(error)
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
-    # gloo's threads may abort a process while its interpreter ends (pytorch/pytorch#179291, #190489; seen once here)
-    os._exit(0)

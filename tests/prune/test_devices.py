@@ -1,14 +1,18 @@
-"""Checkpointed layers run twice, count once, keep little, and give the same gradients."""
+"""Fitting a device: checkpointed layers, narrow copies, what memory is free, and weights cut over processes."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -18,20 +22,27 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from ddp_prune import devices
 from ddp_prune.devices import (
     EAGER_TOKENS,
     USABLE,
     activation_bytes,
+    check_shares,
     checkpoint_layers,
     fit_activations,
     fit_attention,
+    free_memory,
+    load_sharded,
+    narrow_layers,
     pass_bytes,
 )
-from ddp_prune.gates import GatedModel, Masks, NarrowLayers
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.train import Learned, train
-from ddp_vllm.families import FAMILIES, dimensions_of
+from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
 SIZES = {
@@ -43,7 +54,7 @@ SIZES = {
 def _gated(model: PreTrainedModel) -> GatedModel:
     model.requires_grad_(False).eval()
     config = model.config.to_dict()
-    return GatedModel(model, FAMILIES[config["model_type"]], dimensions_of(config), "kv-group")
+    return GatedModel(model, family_of(config), dimensions_of(config), "kv-group")
 
 
 @pytest.fixture(params=["dense", "experts"])
@@ -108,7 +119,7 @@ def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
     layers, needed = gated.model.get_decoder().layers, 1000 * 64 * activation_bytes(gated, 64)
 
     def runs_again(setting: str, free: int) -> bool:
-        monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": free})
+        monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": free})
         fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True))
         switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
         assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
@@ -124,7 +135,7 @@ def test_fewer_sequences_a_pass_where_memory_is_short(
     setting: str, gated: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fitting(free: float) -> int:
-        monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": int(free)})
+        monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": int(free)})
         return fit_activations(gated, setting, 16, 64, Accelerator(cpu=True))
 
     assert fitting(10**15) == 16
@@ -160,18 +171,19 @@ def test_keys_with_a_bias_stay_with_fused_attention() -> None:
 
 
 def _run(gated: GatedModel, folder: Path, **settings: Any) -> Learned:
-    recipe = Recipe(model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, learning_rate=0.1, **settings)
+    recipe = Recipe(model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, **settings)
     return train(gated, TOKENS, recipe, Accelerator(cpu=True), RunState(folder, recipe), lambda _: None)
 
 
 def test_narrow_weights_must_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)))
     copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
-    for beside in (0, 10_000_000):
-        enough = math.ceil((copies + beside) / USABLE)
+    for num_sequences in (1, 100):
+        enough = math.ceil((copies + pass_bytes(gated, num_sequences, 64)) / USABLE)
         for free, fits in ((enough + 1, True), (enough - 2, False)):
-            monkeypatch.setattr(processes, "get_max_memory", lambda free=free: {"cpu": free})
-            assert NarrowLayers(gated.model, gated.family, gated.sizes).fits(Accelerator(cpu=True), beside) == fits
+            monkeypatch.setattr(devices, "get_max_memory", lambda free=free: {"cpu": free})
+            narrow = narrow_layers(gated, Accelerator(cpu=True), num_sequences, 64)
+            assert (narrow is not None) == fits
 
 
 def test_where_memory_is_short_a_step_is_cut_into_more_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +197,7 @@ def test_where_memory_is_short_a_step_is_cut_into_more_passes(tmp_path: Path, mo
         return max(sizes)
 
     assert largest("usual") == 4  # no more than a step has, though 1,024 tokens would be 16
-    monkeypatch.setattr(processes, "get_max_memory", lambda: {"cpu": 1000})
+    monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": 1000})
     assert largest("short") == 1
     assert largest("asked for", micro_batch_size=4) == 4
 
@@ -199,3 +211,62 @@ def test_a_run_learns_the_same(gated: GatedModel, tmp_path: Path) -> None:
         assert torch.equal(plain.saliency[kind], again.saliency[kind])
     for kind, counts in plain.routed.items():
         assert torch.equal(counts, again.routed[kind]) and int(counts.sum()) == 6 * LAYERS * 2 * TOKENS.numel()
+
+
+def test_free_memory_where_host_and_device_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What accelerate answers on a Mac, and elsewhere."""
+    monkeypatch.setattr(devices, "CONTROL_GROUP", Path("/nowhere"))
+    for answer in ({"mps": 1000}, {"cpu": 1000}, {0: 5, "cpu": 1000}):
+        monkeypatch.setattr(devices, "get_max_memory", lambda answer=answer: answer)
+        assert free_memory(Accelerator(cpu=True)) == 1000
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max", 1000), ("700", 500), ("5000", 1000), ("100", 0)])
+def test_free_memory_in_a_container(limit: str, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 100\n")
+    monkeypatch.setattr(devices, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": 1000})
+    assert free_memory(Accelerator(cpu=True)) == free
+
+
+def test_weights_are_cut_over_several_processes_with_equal_batches() -> None:
+    with pytest.raises(SettingError, match="there is one; start with: accelerate launch"):
+        check_shares(16, 1)
+    with pytest.raises(SettingError, match=r"batch_size is 10, which 4 processes .* make it 12"):
+        check_shares(10, 4)
+    check_shares(16, 8)
+
+
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_cut_model_is_the_model_that_is_loaded_whole(group_of_one: None, tmp_path: Path) -> None:
+    """Gemma-2's cap on scores, so tight that it shows, and float16, which is learned on in bfloat16."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, attn_logit_softcapping=0.5, initializer_range=0.5, query_pre_attn_scalar=1,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).half().save_pretrained(tmp_path / "gemma")
+    source = open_source(str(tmp_path / "gemma"))
+    for dtype, used in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        whole, cut = load_model(source, dtype), load_sharded(source, dtype, torch.device("cpu"), 1)
+        assert cut.config._attn_implementation == whole.config._attn_implementation == "eager"
+        assert {parameter.dtype for parameter in cut.parameters()} == {used} == {whole.dtype}
+        with torch.no_grad():
+            capped = whole(TOKENS).logits
+            assert torch.equal(cut(TOKENS).logits, capped)
+    whole.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert (whole(TOKENS).logits - capped).abs().max() > 0.1
+    weights = load_file(tmp_path / "gemma" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight.*1 weights in all"):
+        load_sharded(open_source(str(tmp_path / "gemma")), "auto", torch.device("cpu"), 1)
