@@ -1,0 +1,126 @@
+"""The options of prune and apply: which there are, that a recipe's fields make them, and what they refuse."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from runs import assert_refused, prune
+
+from ddp_prune import cli
+from ddp_prune.recipe import CHOICES, Recipe, load_recipe
+from ddp_vllm.errors import SettingError
+
+pytestmark = pytest.mark.usefixtures("cache")
+FLAGS = {
+    cli.prune: [
+        "--activation-checkpointing", "--align", "--batch-size", "--budget", "--context-length", "--controller",
+        "--data", "--distillation", "--dtype", "--group", "--head-unit", "--heldout-blocks", "--micro-batch-size",
+        "--output", "--overwrite", "--polish", "--quant-friendly", "--recipe", "--save-every", "--scope", "--seed",
+        "--seq-len", "--shard", "--sparsity", "--steps", "--target-flops", "--target-kv-bytes", "--target-params",
+        "--tp", "--tracker", "-o",
+    ],
+    cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
+}  # fmt: skip
+FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in ("model", "target", "alm")]
+
+
+def _option(name: str) -> click.Option:
+    return next(each for each in cli.prune.params if isinstance(each, click.Option) and each.name == name)
+
+
+@pytest.mark.parametrize("command", FLAGS, ids=lambda command: command.name)
+def test_the_flags_are_these(command: click.Command) -> None:
+    """Whoever takes one away breaks scripts; whoever adds one adds it here."""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    assert sorted(flag for option in options for flag in option.opts) == FLAGS[command]
+    assert all(option.help for option in options) and not any(option.secondary_opts for option in options)
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
+    """Its help is the field's first sentence and its default, its type the field's."""
+    option, text = _option(field.name), cli.field_docs(Recipe)[field.name].replace("`", "")
+    help_text, _, default = (option.help or "").partition(" [default: ")
+    assert text.startswith(help_text.removesuffix(".")) and ". " not in help_text and help_text.endswith(".")
+    rest = text.removeprefix(help_text.removesuffix("."))
+    assert rest in ("", ".") or rest.startswith(". ")  # a whole sentence
+    assert default == (f"{field.default}]" if field.default and not option.is_flag else "")
+    if field.name in CHOICES:
+        assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == CHOICES[field.name]
+    else:
+        assert isinstance(option.type, type(click.types.convert_type(field.type)))
+
+
+def test_what_is_not_given_overrides_nothing() -> None:
+    given = cli.prune.make_context("prune", ["model", "-o", "out"]).params
+    assert {field.name: given[field.name] for field in FIELDS} == {field.name: None for field in FIELDS}
+
+
+def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the name of 0.1, over those of the file; and what is not given is not."""
+    seen: list[Recipe] = []
+
+    def keep(*arguments: object) -> Recipe:
+        seen.append(load_recipe(*arguments))  # type: ignore[arg-type]
+        raise SettingError("enough")
+
+    monkeypatch.setattr(cli, "load_recipe", keep)
+    (tmp_path / "r.toml").write_text("tp = 4\nsteps = 7\nheldout_blocks = 3\n[alm]\nmu_end = 0.1\n")
+    more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
+    assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
+    settings = {"model": "m", "data": "t", "scope": "layer", "polish": 0.0, "shard": True, "align": 128, "tp": 4}
+    settings |= {"heldout_blocks": 3, "steps": 6, "budget": "units"}
+    assert {name: getattr(seen[0], name) for name in settings} == settings and seen[0].alm.mu_end == 0.1
+    targets = {"params": "70K", "flops": "1.5G", "kv-bytes": "3e3"}
+    for budget, amount in targets.items():
+        result = prune("m", "t", tmp_path / "out", f"--target-{budget}", amount, "--sparsity", "0")
+        assert_refused(result, 2, "enough")
+    assert [(recipe.budget, recipe.target) for recipe in seen[1:]] == [
+        ("params", 70_000.0), ("flops", 1.5e9), ("kv-bytes", 3000.0),
+    ]  # fmt: skip
+
+
+SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line must name
+    "sparsity 0": (["--sparsity", "0"], ["sparsity is 0.0", "between 0 and 1"]),
+    "sparsity 1": (["--sparsity", "1"], ["sparsity is 1.0", "between 0 and 1"]),
+    "sparsity negative": (["--sparsity", "-0.2"], ["sparsity is -0.2"]),
+    "sparsity in percent": (["--sparsity", "20"], ["sparsity is 20.0"]),
+    "sparsity not a number": (["--sparsity", "nan"], ["sparsity is nan"]),
+    "sparsity removes nothing": (["--sparsity", "0.001"], ["keeps 12 of 12"]),
+    "sparsity removes all": (["--sparsity", "0.99"], ["keeps 0 of 12"]),
+    "target and sparsity": (["--target-params", "50K"], ["target is 50000.0 and sparsity 0.4", "give one"]),
+    "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
+    "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
+    "target no number": (["--target-params", "many"], ["target is 'many'", "5.5B"]),
+    "devices that do not divide": (
+        ["--tp", "3"],
+        ["tensor-parallel size 3", "8 query heads", "valid sizes: 1, 2, 4, 8"],
+    ),
+    "two alignments": (["--quant-friendly", "--align", "64"], ["--align 128", "--align 64"]),
+    "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
+    "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
+    "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
+    "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "2,048 positions", "lower --seq-len"]),
+    "seed too large": (["--seed", "5000000000"], ["seed is 5000000000", "below 2^32"]),
+    "align not positive": (["--align", "0"], ["align is 0", "at least 1"]),
+    "align wider than a layer": (["--align", "128"], ["align is 128", "3 × 96", "smaller"]),
+    "recipe missing": (["--recipe", "none.toml"], ["none.toml", "cannot be read"]),
+    "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_out_of_range(case: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    options, words = SETTINGS[case]
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = "import sys\nfrom ddp_vllm.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    arguments = ["prune", "model", "--sparsity", "2", "-o", str(tmp_path / "out")]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "False\n")
