@@ -23,8 +23,8 @@ from ddp_benchmarks.engine import Server
 from ddp_benchmarks.machine import hardware, today, versions
 from ddp_benchmarks.models import token_counter
 from ddp_benchmarks.processes import terminable
-from ddp_benchmarks.verdict import judge, spread
 from ddp_vllm.registry import fetch_conversations
+from ddp_vllm.results import judge, spread
 
 _COUNTER = re.compile(r"^vllm:(\w+)_total\{[^}]*\} ([\d.e+]+)$", re.MULTILINE)
 

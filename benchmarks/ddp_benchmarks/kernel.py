@@ -36,8 +36,8 @@ from ddp_benchmarks.experts import (
 )
 from ddp_benchmarks.fused_experts import build_vllm
 from ddp_benchmarks.machine import hardware, today, versions
-from ddp_benchmarks.verdict import judge, spread
 from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.results import judge, spread
 
 FORMAT = "ddp-vllm bench kernel 1"
 GROUP = "ddp_vllm.moe_kernels"

@@ -14,7 +14,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.pages.report import write_report
-from ddp_vllm.pages.summary import print_checkpoint
+from ddp_vllm.pages.terminal import print_checkpoint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
