@@ -59,8 +59,9 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     assert budget == "flops"  # two a weight; a query head also meets each key and each value
     flops = {unit: 2.0 * number for unit, number in weights.items()}
     flops["expert_channel"] *= _share_of_experts(config)
+    meeting = 4.0 * size if weights["query_head"] else 0.0  # of one token attended to
     return [
-        Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * seen}) for seen in attended(config, context)
+        Prices(**flops | {"query_head": flops["query_head"] + meeting * seen}) for seen in attended(config, context)
     ]
 
 

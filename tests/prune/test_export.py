@@ -264,9 +264,10 @@ def test_the_model_card_states_the_widths(pruned: Path) -> None:
 
 def test_the_model_card_names_each_text_once_and_no_folder(pruned: Path, tiny_model: Path) -> None:
     recipe = {"model": "owner/tiny", "data": "/mine/a.jsonl,/mine/a.jsonl, owner/b"}
-    provenance = {"recipe": recipe, "perplexity": {"tokens": 1024, "dense": 2.0, "pruned": 3.0}}
+    perplexity = {"tokens": 1024, "dense": 2.0, "pruned": 3.0}
+    provenance = {"recipe": recipe, "texts": recipe["data"].split(","), "perplexity": perplexity}
     checkpoint = dataclasses.replace(read_checkpoint(pruned), provenance=provenance)
-    card = model_card(checkpoint, open_source(str(tiny_model)), "pruned")
+    card = model_card(checkpoint, "pruned")
     assert "text of a.jsonl, b (1,024 tokens)" in card and "/mine" not in card
 
 
