@@ -12,9 +12,6 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
-from ddp_vllm.pages.evidence import METRICS_FILE
-from ddp_vllm.pages.report import write_report
-from ddp_vllm.pages.terminal import print_checkpoint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -40,6 +37,9 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
 from ddp_vllm.output import check_output
+from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.pages.report import write_report
+from ddp_vllm.pages.terminal import print_checkpoint
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
