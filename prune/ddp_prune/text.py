@@ -119,11 +119,11 @@ def _read(
             heldout = math.ceil(EXCERPT * heldout_tokens * count / len(names))
             rows[name], by_hash[name] = open_source(name, tokenizer, seed, size=size, heldout=heldout)
     with reading(data):
-        tokens, hidden = _hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
+        tokens, hidden = hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
         for name in turns if len(turns) > 1 else ():  # one alone is too short, as `load_blocks` will say
             _check_rest(name, (cut(row["text"], size) for row in by_hash[name]), hidden)
         excerpts = {name: excerpts_of(rows[name], size, seed, hidden) for name in turns}
-        return tokens, _pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+        return tokens, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
 
 
 def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int) -> tuple[Any, Any]:
@@ -179,7 +179,7 @@ def take_turns(texts: dict[str, Any], turns: dict[str, int]) -> Iterator[str]:
         yield from batch["text"]
 
 
-def _hold_out(documents: Iterable[str], tokenizer: Any, size: int, wanted: int) -> tuple[np.ndarray, set[str]]:
+def hold_out(documents: Iterable[str], tokenizer: Any, size: int, wanted: int) -> tuple[np.ndarray, set[str]]:
     """Return up to `wanted` tokens, an excerpt of each document, and all pieces of these documents."""
     tokens, hidden = np.empty(0, np.int32), set[str]()
     for text in documents:
@@ -187,7 +187,7 @@ def _hold_out(documents: Iterable[str], tokenizer: Any, size: int, wanted: int) 
         if not hidden.issuperset(pieces):  # as those of a copy in another source are
             hidden.update(pieces)
             excerpt = pieces[hash_of(text) % len(pieces)]
-            tokens = np.concatenate([tokens, _pack([excerpt], tokenizer, wanted - len(tokens))])
+            tokens = np.concatenate([tokens, pack([excerpt], tokenizer, wanted - len(tokens))])
         if len(tokens) >= wanted:
             break
     return tokens, hidden
@@ -235,7 +235,7 @@ def cut(text: str, size: int) -> list[str]:
     return [text[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
 
 
-def _pack(texts: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
+def pack(texts: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
     """Return the tokens of texts, EOS after each, up to `wanted`; int32."""
     rest, found, stream = iter(texts), 0, [np.empty(0, np.int32)]
     while found < wanted and (batch := list(itertools.islice(rest, 64))):
