@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import UPDATES, Serve, assert_same, assert_same_outputs, job
+from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
 from tiny_models import NOTHING_LAST, RAGGED_LAYERS, edit_config, edit_weights, make_checkpoint
 
 pytestmark = pytest.mark.vllm

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Serve, assert_same, assert_same_outputs
 from peft import LoraConfig, get_peft_model
 from quantised import quantise, state_quantisation
+from serving import Serve, assert_same, assert_same_outputs
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import UPDATES, VLLM, Serve, assert_same, assert_same_outputs, job
+from serving import UPDATES, VLLM, Serve, assert_same, assert_same_outputs, job
 from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint, ragged_layers
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, edit_config, edit_weights
 
