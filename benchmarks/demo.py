@@ -16,7 +16,7 @@ from ddp_benchmarks.processes import terminable
 from ddp_benchmarks.results import read_results
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import TextError
-from ddp_vllm.registry import fetch_conversations, fetch_model
+from ddp_vllm.fetch import fetch_conversations, fetch_model
 
 FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"

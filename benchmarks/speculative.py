@@ -24,7 +24,7 @@ from ddp_benchmarks.machine import hardware, today, versions
 from ddp_benchmarks.models import token_counter
 from ddp_benchmarks.processes import terminable
 from ddp_benchmarks.verdict import judge, spread
-from ddp_vllm.registry import fetch_conversations
+from ddp_vllm.fetch import fetch_conversations
 
 _COUNTER = re.compile(r"^vllm:(\w+)_total\{[^}]*\} ([\d.e+]+)$", re.MULTILINE)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_vllm.registry import fetch_conversations, fetch_model
+from ddp_vllm.fetch import fetch_conversations, fetch_model
 
 
 @pytest.fixture(scope="session")

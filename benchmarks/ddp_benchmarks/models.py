@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import head_dim, read_checkpoint, read_config, read_json
+from ddp_vllm.checkpoint import read_checkpoint, read_config, read_json
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.widths import WidthsError, folder_tensors
+from ddp_vllm.remote_code.widths import WidthsError, folder_tensors, head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
