@@ -1,4 +1,4 @@
-"""The verbs `bench`, `eval` and `compare`. Nothing heavy is imported before a verb runs."""
+"""The verbs `bench` and `eval`. Nothing heavy is imported before a verb runs."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from ddp_vllm.errors import SettingError
-
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
 _seed = click.option("--seed", type=int, default=0, show_default=True)
@@ -51,10 +50,10 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
     ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
     """
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.results import read_results
     from ddp_benchmarks.sharegpt import Load, Settings, run_benchmark
     from ddp_benchmarks.tables import json_line, plain_console, print_report
     from ddp_vllm.output import check_file
+    from ddp_vllm.results import read_results
 
     if output is None:  # where `compare` looks
         folder = Path(options["pruned"][0])
@@ -123,8 +122,8 @@ def kernel(
 
     from ddp_benchmarks.expert_layers import SHAPES
     from ddp_benchmarks.kernel import KernelSettings, run_kernel_benchmark
-    from ddp_benchmarks.results import write_results
     from ddp_benchmarks.tables import kernel_line, plain_console, print_kernel
+    from ddp_vllm.results import write_results
 
     settings = KernelSettings(
         shapes=tuple(SHAPES) if shapes == "all" else tuple(shapes.split(",")),
@@ -205,10 +204,11 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
     With --data no rows are taken from the hub: it holds a file a task, such as piqa_val.jsonl, and what is missing is
     named. Finished tasks are kept and reused.
     """
-    from ddp_benchmarks.evaluate import EvalSettings, against_output, default_output, evaluate
+    from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.tables import plain_console, print_quality
     from ddp_benchmarks.tasks import choose_tasks
+    from ddp_vllm.evaluations import against_output, default_output
     from ddp_vllm.output import make_folder
 
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
@@ -228,38 +228,3 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
         found = [evaluate(one, say=partial(console.print, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
-
-
-@click.command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
-@click.option(
-    "--results", multiple=True, type=click.Path(path_type=Path), help="Results outside the folders; repeatable."
-)
-@click.option("--dense", metavar="MODEL", help="The dense model. [default: the one of the recipe]")
-@click.option("--overwrite", is_flag=True, help="Replace the page.")
-def compare(
-    folders: tuple[Path, ...], output: Path, results: tuple[Path, ...], dense: str | None, overwrite: bool
-) -> None:
-    """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
-
-    \b
-    ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
-
-    Results of bench and eval are found in each folder and its eval folder, or passed with --results.
-    """
-    from ddp_benchmarks.compare import collect
-    from ddp_benchmarks.page import write_html, write_markdown
-    from ddp_benchmarks.results import check_file, write_text
-
-    markdown = output.with_suffix(".md")
-    if markdown == output:
-        raise SettingError(f"{output} is where the Markdown goes; call the page {output.with_suffix('.html')}")
-    for path in (output, markdown):
-        check_file(path, overwrite=overwrite)
-    comparison = collect(folders, results=results, dense=dense)
-    write_text(write_html(comparison), output)
-    write_text(write_markdown(comparison), markdown)
-    for note in comparison.notes:
-        click.echo(note, err=True)
-    click.echo(f"{output} and {markdown}")

@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import fmean, pvariance
 from typing import Any
 
 from ddp_benchmarks.engine import engine_environment, model_arguments, runs_on_cpu, vllm_command
 from ddp_benchmarks.machine import today, versions
-from ddp_benchmarks.models import describe_model, local_folder
 from ddp_benchmarks.processes import end_group
 from ddp_benchmarks.protocol import check_lowest, new_results
-from ddp_benchmarks.results import write_results
-from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
+from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
+from ddp_vllm.evaluations import TASKS, mean_accuracy
+from ddp_vllm.facts import describe_model, local_folder
+from ddp_vllm.results import write_results
 
 _PER_TASK = (
     *("results", "configs", "versions", "n-shot"),
@@ -78,20 +78,6 @@ class EvalSettings:
                 f"no local file for {', '.join(missing)} ({names}) in {places}; add it, or choose other --tasks"
             )
         return files
-
-
-def default_output(model: str) -> Path:
-    """Return where results go: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
-    return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{_folder_name(model)}")
-
-
-def against_output(model: str, output: Path) -> Path:
-    """Return where the results of the model to compare with go if those of the other are to go to `output`."""
-    return output / f"against-{_folder_name(model)}"
-
-
-def _folder_name(model: str) -> str:
-    return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "--")
 
 
 def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -251,54 +237,3 @@ def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for key in _PER_TASK:
         merged[key] = {name: value for part in parts for name, value in part.get(key, {}).items()}
     return merged
-
-
-def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
-    """Return (value, standard error) of one task by the metric that counts here, or None if it was not run."""
-    found = results["results"].get(name, {})
-    value = found.get(f"{TASKS[name].metric},none")
-    error = found.get(f"{TASKS[name].metric}_stderr,none")
-    return None if value is None else (float(value), float(error) if isinstance(error, int | float) else None)
-
-
-def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
-
-    Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out. For the
-    interval each task is given one more row lost and one more won (Bonett and Price, J. Educ. Behav. Stat. 37, 2012):
-    a few rows that all changed alike, or not at all, are no proof that others would.
-    """
-    ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
-    if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
-        return None
-    means, variances = [], []
-    for name, rows in ours.items():
-        differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
-        means.append(fmean(differences))
-        variances.append(pvariance([*differences, 1.0, -1.0]) / (len(differences) + 2))
-    return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
-
-
-def points(difference: float, half_width: float) -> str:
-    """Write a difference of accuracies with its 95 % interval in percentage points."""
-    return f"{100 * difference:+.1f} ± {100 * half_width:.1f}".replace("-", "−")
-
-
-def in_points(difference: float, half_width: float) -> str:
-    """Say a difference of accuracies in words."""
-    value = f"{points(difference, half_width)} points"
-    return value if abs(difference) > half_width else f"no measurable difference ({value})"
-
-
-def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the unweighted mean of the accuracies, as the paper averages, with its standard error and its tasks."""
-    scores = {name: score(results, name) for name, task in TASKS.items() if task.higher_is_better}
-    present = {name: value for name, value in scores.items() if value}
-    if not present:
-        return None
-    errors = [error or 0.0 for _, error in present.values()]
-    return {
-        "value": sum(value for value, _ in present.values()) / len(present),
-        "stderr": sum(error**2 for error in errors) ** 0.5 / len(present),
-        "tasks": list(present),
-    }

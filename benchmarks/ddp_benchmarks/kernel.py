@@ -37,8 +37,8 @@ from ddp_benchmarks.expert_layers import (
 )
 from ddp_benchmarks.fused_experts import build_vllm
 from ddp_benchmarks.protocol import new_results, rotated
-from ddp_benchmarks.verdict import judge, spread
 from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.results import judge, spread
 
 FORMAT = "ddp-vllm bench kernel 1"
 KERNELS = "ddp_vllm.moe_kernels"  # entry points

@@ -12,12 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ddp_benchmarks.evaluate import in_points, mean_difference, score
-from ddp_benchmarks.machine import on_gpu
 from ddp_benchmarks.protocol import result_line
-from ddp_benchmarks.results import main_metric, main_verdict, measured
-from ddp_benchmarks.tasks import TASKS
-from ddp_benchmarks.verdict import ratio_text, spread
+from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score
+from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu, ratio_text, spread
 
 FILE_WIDTH = 200  # characters; with rich's 80 the columns of several models are cut off
 _METRICS = (  # metric, heading, decimals

@@ -15,13 +15,14 @@ from click.testing import CliRunner
 
 from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port, model_arguments
-from ddp_benchmarks.models import check_vocabularies, describe_model
+from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
-from ddp_benchmarks.results import FORMAT, read_results
 from ddp_benchmarks.sharegpt import Load, Settings, _schedule, run_benchmark
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
+from ddp_vllm.facts import describe_model
 from ddp_vllm.output import check_file
+from ddp_vllm.results import FORMAT, read_results
 from demo import is_complete
 
 ROOT = Path(__file__).parents[2]

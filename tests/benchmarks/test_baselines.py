@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-
 from baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.gates import GatedModel
 from ddp_vllm.families import dimensions_of, family_of

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ddp_benchmarks import evaluate
-from ddp_benchmarks.evaluate import EvalSettings, mean_difference, run_alone
+from ddp_benchmarks.evaluate import EvalSettings, run_alone
+from ddp_vllm.evaluations import mean_difference
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "eval"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ddp_benchmarks.report import draw_speed, json_line, plain_console, print_report
-from ddp_benchmarks.results import main_verdict, verdicts
+from ddp_benchmarks.tables import draw_speed, json_line, plain_console, print_report
+from ddp_vllm.results import main_verdict, verdicts
 
 RATE, BURST = "0.25 requests/s", "all at once"
 TPOT = [(30.7, 22.6), (31.0, 22.5), (30.5, 22.7)]  # ms, dense and pruned

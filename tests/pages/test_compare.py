@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_page import write_bench, write_evaluation, write_model
+from written_folders import write_bench, write_evaluation, write_model
 
-from ddp_benchmarks.compare import collect, difference, engine_fact, retained
-from ddp_benchmarks.models import describe_model
-from ddp_benchmarks.page import headline
-from ddp_benchmarks.results import verdicts
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
+from ddp_vllm.facts import describe_model
+from ddp_vllm.pages.compare import headline
+from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
+from ddp_vllm.results import verdicts
 
 HALF = [(1, 5), (1, 9)]
 FASTER, SLOWER = [(1.0, 1.5), (1.0, 1.52)], [(1.0, 0.5), (1.0, 0.52)]

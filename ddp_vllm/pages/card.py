@@ -4,11 +4,11 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ddp_prune.source import Source
-from ddp_prune.summary import footprint, routing_notes, totals
-from ddp_prune.tokens import sources_of
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.remote_code.widths import dense_expert_size, tensor_parallel_sizes
+from ddp_vllm.pages.page import Table, markdown_table
+from ddp_vllm.pages.summary import has_experts, routing_notes, size_table, texts_of
+from ddp_vllm.remote_code.widths import dense_expert_size
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 TEXT = """# {name}
 
@@ -25,9 +25,7 @@ In plain transformers, with no ddp-vllm installed:
 `AutoModelForCausalLM.from_pretrained("./{name}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
 reads the config first, whose class is in this folder, and without it asks on stdin.
 
-| | dense | pruned | removed |
-|---|---|---|---|
-{rows}
+{sizes}
 
 {quality}
 
@@ -39,59 +37,56 @@ Tensor-parallel sizes that split every layer without padding: {tp}.
 """
 
 
-def model_card(checkpoint: Checkpoint, source: Source, name: str) -> str:
+def model_card(checkpoint: Checkpoint, name: str) -> str:
     """Return the Markdown of the card; `name` is the folder's."""
-    counts = totals(checkpoint)
-    rows = [_row(*row) for row in (*counts.rows, *footprint(checkpoint))]
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation", license=None
     )
     provenance = checkpoint.provenance
-    dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or source.folder.name)
+    dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "its dense model")
     if dense.count("/") == 1 and not dense.startswith((".", "/", "~")) and not Path(dense).exists():  # a hub name
         data.base_model = dense
+    experts = has_experts(checkpoint)
     text = TEXT.format(
         name=name,
         dense=dense.rstrip("/").rsplit("/", 1)[-1],
-        rows="\n".join(rows),
-        units="channels of the routed experts" if counts.dense_experts else "attention heads and MLP channels",
+        sizes=markdown_table(size_table(checkpoint)),
+        units="channels of the routed experts" if experts else "attention heads and MLP channels",
         quality="\n\n".join([_quality(checkpoint), *(f"Note: {note}." for note in routing_notes(checkpoint))]),
-        tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.layers, checkpoint.config))),
-        layers="\n".join(_expert_rows(checkpoint) if counts.dense_experts else _layer_rows(checkpoint)),
+        tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers))),
+        layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
 
 
-def _row(label: str, dense: int, kept: int) -> str:
-    return f"| {label} | {dense:,} | {kept:,} | {1 - kept / dense:.1%} |"
-
-
-def _layer_rows(checkpoint: Checkpoint) -> list[str]:
-    return ["| layer | query heads for each KV head | MLP channels |", "|---|---|---|"] + [
-        f"| {index} | {' '.join(map(str, layer.query_heads_per_kv_head)) or '–'} | {layer.intermediate_size or '–'} |"
+def _layer_widths(checkpoint: Checkpoint) -> Table:
+    rows = [
+        [index, " ".join(map(str, layer.query_heads_per_kv_head)) or "–", layer.intermediate_size or "–"]
         for index, layer in enumerate(checkpoint.layers)
     ]
+    return Table(headings=["layer", "query heads for each KV head", "MLP channels"], rows=rows, is_text=True)
 
 
-def _expert_rows(checkpoint: Checkpoint) -> list[str]:
-    heading = f"| layer | channels left of {dense_expert_size(checkpoint.config):,}, expert by expert |"
-    return [heading, "|---|---|"] + [
-        f"| {index} | {' '.join(map(str, layer.expert_intermediate_sizes))} |"
+def _expert_widths(checkpoint: Checkpoint) -> Table:
+    rows = [
+        [index, " ".join(map(str, layer.expert_intermediate_sizes))]
         for index, layer in enumerate(checkpoint.layers)
         if layer.expert_intermediate_sizes is not None
     ]
+    heading = f"channels left of {dense_expert_size(checkpoint.config):,}, expert by expert"
+    return Table(headings=["layer", heading], rows=rows, is_text=True)
 
 
 def _quality(checkpoint: Checkpoint) -> str:
-    quality = checkpoint.provenance.get("perplexity")
+    provenance = checkpoint.provenance
+    quality = provenance.get("perplexity")
     if not quality:
         return "Quality was not measured when this checkpoint was written."
-    recipe = checkpoint.provenance.get("recipe", {})
     where = ""
-    if "applied_to" in checkpoint.provenance:
-        where = f" Measured on {recipe.get('model', 'another model')}, where the masks were learned."
-    names = [name.rsplit("/", 1)[-1] for name in sources_of(recipe.get("data", "unknown origin"))]
+    if "applied_to" in provenance:
+        learned_on = provenance.get("recipe", {}).get("model", "another model")
+        where = f" Measured on {learned_on}, where the masks were learned."
     return (
-        f"Perplexity on held-out text of {', '.join(dict.fromkeys(names))} "
+        f"Perplexity on held-out text of {texts_of(provenance)} "
         f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}.{where}"
     )

@@ -2,7 +2,7 @@
 
 Results are found in a checkpoint's folder and its `eval` folder, or passed by name. What lies in a checkpoint's folder
 is that checkpoint's; all else belongs to the model whose resolved folder or hub name it stores. Two evaluations are
-only compared if they read the same rows.
+only compared if they asked the same questions.
 """
 
 import json
@@ -12,13 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp_benchmarks.evaluate import default_output, mean_accuracy, mean_difference, score
-from ddp_benchmarks.machine import on_gpu
-from ddp_benchmarks.models import ModelFacts, describe_model, identify
-from ddp_benchmarks.results import FORMAT, measured
-from ddp_benchmarks.tasks import TASKS
-from ddp_vllm.checkpoint import read_checkpoint, read_json
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
+from ddp_vllm.evaluations import TASKS, default_output, mean_accuracy, mean_difference, score
+from ddp_vllm.facts import ModelFacts, describe_model, identify
+from ddp_vllm.results import FORMAT, measured, on_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +61,14 @@ class Comparison:
         return (self.dense, *self.pruned) if self.dense else self.pruned
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Results:
+    """What the results files hold, as it stands in them."""
+
+    benches: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+
+
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
     """Gather everything about the pruned checkpoints in `folders` and their dense model.
 
@@ -73,49 +79,42 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     names = [folder.resolve().name for folder in folders]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
-    origins = [str(checkpoint.provenance.get("recipe", {}).get("model", "")) or None for checkpoint in checkpoints]
-    parents = sorted({identify(origin) for origin in origins if origin})
-    if dense is None and len(parents) > 1:
+    dense = dense or _common_origin(checkpoints)
+    nearby = [*folders, *([Path(dense) if Path(dense).is_dir() else default_output(dense)] if dense else [])]
+    found = _read_all(nearby, results)
+    notes: list[str] = []
+    entries = tuple(_entry(checkpoint, dense, found, notes) for checkpoint in checkpoints)
+    reference = _dense_entry(dense, found, entries, notes)
+    shown = [bench for bench in found.benches if any(speed["bench"] is bench for e in entries for speed in e.speeds)]
+    return Comparison(dense=reference, pruned=entries, benches=tuple(shown), notes=tuple(dict.fromkeys(notes)))
+
+
+def _origin(checkpoint: Checkpoint) -> str | None:
+    return str(checkpoint.provenance.get("recipe", {}).get("model", "")) or None
+
+
+def _common_origin(checkpoints: Sequence[Checkpoint]) -> str | None:
+    """Return the model that all were pruned from, as the first one calls it. Raises: SettingError."""
+    origins = [origin for checkpoint in checkpoints if (origin := _origin(checkpoint))]
+    parents = sorted(set(map(identify, origins)))
+    if len(parents) > 1:
         raise SettingError(
             f"the folders were pruned from different models ({', '.join(parents)}); compare those of one model, or "
             "pass --dense if these are copies of one"
         )
-    dense = dense or next(filter(None, origins), None)
-    nearby = [*folders, *([Path(dense) if Path(dense).is_dir() else default_output(dense)] if dense else [])]
-    passed = {path.resolve(): path for path in results}
-    found = {path.resolve(): path for path in _nearby_files(nearby) if path.resolve() not in passed}
-    contents = [_read(path, strict=True) for path in passed.values()]
+    return origins[0] if origins else None
+
+
+def _read_all(nearby: Iterable[Path], passed: Iterable[Path]) -> _Results:
+    """Read the results files that were passed, and those that lie in the folders; each once."""
+    named = {path.resolve(): path for path in passed}
+    found = {path.resolve(): path for path in _nearby_files(nearby) if path.resolve() not in named}
+    contents = [_read(path, strict=True) for path in named.values()]
     contents += [_read(path, strict=False) for path in found.values()]
-    benches = [content for content in contents if content.get("format") == FORMAT]
-    evals = [content for content in contents if "ddp_vllm" in content]
-    notes: list[str] = []
-    entries = []
-    for checkpoint, origin in zip(checkpoints, origins, strict=True):
-        folder, facts = checkpoint.folder, describe_model(str(checkpoint.folder))
-        name = facts.name
-        quality = _best_evaluation(evals, facts, notes)
-        speeds = _speeds(benches, facts, notes)
-        notes += [f"{name} was not evaluated: ddp-vllm eval {folder}"] if quality is None else []
-        command = f"ddp-vllm bench sharegpt --dense {origin or dense or 'MODEL'} --pruned {folder}"
-        notes += [f"{name} was not measured: {command}"] if not speeds else []
-        entries.append(
-            Entry(
-                facts=facts,
-                dense=origin,
-                sparsity=_units_removed(checkpoint.provenance.get("recipe", {})),
-                quality=quality,
-                speeds=speeds,
-            )
-        )
-    reference = _dense_entry(dense, benches, evals, entries, notes)
-    shown = [bench for bench in benches if any(speed["bench"] is bench for entry in entries for speed in entry.speeds)]
-    notes = list(dict.fromkeys(notes))
-    return Comparison(dense=reference, pruned=tuple(entries), benches=tuple(shown), notes=tuple(notes))
-
-
-def _units_removed(recipe: Mapping[str, Any]) -> float | None:
-    counts_units = recipe.get("budget", "units") == "units"
-    return (recipe.get("sparsity") or None) if counts_units else None
+    return _Results(
+        benches=[content for content in contents if content.get("format") == FORMAT],
+        evaluations=[content for content in contents if "ddp_vllm" in content],
+    )
 
 
 def _nearby_files(folders: Iterable[Path]) -> Iterator[Path]:
@@ -133,24 +132,24 @@ def _read(path: Path, *, strict: bool) -> dict[str, Any]:
             raise TextError(f"{path} cannot be read ({error}); pass a results file of bench or eval") from error
         return {}
     if isinstance(content, dict) and content.get("format") == FORMAT:
-        _identify_all(content["models"], path)
+        _settle(content["models"], path)
         return content
     if isinstance(content, dict) and "ddp_vllm" in content:
-        _identify_all([content["ddp_vllm"]["model"]], path)
+        _settle([content["ddp_vllm"]["model"]], path)
         return content
     if strict:
         raise TextError(f"{path} is no results file of ddp-vllm bench or eval; run one of them first")
     return {}
 
 
-def _identify_all(models: Sequence[dict[str, Any]], path: Path) -> None:
-    """Replace each `model` that results store by its resolved folder.
+def _settle(models: Sequence[dict[str, Any]], path: Path) -> None:
+    """Settle which folders of this machine the models of a results file are.
 
-    A checkpoint may have been renamed since, so what lies in its folder or `eval` folder is its own: of models that are
-    pruned as it is, or dense as it is, the only one.
+    What lies in a model's folder or its `eval` is that model's, whatever it was called when it was measured: of the
+    models that are pruned as it is, or dense as it is, the only one.
     """
     for model in models:
-        if Path(model["model"]).is_absolute():  # older results also hold paths relative to an unknown folder
+        if Path(model["model"]).is_absolute():  # else a name on the hub, whatever lies here by that name
             model["model"] = identify(model["model"])
     parent = path.absolute().parent
     home = parent.parent if parent.name == "eval" else parent
@@ -161,23 +160,46 @@ def _identify_all(models: Sequence[dict[str, Any]], path: Path) -> None:
             alike[0]["model"] = identify(str(home))
 
 
-def _same(models: Iterable[Mapping[str, Any]], facts: ModelFacts) -> list[Mapping[str, Any]]:
-    return [model for model in models if model["pruned"] == facts.pruned and model["model"] == facts.model]
+def _entry(checkpoint: Checkpoint, dense: str | None, results: _Results, notes: list[str]) -> Entry:
+    """Return a pruned model with what was measured of it; notes say what is missing."""
+    folder, recipe = checkpoint.folder, checkpoint.provenance.get("recipe", {})
+    facts = describe_model(str(folder))
+    quality = _best_evaluation(results.evaluations, facts, notes)
+    speeds = _speeds(results.benches, facts, notes)
+    if quality is None:
+        notes.append(f"{facts.name} was not evaluated: ddp-vllm eval {folder}")
+    if not speeds:
+        command = f"ddp-vllm bench sharegpt --dense {_origin(checkpoint) or dense or 'MODEL'} --pruned {folder}"
+        notes.append(f"{facts.name} was not measured: {command}")
+    counts_units = recipe.get("budget", "units") == "units"
+    return Entry(
+        facts=facts,
+        dense=_origin(checkpoint),
+        sparsity=(recipe.get("sparsity") or None) if counts_units else None,
+        quality=quality,
+        speeds=speeds,
+    )
 
 
-def _namesakes(models: Iterable[Mapping[str, Any]], facts: ModelFacts) -> list[Mapping[str, Any]]:
-    """Return those of the same name in no known folder: of another machine, or relative; [] if there are several."""
-    found = []
-    for model in models:
-        name, folders = model["name"], (Path(model["model"]), Path(facts.model))
-        alike = facts.name in (name, Path(name).name) or name == Path(facts.name).name
-        here = all(folder.is_absolute() and folder.exists() for folder in folders)
-        if alike and not here and model["pruned"] == facts.pruned and model["model"] != facts.model:
-            found.append(model)
-    return found if len({model["model"] for model in found}) == 1 else []
+def _of(models: Sequence[Mapping[str, Any]], facts: ModelFacts) -> list[Mapping[str, Any]]:
+    """Return those of a file's models that are the one in question, by folder or hub name, else by name alone.
+
+    A name is enough where the file is of another machine, and where only one has it.
+    """
+    alike = [model for model in models if model["pruned"] == facts.pruned]
+    found = [model for model in alike if model["model"] == facts.model]
+    namesakes = [model for model in alike if _is_namesake(Path(model["model"]), Path(facts.model))]
+    return found or (namesakes if len(namesakes) == 1 else [])
 
 
-def _of_this_model(models: Sequence[Mapping[str, Any]], facts: ModelFacts, notes: list[str]) -> list[Mapping[str, Any]]:
+def _is_namesake(one: Path, other: Path) -> bool:
+    """Say whether two folders, or a folder and a hub name, end alike and are not both folders of this machine."""
+    folders = [place for place in (one, other) if place.is_absolute()]
+    both_here = len(folders) == 2 and all(folder.exists() for folder in folders)
+    return one.name == other.name and bool(folders) and not both_here
+
+
+def _unchanged(models: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: list[str]) -> list[Mapping[str, Any]]:
     """Leave out those that had another number of parameters: their folder was pruned again since they were measured."""
     kept = []
     for model in models:
@@ -192,16 +214,14 @@ def _of_this_model(models: Sequence[Mapping[str, Any]], facts: ModelFacts, notes
 
 
 def _best_evaluation(
-    evals: Sequence[Mapping[str, Any]], facts: ModelFacts, notes: list[str]
+    evaluations: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: list[str]
 ) -> Mapping[str, Any] | None:
-    """Return the evaluation of a model with the most tasks, the one of most rows and then the latest among equals."""
-    models = [found["ddp_vllm"]["model"] for found in evals]
-    known = _of_this_model([*_same(models, facts), *_namesakes(models, facts)], facts, notes)
-    mine = [found for found, model in zip(evals, models, strict=True) if model in known]
-    return max(mine, key=lambda found: (len(found["results"]), _num_rows(found), found.get("date") or 0), default=None)
+    """Return the evaluation of a model with the most tasks, of most questions and then the latest among equals."""
+    mine = [each for each in evaluations if _unchanged(_of([each["ddp_vllm"]["model"]], facts), facts, notes)]
+    return max(mine, key=lambda each: (len(each["results"]), _num_asked(each), each.get("date") or 0), default=None)
 
 
-def _num_rows(evaluation: Mapping[str, Any]) -> int:
+def _num_asked(evaluation: Mapping[str, Any]) -> int:
     return sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
 
 
@@ -209,24 +229,16 @@ def _speeds(benches: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: list
     """Return a model's verdict at each load: of the latest benchmark that ended, or else of the latest."""
     latest: dict[str, Mapping[str, Any]] = {}
     for bench in sorted(benches, key=lambda bench: (bench["complete"], bench["started"])):
-        models = bench["models"][1:]
-        mine = _of_this_model(_same(models, facts) or _namesakes(models, facts), facts, notes)
-        labels = [model["label"] for model in mine]
+        labels = [model["label"] for model in _unchanged(_of(bench["models"][1:], facts), facts, notes)]
         for verdict in bench.get("verdicts", []):
             if verdict["label"] in labels:
                 latest[verdict["load"]] = {**verdict, "bench": bench}
     return tuple(latest.values())
 
 
-def _dense_entry(
-    dense: str | None,
-    benches: Sequence[Mapping[str, Any]],
-    evals: Sequence[Mapping[str, Any]],
-    entries: Sequence[Entry],
-    notes: list[str],
-) -> Entry | None:
-    """Return the dense model's entry, with the evaluation that read the same rows as the pruned ones'."""
-    baselines = [bench["models"][0] for bench in benches]
+def _dense_entry(dense: str | None, results: _Results, entries: Sequence[Entry], notes: list[str]) -> Entry | None:
+    """Return the dense model's entry, with the evaluation that asked the same questions as the pruned ones'."""
+    baselines = [bench["models"][0] for bench in results.benches]
     dense = dense or next((model["model"] for model in baselines), None)
     if dense is None:
         return None
@@ -234,27 +246,27 @@ def _dense_entry(
         facts = describe_model(dense)
     except ModelError:  # a folder of another machine
         facts = ModelFacts(model=identify(dense), name=dense, pruned=False)
-    known = [model for model in baselines if _same([model], facts) or _namesakes([model], facts)]
     if facts.pruned:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for entry in entries:
-        others = [model for model in (speed["bench"]["models"][0] for speed in entry.speeds) if model not in known]
+        others = [model for speed in entry.speeds if not _of([model := speed["bench"]["models"][0]], facts)]
         notes += [f"{entry.facts.name} was measured against {model['model']}, not {dense}" for model in others[:1]]
-    wanted = [rows_read(entry.quality) for entry in entries if entry.quality]
-    same = [found for found in evals if not wanted or rows_read(found) == wanted[0]]
+    wanted = [conditions(entry.quality) for entry in entries if entry.quality]
+    same = [each for each in results.evaluations if not wanted or conditions(each) == wanted[0]]
     quality = _best_evaluation(same, facts, notes)
     if quality is None:
         command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"
         notes.append(f"the dense model was not evaluated on the same rows: {command}")
-    if any(rows != wanted[0] for rows in wanted[1:]):
+    if any(others != wanted[0] for others in wanted[1:]):
         notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")
+    known = [model for model in baselines if _of([model], facts)]
     if known and facts.parameters is None:
         facts = ModelFacts(**{key: known[0][key] for key in ModelFacts.__dataclass_fields__})
     return Entry(facts=facts, quality=quality)
 
 
-def rows_read(evaluation: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what two evaluations must share to be comparable: tasks, rows, data and context length."""
+def conditions(evaluation: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what two evaluations must share to be comparable: tasks, limit, context length and data."""
     ours = evaluation["ddp_vllm"]
     data = ours["data"] if isinstance(ours["data"], str) else sorted(ours["data"].items())
     settings = ours["settings"]
@@ -269,20 +281,20 @@ def task_scores(entry: Entry) -> dict[str, tuple[float, float | None]]:
 
 def difference(entry: Entry, dense: Entry | None) -> tuple[float, float] | None:
     """Return by how much the mean accuracy differs from the dense model's on the same questions, and half its 95 %."""
-    both = _on_same_rows(entry, dense)
+    both = _comparable(entry, dense)
     return mean_difference(*both) if both else None
 
 
 def retained(entry: Entry, dense: Entry | None) -> float | None:
-    """Return the fraction of the dense mean accuracy that is left, if both were evaluated on the same rows."""
-    both = _on_same_rows(entry, dense)
+    """Return the fraction of the dense mean accuracy that is left, if both answered the same questions."""
+    both = _comparable(entry, dense)
     ours, theirs = map(mean_accuracy, both) if both else (None, None)
     return ours["value"] / theirs["value"] if ours and theirs and theirs["value"] else None
 
 
-def _on_same_rows(entry: Entry, dense: Entry | None) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return both evaluations if there are two, of the same rows."""
-    if not (dense and entry.quality and dense.quality and rows_read(entry.quality) == rows_read(dense.quality)):
+def _comparable(entry: Entry, dense: Entry | None) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return both evaluations if there are two, of the same questions."""
+    if not (dense and entry.quality and dense.quality and conditions(entry.quality) == conditions(dense.quality)):
         return None
     return entry.quality, dense.quality
 

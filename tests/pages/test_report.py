@@ -9,18 +9,16 @@ import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from matplotlib.image import imread
-from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.numpy import load_file, save_file
+from written_folders import write_masks, write_weights
 
-from ddp_prune.export import export
-from ddp_prune.pictures import render, smooth, widths
-from ddp_prune.source import open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.pages.pictures import render, smooth, widths
 
 FIGURES = ["heads", "widths", "gates", "curves"]
 
@@ -56,21 +54,12 @@ class _Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("report")
-    (folder / "r.toml").write_text('controller = "alm"\nhead_unit = "query-head"\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DDP_VLLM_CACHE", str(folder / "cache"))
-        result = CliRunner().invoke(
-            main,
-            [
-                "prune", str(tiny_model), "--sparsity", "0.4", "--data", str(tiny_text), "-o", str(folder / "a<b"),
-                "--steps", "10", "--batch-size", "2", "--seq-len", "16", "--recipe", str(folder / "r.toml"),
-            ],
-        )  # fmt: skip
+def pruned(trained: Path) -> Path:
+    """The trained folder, with its report."""
+    result = CliRunner().invoke(main, ["report", str(trained)])
     assert result.exit_code == 0, result.output
-    assert str(folder / "a<b" / "report.html") in result.stdout.replace("\n", "")
-    return folder / "a<b"
+    assert result.stdout == f"written: {trained / 'report.html'}\n"
+    return trained
 
 
 def _table(folder: Path, name: str) -> list[dict[str, str]]:
@@ -102,12 +91,12 @@ def test_numbers_are_those_of_the_checkpoint(pruned: Path) -> None:
         assert int(row["intermediate_size"]) == layer.intermediate_size
         assert (int(row["kv_heads"]), int(row["query_heads"])) == (layer.num_kv_heads, layer.num_query_heads)
     masks = load_file(pruned / "ddp_masks.safetensors")
-    heads = torch.tensor([[float(row[f"unit_{unit}"]) for unit in range(8)] for row in _table(pruned, "heads")])
-    torch.testing.assert_close(heads, masks["attn.gates"], rtol=1e-5, atol=0)
+    heads = np.array([[float(row[f"unit_{unit}"]) for unit in range(8)] for row in _table(pruned, "heads")])
+    np.testing.assert_allclose(heads, masks["attn.gates"], rtol=1e-5)
     counts = dict.fromkeys(("attn", "mlp"), 0)
     for row in _table(pruned, "gates"):
         counts[row["module_type"]] += int(row["units"])
-    assert counts == {"attn": 14, "mlp": 173}  # round(0.6·3·8) and round(0.6·3·96): nothing falls outside the bins
+    assert counts == {"attn": 14, "mlp": 173}  # nothing falls outside the bins
     metrics = [json.loads(line) for line in (pruned / "ddp_metrics.jsonl").read_text().splitlines()]
     curves = _table(pruned, "curves")
     assert [float(row["mlp_lambda1"]) for row in curves] == [row["mlp_lambda1"] for row in metrics]
@@ -128,11 +117,19 @@ def test_perplexities_come_with_the_noise_over_blocks(pruned: Path) -> None:
     assert f"{quality['dense']:.2f}± {quality['dense'] * statistics.stdev(dense) / 4:.2f}" in text
 
 
-def test_report_of_applied_masks_shows_what_there_is(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
-    gates = {kind: torch.ones(shape) for kind, shape in (("attn", (3, 4)), ("mlp", (3, 96)))}
-    gates["attn"][1] = 0.0
-    gates["mlp"][0, 5:] = 0.0
-    export(open_source(str(tiny_model)), gates, tmp_path / "cut", head_unit="kv-group", provenance={})
+def test_report_of_applied_masks_shows_what_there_is(tmp_path: Path) -> None:
+    heads, channels = np.ones((3, 4)), np.ones((3, 96))
+    heads[1] = 0.0
+    channels[0, 5:] = 0.0
+    widths = [5, 96, 96]
+    layers = [
+        {"query_heads_per_kv_head": [2] * int(heads[layer].sum()), "intermediate_size": width}
+        for layer, width in enumerate(widths)
+    ]
+    config = {"model_type": "ddp_llama", "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config |= {"head_dim": 8, "intermediate_size": 96, "num_hidden_layers": 3, "ddp_layers": layers}
+    write_weights(tmp_path / "cut", config, layers)
+    write_masks(tmp_path / "cut", {"attn": heads, "mlp": channels}, {"head_unit": "kv-group"})
     before = {path.name for path in (tmp_path / "cut").iterdir()}
     result = CliRunner().invoke(main, ["report", str(tmp_path / "cut"), "-o", str(tmp_path / "elsewhere")])
     assert result.exit_code == 0, result.output
@@ -143,31 +140,40 @@ def test_report_of_applied_masks_shows_what_there_is(pruned: Path, tiny_model: P
     assert "KV groups of 2 query heads" in page.text and "perplexity" not in page.text.lower()
 
 
-def test_report_of_experts_shows_widths_and_use(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     """Layers 0 and 2 have routed experts, layer 1 has none."""
-    model = tmp_path / "moe"
-    config = Qwen3MoeConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=40, moe_intermediate_size=24, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
-        mlp_only_layers=[1], eos_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(model)
-    for file in tiny_model.glob("tokenizer*"):
-        shutil.copy(file, model)
-    arguments = ["prune", str(model), "--sparsity", "0.5", "--data", str(tiny_text), "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(main, [*arguments, "--steps", "6", "--batch-size", "2", "--seq-len", "16"])
+    gates, chosen = np.zeros((2, 8, 24)), {"0": [58, 27, 55, 59, 23, 63, 59, 40], "2": [82, 31, 63, 29, 52, 47, 44, 0]}
+    sizes = [[24, 12, 0, 7, 1, 20, 24, 8], [0, 3, 24, 24, 10, 11, 0, 24]]
+    for layer, row in enumerate(sizes):
+        for expert, width in enumerate(row):
+            gates[layer, expert, :width] = 1.0
+    attention = {"query_heads_per_kv_head": [2, 2]}
+    layers = [
+        {**attention, "intermediate_size": 0, "expert_intermediate_sizes": sizes[0]},
+        {**attention, "intermediate_size": 40},
+        {**attention, "intermediate_size": 0, "expert_intermediate_sizes": sizes[1]},
+    ]
+    config = {"model_type": "ddp_qwen3_moe", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1], "ddp_layers": layers}
+    write_weights(tmp_path / "out", config, layers)
+    write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}}, searched=True)
+    (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    checkpoint = read_checkpoint(tmp_path / "out")
     page = _Page((tmp_path / "out" / "report.html").read_text())
     assert page.figures == ["experts", "gates", "curves"] and "× even share" in page.text
     rows = _table(tmp_path / "out", "experts")
     assert [row["layer"] for row in rows] == ["0"] * 8 + ["2"] * 8
     for row in rows:
         layer, expert = int(row["layer"]), int(row["expert"])
-        assert int(row["intermediate_size"]) == (checkpoint.layers[layer].expert_intermediate_sizes or ())[expert]
-        counts = checkpoint.provenance["routing"]["chosen"][str(layer)]
+        assert int(row["intermediate_size"]) == sizes[layer // 2][expert]
+        counts = chosen[str(layer)]
         assert float(row["times_even_share"]) == pytest.approx(counts[expert] * 8 / sum(counts), rel=1e-5)
+    result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
+    assert (
+        result.exit_code == 0 and "7/8" in result.stdout and "in layers 2 (1 of 8)" in " ".join(result.stdout.split())
+    )
 
 
 def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path, tmp_path: Path) -> None:
@@ -191,7 +197,5 @@ def test_pictures_repeat_to_the_byte() -> None:
 
 
 def test_running_mean_keeps_constants_and_length() -> None:
-    import numpy as np
-
     assert smooth(np.full(50, 3.0)).tolist() == pytest.approx([3.0] * 50)
     assert smooth(np.array([1.0])).tolist() == [1.0]

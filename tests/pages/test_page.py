@@ -6,113 +6,22 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from written_folders import write_bench, write_evaluation, write_model
 
-from ddp_benchmarks.compare import collect, retained
-from ddp_benchmarks.models import describe_model
-from ddp_benchmarks.page import write_html, write_markdown
-from ddp_benchmarks.paper import paper_model
-from ddp_benchmarks.results import FORMAT, verdicts
 from ddp_vllm.errors import CheckpointError, TextError
-
-HIDDEN, HEAD_DIM, VOCAB = 8, 4, 16
-MACHINE = {"hardware": {"gpus": [], "cores": 2, "cpu": "a CPU"}, "versions": {"torch": "2.13"}}
-
-
-def write_model(
-    folder: Path, *, widths: list[tuple[int, int]], origin: str | None, asked: dict[str, Any] | None = None
-) -> Path:
-    """Write a tiny model, pruned to (KV heads, MLP channels) a layer; dense if there is no origin."""
-    folder.mkdir(parents=True)
-    config: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"num_hidden_layers": 2, "intermediate_size": 16, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
-    if origin is not None:
-        config["ddp_layers"] = [{"query_heads_per_kv_head": [2] * kv, "intermediate_size": mlp} for kv, mlp in widths]
-        masks = {"z": np.zeros(1, np.float32)}
-        recipe = json.dumps({"recipe": {"model": origin, **(asked or {"sparsity": 0.5})}})
-        save_file(masks, folder / "ddp_masks.safetensors", {"ddp": recipe})
-    tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, HIDDEN), np.float32)}
-    for layer, (kv, mlp) in enumerate(widths):
-        for name, rows in (("q", 2 * kv), ("k", kv), ("v", kv)):
-            path = f"model.layers.{layer}.self_attn.{name}_proj.weight"
-            tensors[path] = np.zeros((rows * HEAD_DIM, HIDDEN), np.float32)
-        tensors[f"model.layers.{layer}.self_attn.o_proj.weight"] = np.zeros((HIDDEN, 2 * kv * HEAD_DIM), np.float32)
-        tensors[f"model.layers.{layer}.mlp.down_proj.weight"] = np.zeros((HIDDEN, mlp), np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+from ddp_vllm.pages.compare import page_of
+from ddp_vllm.pages.measurements import Comparison, collect, retained
+from ddp_vllm.pages.page import to_html, to_markdown
+from ddp_vllm.pages.paper import paper_model
 
 
-def write_evaluation(
-    folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results", answers: bool = False
-) -> Path:
-    """Write results as `eval` does: two accuracies and a perplexity; with `answers`, those of 100 rows."""
-    results = {
-        "results": {
-            "piqa": {"acc_norm,none": accuracy, "acc_norm_stderr,none": 0.01},
-            "boolq": {"acc,none": accuracy, "acc_stderr,none": 0.01},
-            "wikitext": {"word_perplexity,none": 30.0, "word_perplexity_stderr,none": "N/A"},
-        },
-        "n-samples": {"piqa": {"original": 9, "effective": 9}},
-        "date": 1.0,
-        "ddp_vllm": {
-            "model": describe_model(str(folder)).to_json(),
-            "settings": {"limit": limit, "max_length": 2048, "backend": "hf"},
-            "data": "hub",
-            **MACHINE,
-        },
-    }
-    if answers:
-        rows = [float(row < 100 * accuracy) for row in range(100)]
-        results["ddp_vllm"]["answers"] = {"piqa": rows, "boolq": rows}
-    path = folder / "eval" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps(results))
-    return path
+def write_html(comparison: Comparison) -> str:
+    return to_html(page_of(comparison))
 
 
-def write_bench(
-    path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]], load: str = "offline"
-) -> Path:
-    """Write results as `bench sharegpt` does, from (dense, pruned) requests/s; tokens come half as fast again."""
-    engine = {"peak_memory_bytes": 2**30, "weights_gib": 0.25, "kv_cache_tokens": 46592.0}
-    runs = [
-        {
-            "round": turn,
-            "label": label,
-            "load": load,
-            "metrics": {"requests_per_second": value}
-            | ({"p50_tpot_ms": 30 if label == "dense" else 20} if load != "offline" else {}),
-            "engine": engine,
-        }
-        for turn, pair in enumerate(speeds)
-        for label, value in zip(("dense", pruned.name), pair, strict=True)
-    ]
-    models = [{"label": "dense", **describe_model(str(dense)).to_json()}]
-    models += [{"label": pruned.name, **describe_model(str(pruned)).to_json()}]
-    results: dict[str, Any] = {"format": FORMAT, "complete": True, "reason": None, "started": "2026", **MACHINE}
-    results |= {"settings": {"mode": "offline", "pairs": len(speeds), "seed": 0}, "models": models, "runs": runs}
-    results["sample"] = {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}
-    results["verdicts"] = verdicts(results)
-    path.write_text(json.dumps(results))
-    return path
-
-
-@pytest.fixture
-def dense(tmp_path: Path) -> Path:
-    folder = write_model(tmp_path / "base", widths=[(2, 16), (2, 16)], origin=None)
-    write_evaluation(folder, 0.8)
-    return folder
-
-
-@pytest.fixture
-def pruned(tmp_path: Path, dense: Path) -> Path:
-    folder = write_model(tmp_path / "half", widths=[(1, 5), (1, 9)], origin=str(dense))
-    write_evaluation(folder, 0.6)
-    write_bench(folder / "sharegpt.json", dense, folder, [(1, 1.5), (2, 3.1), (1, 1.45), (1, 1.52), (3, 4.4)])
-    return folder
+def write_markdown(comparison: Comparison) -> str:
+    return to_markdown(page_of(comparison))
 
 
 def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
