@@ -17,25 +17,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddp_benchmarks.engine import CPU_DEFAULTS, model_arguments, runs_on_cpu, vllm_command
-from ddp_benchmarks.machine import hardware, today, versions
+from ddp_benchmarks.engine import engine_environment, model_arguments, runs_on_cpu, vllm_command
+from ddp_benchmarks.machine import today, versions
 from ddp_benchmarks.processes import end_group
+from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.facts import describe_model, local_folder
 from ddp_vllm.results import write_results
 
-_SOFT_CAP = "attn_logit_softcapping"  # of Gemma-2's config
 _PER_TASK = (
-    "results",
-    "configs",
-    "versions",
-    "n-shot",
-    "higher_is_better",
-    "n-samples",
-    "group_subtasks",
-    "batch_sizes",
+    *("results", "configs", "versions", "n-shot"),
+    *("higher_is_better", "n-samples", "group_subtasks", "batch_sizes"),
 )
 
 
@@ -68,10 +62,7 @@ class EvalSettings:
         """
         if self.limit is not None and self.limit < 1:
             raise SettingError(f"--limit {self.limit} is below 1; leave it out to evaluate every row")
-        for name, low in (("batch_size", 1), ("max_length", 16)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise SettingError(f"--{name.replace('_', '-')} {value} is below {low}")
+        check_lowest(self, batch_size=1, max_length=16)
         if self.backend == "vllm":
             vllm_command()
         describe_model(self.model)
@@ -107,13 +98,10 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
     parts = [json.loads(cached[name].read_text(encoding="utf-8")) for name in settings.tasks]
     answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
     merged = _merge(parts)
-    merged["ddp_vllm"] = {
-        "format": "ddp-vllm eval 1",
+    plain_settings = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    merged["ddp_vllm"] = new_results("ddp-vllm eval 1", plain_settings) | {
         "model": describe_model(settings.model).to_json(),
-        "settings": json.loads(json.dumps(dataclasses.asdict(settings), default=str)),
         "data": {name: file_sha256(file) for name, file in files.items()} or "hub",
-        "hardware": hardware(),
-        "versions": versions(),
         "mean_accuracy": mean_accuracy(merged),
         "answers": answers,  # of each row of a task, by its metric: 1 right, 0 wrong
     }
@@ -125,21 +113,13 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
     """Name a task's cache file by all that could change its result."""
     folder = local_folder(settings.model)
     weights = sorted(folder.glob("model*.safetensors")) if folder else []
-    config = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
     parts = [
-        config if folder else settings.model,
+        (folder / "config.json").read_text(encoding="utf-8") if folder else settings.model,
         [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
-        [
-            settings.backend,
-            settings.limit,
-            settings.dtype,
-            settings.max_length,
-            settings.model_args,
-            dataclasses.asdict(TASKS[name]),
-        ],
+        [settings.backend, settings.limit, settings.dtype, settings.max_length, settings.model_args],
+        dataclasses.asdict(TASKS[name]),
         file_sha256(data) if data else "hub",
         versions().get("lm-eval"),
-        *(["eager"] if settings.backend == "hf" and json.loads(config).get(_SOFT_CAP) else []),
     ]
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
     return settings.output / "tasks" / f"{name}-{digest}.json"
@@ -185,8 +165,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
     """Load the model once and run lm-eval task by task; each result is on disk before the next task starts."""
     if settings.data:  # before the first import that reads them
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
-    for variable, value in (CPU_DEFAULTS if runs_on_cpu() else {}).items():
-        os.environ.setdefault(variable, value)
+    os.environ.update(engine_environment())
     from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
     from rich.console import Console
@@ -202,11 +181,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
         for number, name in enumerate(names, 1):
             console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
             results = evaluator.simple_evaluate(
-                model=model,
-                tasks=[name],
-                batch_size=_batch_size(settings),
-                limit=settings.limit,
-                task_manager=manager,
+                model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit, task_manager=manager
             )
             results["config"] |= {"model": settings.backend, "model_args": arguments}
             results["batch_sizes"] = {name: results["config"].get("batch_sizes")}
@@ -229,8 +204,10 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     if settings.backend == "hf":
         common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if settings.backend == "hf" and PretrainedConfig.get_config_dict(settings.model)[0].get(_SOFT_CAP):
-            arguments["attn_implementation"] = "eager"  # the others leave the cap out
+        if settings.backend == "hf" and PretrainedConfig.get_config_dict(settings.model)[0].get(
+            "attn_logit_softcapping"
+        ):
+            arguments["attn_implementation"] = "eager"  # the others leave Gemma-2's cap out
         arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}
         arguments |= {"trust_remote_code": True} if model_arguments(settings.model) else {}
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ddp_benchmarks.report import draw_speed, json_line, plain_console, print_report
+from ddp_benchmarks.tables import draw_speed, json_line, plain_console, print_report
 from ddp_vllm.results import main_verdict, verdicts
 
 RATE, BURST = "0.25 requests/s", "all at once"

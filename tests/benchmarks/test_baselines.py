@@ -1,4 +1,4 @@
-"""One-shot scores of routed experts, against their definitions written out on what a hook saw of the stock model."""
+"""One-shot scores, against their definitions written out; of routed experts on what a hook saw of the stock model."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from baselines import ExpertUse, measure_experts
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.gates import GatedModel
 from ddp_vllm.families import dimensions_of, family_of
 
@@ -106,3 +106,44 @@ def test_measuring_leaves_the_model_as_it_was(gated: GatedModel) -> None:
     measure_experts(gated, BLOCKS[:1].split(1))
     assert torch.equal(model(BLOCKS).logits, before)
     assert not any(hasattr(layer.mlp.experts, "ddp_use") for layer in model.model.layers)
+
+
+def test_one_shot_scores_are_those_of_the_gates(gated: GatedModel) -> None:
+    """Taylor and Fisher by the gates' gradients; magnitude by hand for one channel."""
+    scores = magnitude(gated)["experts"]
+    experts: Any = gated.model.get_submodule("model.layers.1.mlp.experts")
+    gate, up = experts.gate_up_proj[2].chunk(2)
+    expected = gate[4].square().sum() + up[4].square().sum() + experts.down_proj[2, :, 4].square().sum()
+    assert scores.shape == (LAYERS, EXPERTS, CHANNELS)
+    torch.testing.assert_close(scores[1, 2, 4], expected)
+    first, second = taylor_and_fisher(gated, BLOCKS.split(1))
+    assert first["experts"].shape == second["experts"].shape == scores.shape
+    assert not first["experts"][1, IDLE].any() and (second["experts"] >= 0).all() and second["experts"].any()
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Phi3Config])  # Phi-3 has its queries, keys and values in one matrix
+@pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
+def test_magnitude_counts_all_that_goes_with_a_unit(family: type[Any], head_unit: str) -> None:
+    """Group 1 of 2 has query heads 2 and 3 of size 4; as a unit of its own, head 3 has half of their KV head."""
+    torch.manual_seed(0)
+    config = family(
+        vocab_size=50, hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.requires_grad_(False)
+    gated = GatedModel(model, family_of(config.to_dict()), dimensions_of(config.to_dict()), head_unit)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    if family is Phi3Config:
+        query, key, value = attention.qkv_proj.weight.split([16, 8, 8])
+        gate, up = mlp.gate_up_proj.weight.chunk(2)
+    else:
+        query, key, value = (getattr(attention, f"{name}_proj").weight for name in "qkv")
+        gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
+    shared = key[4:8].square().sum() + value[4:8].square().sum()
+    first = 8 if head_unit == "kv-group" else 12
+    own = query[first:].square().sum() + attention.o_proj.weight[:, first:].square().sum()
+    scores = magnitude(gated)
+    torch.testing.assert_close(scores["attn"][0, -1], own + (shared if head_unit == "kv-group" else shared / 2))
+    expected = gate[7].square().sum() + up[7].square().sum() + mlp.down_proj.weight[:, 7].square().sum()
+    torch.testing.assert_close(scores["mlp"][0, 7], expected)

@@ -3,7 +3,7 @@
 Letters: T tokens, H hidden size, K experts a token, w the width of an expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,8 @@ Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """gate `[w, H]`, up `[w, H]`, down `[H, w]`."""
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens `[T, H]`, routing weights `[T, K]` float32 and expert ids `[T, K]` int32."""
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Experts ready to run: the three of a `Batch` to outputs `[T, H]`."""
 CONCENTRATION = 4.0
 
 
