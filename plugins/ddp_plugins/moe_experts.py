@@ -179,7 +179,7 @@ def _fake(x_TH: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
 
 
-# not torch.library.custom_op: its checks at each call are a good part of a small layer's time (log)
+# not torch.library.custom_op: its checks at each call are a good part of a small layer's time (log 11)
 LIBRARY = torch.library.Library("ddp_vllm", "FRAGMENT")
 LIBRARY.define("ragged_moe" + torch.library.infer_schema(_launch, mutates_args=()))
 LIBRARY.impl("ragged_moe", _launch, "CompositeExplicitAutograd")

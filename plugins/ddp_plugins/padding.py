@@ -17,7 +17,7 @@ from ddp_vllm.remote_code.tensors import LAYERS
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
-CPU_CHANNEL_BLOCK = 128  # every width is compiled for every new number of tokens, so few widths start faster (log)
+CPU_CHANNEL_BLOCK = 128  # every width is compiled for every new number of tokens, so few widths start faster (log 91)
 MIN_WIDTH = 1024  # of a rank's share of the dense width; in a smaller model the zeros would weigh
 
 
