@@ -49,7 +49,7 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
     weights, biases = dict.fromkeys(BLOCK_OF, 0.0), dict.fromkeys(BLOCK_OF, 0.0)  # numbers a unit has
     for projection in TABLES[dense_type(config)].projections:
-        numbers = size if projection.block == "attn" else 1  # along the axis
+        numbers = projection.unit_size(size)
         has_bias = projection.axis == 0 and projection.name.rpartition(".")[2] in biased
         for unit in projection.units:
             weights[unit] += numbers * config["hidden_size"]
@@ -59,8 +59,9 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     assert budget == "flops"  # two a weight; a query head also meets each key and each value
     flops = {unit: 2.0 * number for unit, number in weights.items()}
     flops["expert_channel"] *= _share_of_experts(config)
+    meeting = 4.0 * size if weights["query_head"] else 0.0  # of one token attended to
     return [
-        Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * seen}) for seen in attended(config, context)
+        Prices(**flops | {"query_head": flops["query_head"] + meeting * seen}) for seen in attended(config, context)
     ]
 
 

@@ -17,3 +17,10 @@ def smollm2() -> Path:
 def sharegpt() -> Path:
     """17,671 real conversations, JSONL."""
     return fetch_conversations()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of ddp-vllm, a folder of the test's own; nothing is in it."""
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

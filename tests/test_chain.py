@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ddp_benchmarks.engine import Server
 from ddp_benchmarks.processes import group_members
 from ddp_prune.export import export
-from ddp_prune.gates import GatedModel, Masks, unit_shapes
-from ddp_prune.source import Source, load_model, open_source
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.model import Source, load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.families import unit_shapes
 
 pytestmark = [pytest.mark.real_model, pytest.mark.vllm]
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time there was a fox who")

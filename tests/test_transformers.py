@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ddp_prune.export import export
-from ddp_prune.gates import unit_shapes
-from ddp_prune.source import open_source
+from ddp_prune.model import open_source
+from ddp_vllm.families import unit_shapes
 
 pytestmark = pytest.mark.real_model
 PROMPTS = ["Once upon a time there was a fox who", "def fibonacci(n):"]

@@ -1,6 +1,7 @@
 """The page that `compare` writes: what pruning cost in quality and gave in speed, model by model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from ddp_vllm.output import write_text
 from ddp_vllm.pages.measurements import Comparison, Entry, difference, engine_fact, retained, task_scores
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.paper import PaperModel, paper_model
-from ddp_vllm.pages.pictures import Point, quality_against_speed, render
+from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence
 
 PICTURE_HEIGHT = 3.6  # inches
+PAPER_METRIC = "requests_per_second"
 _SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
 _ENGINE_FACTS = (  # fact, heading, divisor, decimals
     ("peak_memory_bytes", "peak memory, GiB", 2**30, 2),
@@ -62,13 +64,9 @@ def _less(what: str, ours: int | None, dense: int | None) -> list[str]:
 def _sections(comparison: Comparison) -> Iterable[Section]:
     """Yield the sections there is something for."""
     if picture := _draw(comparison):
-        yield Section(heading="Quality against speed", pictures=[picture])
-    yield Section(
-        heading="Size, speed, quality",
-        table=size_table(comparison),
-        remark="Speed: how many times better than dense, pair by pair, with its 95 % interval. Accuracy ± standard "
-        "error.",
-    )
+        yield Section(heading="", pictures=[picture])
+    remark = "Speed: how many times better than dense, pair by pair, with its 95 % interval. Accuracy ± standard error."
+    yield Section(heading="Size, speed, quality", table=size_table(comparison), remark=remark)
     if (tasks := task_table(comparison)).rows:
         remark = "Accuracy in percent ± standard error; perplexity per word as lm-eval defines it (lower is better)."
         yield Section(heading="Tasks", table=tasks, remark=remark)
@@ -79,12 +77,11 @@ def _sections(comparison: Comparison) -> Iterable[Section]:
         yield Section(heading="Other measures of speed", table=latencies, remark=remark)
     dense = next(filter(None, (entry.dense for entry in comparison.pruned)), None)
     if dense and (paper := paper_model(dense)):
-        yield Section(
-            heading=f"{paper.title} in the paper (arXiv:2603.08065)",
-            table=paper_table(paper, comparison),
-            remark="The paper's GPUs, tokens and calibration differ from ours; its perplexities are per token and left "
-            "out.",
+        remark = (
+            "The paper's GPUs, tokens and calibration differ from ours; its perplexities are per token and left out."
         )
+        heading = f"{paper.title} in the paper (arXiv:2603.08065)"
+        yield Section(heading=heading, table=paper_table(paper, comparison), remark=remark)
 
 
 def size_table(comparison: Comparison) -> Table:
@@ -159,75 +156,67 @@ def latency_table(comparison: Comparison) -> Table:
 def paper_table(paper: PaperModel, comparison: Comparison) -> Table:
     """The paper's numbers beside ours, at the same sparsity."""
     rows = []
-    for row in paper.rows:
-        ours = [each for each in comparison.entries if (each.sparsity if each.facts.pruned else 0.0) == row.sparsity]
+    for sparsity, accuracy in paper.accuracy.items():
+        ours = [each for each in comparison.entries if (each.sparsity if each.facts.pruned else 0.0) == sparsity]
         means = [_mean(each.accuracy) for each in ours if each.accuracy and each.accuracy[2] == paper.num_tasks]
-        speeds = [each.speed for each in ours if each.speed]
-        ratios = [ratio_text(main_verdict(each)) for each in speeds if _metric(each) == "requests_per_second"]
-        speed = f"{row.speedup:.2f}× ({row.gpu})" if row.speedup else "–"
-        rows.append([f"{100 * row.sparsity:g} %", f"{row.accuracy:.2f}", [*means, "–"][0], speed, [*ratios, "–"][0]])
+        speeds = [each.speed for each in ours if each.speed and main_metric(each.speed["load"]) == PAPER_METRIC]
+        ratios = [ratio_text(main_verdict(speed)) for speed in speeds]
+        speedup = f"{paper.speedup[sparsity]:.2f}× ({paper.gpu})" if sparsity in paper.speedup else "–"
+        rows.append([f"{100 * sparsity:g} %", f"{accuracy:.2f}", [*means, "–"][0], speedup, [*ratios, "–"][0]])
     headings = ["sparsity", f"accuracy of {paper.num_tasks} tasks, paper", "ours", "speedup, paper", "ours"]
     return Table(headings=headings, rows=rows)
 
 
 def _draw(comparison: Comparison) -> Picture | None:
     """Return accuracy against speed with 95 % intervals, or None if no two models have both."""
-    placed = [point for entry in comparison.entries if (point := _point(entry))]
-    if len(placed) < 2:
+    entries = [each for each in comparison.entries if each.accuracy and (each.speed or not each.facts.pruned)]
+    if len(entries) < 2:
         return None
-    names = {point.name for point in placed}
-    speeds = dict.fromkeys(_SPEEDS[_metric(e.speed)] for e in comparison.pruned if e.speed and _name(e) in names)
-    svg, _ = render(quality_against_speed(placed, " or ".join(speeds)), "quality", PICTURE_HEIGHT)
-    return Picture(
+    speeds = dict.fromkeys(_SPEEDS[main_metric(each.speed["load"])] for each in entries if each.speed)
+    return render(
+        partial(draw_points, points=list(map(_point, entries)), speed=" or ".join(speeds)),
         name="quality",
         title="Accuracy against speed",
         caption="Right and up is better. Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors "
         "for accuracy. The dashed line joins the models that no other beats in both. The dense model stands at 1.",
-        svg=svg,
+        height=PICTURE_HEIGHT,
     )
 
 
-def _point(entry: Entry) -> Point | None:
+def _point(entry: Entry) -> Point:
     """Place a model in the picture; the dense one stands at 1 without an interval."""
-    if entry.accuracy is None or (entry.facts.pruned and not entry.speed):
-        return None
+    assert entry.accuracy
     verdict = main_verdict(entry.speed) if entry.speed else {"ratio": 1.0, "low": 1.0, "high": 1.0}
-    ratio = verdict["ratio"]
-    low, high = (ratio if verdict[end] is None else verdict[end] for end in ("low", "high"))
+    ratio, low, high = (verdict["ratio"] if verdict[key] is None else verdict[key] for key in ("ratio", "low", "high"))
     value, error, _ = entry.accuracy
-    return Point(
-        name=_name(entry),
-        is_dense=not entry.facts.pruned,
-        ratio=ratio,
-        low=low,
-        high=high,
-        accuracy=100 * value,
-        reach=196 * error,
-    )
+    dense = not entry.facts.pruned
+    return Point(name=_name(entry), is_dense=dense, ratio=(ratio, low, high), accuracy=100 * value, reach=196 * error)
 
 
 def provenance(comparison: Comparison) -> list[str]:
     """Say on what hardware, with which versions, seeds and limits every number was measured, and what is missing."""
-    lines = list(comparison.notes)
-    for bench in comparison.benches:
-        settings, sample = bench["settings"], bench["sample"]
-        state = "" if bench["complete"] else f" INCOMPLETE: {bench['reason']}."
-        lines.append(
-            f"Speed, {settings['mode']}: {sample['conversations']} ShareGPT conversations ({sample['prompt_tokens']} "
-            f"prompt and {sample['output_tokens']} output tokens), {settings['pairs']} pairs, seed {settings['seed']}, "
-            f"{measured_on(bench)}, {bench['started']}.{state}"
-        )
-    for entry in comparison.entries:
-        if entry.quality:
-            ours = entry.quality["ddp_vllm"]
-            limit = ours["settings"]["limit"]
-            asked = f"the first {limit} rows of each task" if limit else "every row"
-            source = "hub" if ours["data"] == "hub" else "local files"
-            lines.append(
-                f"Quality of {_name(entry)}: {asked}, {source}, {ours['settings']['backend']} backend, "
-                f"context {ours['settings']['max_length']}, {measured_on(ours)}."
-            )
-    return lines
+    evaluated = [(_name(entry), entry.quality) for entry in comparison.entries if entry.quality]
+    lines = [*comparison.notes, *map(_speed_measured, comparison.benches)]
+    return lines + [_quality_measured(name, quality["ddp_vllm"]) for name, quality in evaluated]
+
+
+def _speed_measured(bench: Mapping[str, Any]) -> str:
+    settings, sample = bench["settings"], bench["sample"]
+    state = "" if bench["complete"] else f" INCOMPLETE: {bench['reason']}."
+    return (
+        f"Speed, {settings['mode']}: {sample['conversations']} ShareGPT conversations ({sample['prompt_tokens']} "
+        f"prompt and {sample['output_tokens']} output tokens), {settings['pairs']} pairs, seed {settings['seed']}, "
+        f"{measured_on(bench)}, {bench['started']}.{state}"
+    )
+
+
+def _quality_measured(name: str, ours: Mapping[str, Any]) -> str:
+    settings, source = ours["settings"], "hub" if ours["data"] == "hub" else "local files"
+    asked = f"the first {settings['limit']} rows of each task" if settings["limit"] else "every row"
+    return (
+        f"Quality of {name}: {asked}, {source}, {settings['backend']} backend, context {settings['max_length']}, "
+        f"{measured_on(ours)}."
+    )
 
 
 def _cells(values: Iterable[Any], write: Callable[[Any], str]) -> Sequence[str]:
@@ -241,10 +230,6 @@ def _name(entry: Entry) -> str:
 
 def _column(entry: Entry) -> str:
     return entry.facts.name if entry.facts.pruned else "dense"
-
-
-def _metric(speed: Mapping[str, Any]) -> str:
-    return main_metric(speed["load"])
 
 
 def _mean(accuracy: tuple[float, float, int]) -> str:

@@ -56,7 +56,7 @@ def gather(checkpoint: Checkpoint) -> Evidence:
             gates={name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")},
             searched={name.removesuffix(".z"): value for name, value in tensors.items() if name.endswith(".z")},
             metrics=_read_metrics(folder / METRICS_FILE),
-            block_losses=_block_losses(checkpoint),
+            block_losses=_block_losses(checkpoint.provenance),
         )
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
@@ -82,18 +82,17 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
     return metrics
 
 
-def _block_losses(checkpoint: Checkpoint) -> dict[str, list[float]]:
-    """Raises: ValueError if a measured perplexity comes without them, or not both models read the same blocks."""
-    if not (quality := checkpoint.provenance.get("perplexity")):
+def _block_losses(provenance: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Raises: ValueError if a perplexity comes without them, or the two are not of the same blocks."""
+    if not (quality := provenance.get("perplexity")):
         return {}
-    losses = quality.get("block_losses")
     try:
-        found = {name: [float(loss) for loss in losses[name]] for name in ("dense", "pruned")}
+        dense, pruned = ([float(loss) for loss in quality["block_losses"][name]] for name in ("dense", "pruned"))
     except (TypeError, KeyError):
-        found = {}
-    if not found or len(found["dense"]) != len(found["pruned"]) or not found["dense"]:
+        dense = pruned = []
+    if not dense or len(dense) != len(pruned):
         raise ValueError("its perplexity does not come with the loss of each block")
-    return found
+    return {"dense": dense, "pruned": pruned}
 
 
 def kept_scales(values: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -118,67 +117,58 @@ def expert_use(checkpoint: Checkpoint) -> NDArray[np.float64] | None:
     return use
 
 
-def bin_edges(gates: NDArray[np.float64]) -> NDArray[np.float64]:
+def bin_edges(gates: NDArray[np.float64]) -> list[float]:
     """Return the edges of a histogram: steps of 0.05 from 0 past the highest gate, of more where it is far out."""
     top = max(1.5, float(gates.max(initial=0.0)))
-    return np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1))
+    edges: list[float] = np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1)).tolist()
+    return edges
 
 
 def tables(evidence: Evidence) -> dict[str, Table]:
     """Return the numbers behind the page by the name of their CSV file."""
-    found = {"widths": _widths(evidence.checkpoint)}
-    if "attn" in evidence.gates:
-        found["heads"] = _heads(evidence.gates["attn"])
-    if "experts" in evidence.gates:
-        found["experts"] = _experts(evidence.checkpoint)
-    if evidence.gates:
-        found["gates"] = _histograms(evidence.gates)
-    if evidence.metrics:
-        found["curves"] = _columns(evidence.metrics)
-    if rounding := evidence.checkpoint.provenance.get("rounding"):
-        found["rounding"] = _columns([{"module_type": kind, **change} for kind, change in rounding.items()])
-    if losses := evidence.block_losses:
-        rows = [[block, *pair] for block, pair in enumerate(zip(losses["dense"], losses["pruned"], strict=True))]
-        found["perplexity"] = Table(headings=["block", "dense_loss", "pruned_loss"], rows=rows)
-    return found
+    gates, provenance = evidence.gates, evidence.checkpoint.provenance
+    pairs = zip(*evidence.block_losses.values(), strict=True)
+    found: dict[str, Sequence[Mapping[str, Any]]] = {
+        "widths": [
+            {
+                "layer": index,
+                "kv_heads": layer.num_kv_heads,
+                "query_heads": layer.num_query_heads,
+                "intermediate_size": layer.intermediate_size,
+            }
+            for index, layer in enumerate(evidence.checkpoint.layers)
+        ],
+        "heads": [
+            {"layer": index} | {f"unit_{unit}": _short(gate) for unit, gate in enumerate(gates_U)}
+            for index, gates_U in enumerate(gates["attn"].tolist() if "attn" in gates else ())
+        ],
+        "experts": _experts(evidence.checkpoint) if "experts" in gates else (),
+        "gates": [each for kind, values in gates.items() for each in _histogram(kind, kept_scales(values))],
+        "curves": evidence.metrics,
+        "rounding": [{"module_type": kind, **change} for kind, change in provenance.get("rounding", {}).items()],
+        "perplexity": [{"block": block, "dense_loss": a, "pruned_loss": b} for block, (a, b) in enumerate(pairs)],
+    }
+    return {name: Table.of(records) for name, records in found.items() if records}
 
 
-def _widths(checkpoint: Checkpoint) -> Table:
-    rows = [
-        [index, layer.num_kv_heads, layer.num_query_heads, layer.intermediate_size]
-        for index, layer in enumerate(checkpoint.layers)
-    ]
-    return Table(headings=["layer", "kv_heads", "query_heads", "intermediate_size"], rows=rows)
-
-
-def _heads(gates_LU: NDArray[np.float32]) -> Table:
-    rows = [[index, *map(_short, gates_U)] for index, gates_U in enumerate(gates_LU.tolist())]
-    return Table(headings=["layer", *(f"unit_{unit}" for unit in range(gates_LU.shape[1]))], rows=rows)
-
-
-def _experts(checkpoint: Checkpoint) -> Table:
+def _experts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     use_LE = expert_use(checkpoint)
-    rows = [
-        [index, expert, width, "" if use_LE is None else _short(use_LE[index, expert])]
+    return [
+        {
+            "layer": index,
+            "expert": expert,
+            "intermediate_size": width,
+            "times_even_share": "" if use_LE is None else _short(use_LE[index, expert]),
+        }
         for index, layer in enumerate(checkpoint.layers)
         for expert, width in enumerate(layer.expert_intermediate_sizes or ())
     ]
-    return Table(headings=["layer", "expert", "intermediate_size", "times_even_share"], rows=rows)
 
 
-def _histograms(gates: Mapping[str, NDArray[np.float32]]) -> Table:
-    rows: list[list[Any]] = []
-    for kind, values in gates.items():
-        edges = bin_edges(kept_scales(values))
-        counts = np.histogram(kept_scales(values), edges)[0].tolist()
-        rows += [[kind, _short(a), _short(b), n] for a, b, n in zip(edges, edges[1:], counts, strict=False)]
-    return Table(headings=["module_type", "scale_from", "scale_to", "units"], rows=rows)
-
-
-def _columns(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a row a record, with the columns of the first."""
-    names = list(records[0])
-    return Table(headings=names, rows=[[record.get(name, "") for name in names] for record in records])
+def _histogram(kind: str, scales: NDArray[np.float64]) -> list[dict[str, Any]]:
+    edges = bin_edges(scales)
+    bins = zip(edges, edges[1:], np.histogram(scales, edges)[0].tolist(), strict=False)
+    return [{"module_type": kind, "scale_from": _short(a), "scale_to": _short(b), "units": n} for a, b, n in bins]
 
 
 def _short(value: float) -> float:

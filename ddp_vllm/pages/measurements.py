@@ -6,7 +6,7 @@ only compared if they asked the same questions.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,10 @@ from ddp_vllm.evaluations import TASKS, default_output, mean_accuracy, mean_diff
 from ddp_vllm.facts import ModelFacts, describe_model, identify
 from ddp_vllm.results import FORMAT, measured, on_gpu
 
+Results = Mapping[str, Any]
+"""Of one run of bench or eval, or a part of it, as it stands in the file."""
+LARGEST_FILE = 100 * 2**20  # bytes; larger ones beside a model are no results
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -28,9 +32,9 @@ class Entry:
     """The model it was pruned from, by its recipe."""
     sparsity: float | None = None
     """The fraction of units its recipe asked to remove; None if it counted something else."""
-    quality: Mapping[str, Any] | None = None
+    quality: Results | None = None
     """lm-eval's results."""
-    speeds: tuple[Mapping[str, Any], ...] = ()
+    speeds: tuple[Results, ...] = ()
     """Verdicts of `bench sharegpt`, each with the `bench` it comes from."""
 
     @property
@@ -40,7 +44,7 @@ class Entry:
         return (mean["value"], mean["stderr"], len(mean["tasks"])) if mean else None
 
     @property
-    def speed(self) -> Mapping[str, Any] | None:
+    def speed(self) -> Results | None:
         """The verdict that goes into the picture: offline, else all at once, else the first load."""
         order = ("offline", "all at once", "")
         return next((speed for start in order for speed in self.speeds if speed["load"].startswith(start)), None)
@@ -52,21 +56,13 @@ class Comparison:
 
     dense: Entry | None
     pruned: tuple[Entry, ...]
-    benches: tuple[Mapping[str, Any], ...]
+    benches: tuple[Results, ...]
     notes: tuple[str, ...]
     """What is missing or not comparable, in words."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return (self.dense, *self.pruned) if self.dense else self.pruned
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Results:
-    """What the results files hold, as it stands in them."""
-
-    benches: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]]
 
 
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
@@ -85,7 +81,7 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     notes: list[str] = []
     entries = tuple(_entry(checkpoint, dense, found, notes) for checkpoint in checkpoints)
     reference = _dense_entry(dense, found, entries, notes)
-    shown = [bench for bench in found.benches if any(speed["bench"] is bench for e in entries for speed in e.speeds)]
+    shown = [each for each in found if any(speed["bench"] is each for entry in entries for speed in entry.speeds)]
     return Comparison(dense=reference, pruned=entries, benches=tuple(shown), notes=tuple(dict.fromkeys(notes)))
 
 
@@ -105,22 +101,17 @@ def _common_origin(checkpoints: Sequence[Checkpoint]) -> str | None:
     return origins[0] if origins else None
 
 
-def _read_all(nearby: Iterable[Path], passed: Iterable[Path]) -> _Results:
+def _read_all(nearby: Sequence[Path], passed: Sequence[Path]) -> list[Results]:
     """Read the results files that were passed, and those that lie in the folders; each once."""
-    named = {path.resolve(): path for path in passed}
-    found = {path.resolve(): path for path in _nearby_files(nearby) if path.resolve() not in named}
-    contents = [_read(path, strict=True) for path in named.values()]
-    contents += [_read(path, strict=False) for path in found.values()]
-    return _Results(
-        benches=[content for content in contents if content.get("format") == FORMAT],
-        evaluations=[content for content in contents if "ddp_vllm" in content],
-    )
+    patterns = ("*.json", "eval/*.json", "eval/against-*/*.json")
+    lying = [path for folder in nearby for pattern in patterns for path in sorted(folder.glob(pattern))]
+    small = [path for path in lying if path.stat().st_size < LARGEST_FILE]
+    named, places = {path.resolve() for path in passed}, {path.resolve(): path for path in (*passed, *small)}
+    return [found for place, path in places.items() if (found := _read(path, strict=place in named))]
 
 
-def _nearby_files(folders: Iterable[Path]) -> Iterator[Path]:
-    for folder in folders:
-        for pattern in ("*.json", "eval/*.json", "eval/against-*/*.json"):
-            yield from (path for path in sorted(folder.glob(pattern)) if path.stat().st_size < 100 * 2**20)
+def _is_bench(content: Results) -> bool:
+    return content.get("format") == FORMAT
 
 
 def _read(path: Path, *, strict: bool) -> dict[str, Any]:
@@ -131,11 +122,8 @@ def _read(path: Path, *, strict: bool) -> dict[str, Any]:
         if strict:
             raise TextError(f"{path} cannot be read ({error}); pass a results file of bench or eval") from error
         return {}
-    if isinstance(content, dict) and content.get("format") == FORMAT:
-        _settle(content["models"], path)
-        return content
-    if isinstance(content, dict) and "ddp_vllm" in content:
-        _settle([content["ddp_vllm"]["model"]], path)
+    if isinstance(content, dict) and (_is_bench(content) or "ddp_vllm" in content):
+        _settle(content["models"] if _is_bench(content) else [content["ddp_vllm"]["model"]], path)
         return content
     if strict:
         raise TextError(f"{path} is no results file of ddp-vllm bench or eval; run one of them first")
@@ -160,28 +148,21 @@ def _settle(models: Sequence[dict[str, Any]], path: Path) -> None:
             alike[0]["model"] = identify(str(home))
 
 
-def _entry(checkpoint: Checkpoint, dense: str | None, results: _Results, notes: list[str]) -> Entry:
+def _entry(checkpoint: Checkpoint, dense: str | None, found: Sequence[Results], notes: list[str]) -> Entry:
     """Return a pruned model with what was measured of it; notes say what is missing."""
     folder, recipe = checkpoint.folder, checkpoint.provenance.get("recipe", {})
     facts = describe_model(str(folder))
-    quality = _best_evaluation(results.evaluations, facts, notes)
-    speeds = _speeds(results.benches, facts, notes)
+    quality, speeds = _best_evaluation(found, facts, notes), _speeds(found, facts, notes)
     if quality is None:
         notes.append(f"{facts.name} was not evaluated: ddp-vllm eval {folder}")
     if not speeds:
         command = f"ddp-vllm bench sharegpt --dense {_origin(checkpoint) or dense or 'MODEL'} --pruned {folder}"
         notes.append(f"{facts.name} was not measured: {command}")
-    counts_units = recipe.get("budget", "units") == "units"
-    return Entry(
-        facts=facts,
-        dense=_origin(checkpoint),
-        sparsity=(recipe.get("sparsity") or None) if counts_units else None,
-        quality=quality,
-        speeds=speeds,
-    )
+    sparsity = (recipe.get("sparsity") or None) if recipe.get("budget", "units") == "units" else None
+    return Entry(facts=facts, dense=_origin(checkpoint), sparsity=sparsity, quality=quality, speeds=speeds)
 
 
-def _of(models: Sequence[Mapping[str, Any]], facts: ModelFacts) -> list[Mapping[str, Any]]:
+def _of(models: Sequence[Results], facts: ModelFacts) -> list[Results]:
     """Return those of a file's models that are the one in question, by folder or hub name, else by name alone.
 
     A name is enough where the file is of another machine, and where only one has it.
@@ -199,7 +180,7 @@ def _is_namesake(one: Path, other: Path) -> bool:
     return one.name == other.name and bool(folders) and not both_here
 
 
-def _unchanged(models: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: list[str]) -> list[Mapping[str, Any]]:
+def _unchanged(models: Iterable[Results], facts: ModelFacts, notes: list[str]) -> list[Results]:
     """Leave out those that had another number of parameters: their folder was pruned again since they were measured."""
     kept = []
     for model in models:
@@ -213,32 +194,32 @@ def _unchanged(models: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: li
     return kept
 
 
-def _best_evaluation(
-    evaluations: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: list[str]
-) -> Mapping[str, Any] | None:
+def _best_evaluation(found: Iterable[Results], facts: ModelFacts, notes: list[str]) -> Results | None:
     """Return the evaluation of a model with the most tasks, of most questions and then the latest among equals."""
+    evaluations = [each for each in found if not _is_bench(each)]
     mine = [each for each in evaluations if _unchanged(_of([each["ddp_vllm"]["model"]], facts), facts, notes)]
     return max(mine, key=lambda each: (len(each["results"]), _num_asked(each), each.get("date") or 0), default=None)
 
 
-def _num_asked(evaluation: Mapping[str, Any]) -> int:
+def _num_asked(evaluation: Results) -> int:
     return sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
 
 
-def _speeds(benches: Iterable[Mapping[str, Any]], facts: ModelFacts, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
+def _speeds(found: Iterable[Results], facts: ModelFacts, notes: list[str]) -> tuple[Results, ...]:
     """Return a model's verdict at each load: of the latest benchmark that ended, or else of the latest."""
-    latest: dict[str, Mapping[str, Any]] = {}
-    for bench in sorted(benches, key=lambda bench: (bench["complete"], bench["started"])):
+    latest: dict[str, Results] = {}
+    for bench in sorted(filter(_is_bench, found), key=lambda bench: (bench["complete"], bench["started"])):
         labels = [model["label"] for model in _unchanged(_of(bench["models"][1:], facts), facts, notes)]
-        for verdict in bench.get("verdicts", []):
-            if verdict["label"] in labels:
-                latest[verdict["load"]] = {**verdict, "bench": bench}
+        mine = [verdict for verdict in bench.get("verdicts", []) if verdict["label"] in labels]
+        latest |= {verdict["load"]: {**verdict, "bench": bench} for verdict in mine}
     return tuple(latest.values())
 
 
-def _dense_entry(dense: str | None, results: _Results, entries: Sequence[Entry], notes: list[str]) -> Entry | None:
+def _dense_entry(
+    dense: str | None, found: Sequence[Results], entries: Sequence[Entry], notes: list[str]
+) -> Entry | None:
     """Return the dense model's entry, with the evaluation that asked the same questions as the pruned ones'."""
-    baselines = [bench["models"][0] for bench in results.benches]
+    baselines = [bench["models"][0] for bench in found if _is_bench(bench)]
     dense = dense or next((model["model"] for model in baselines), None)
     if dense is None:
         return None
@@ -252,7 +233,7 @@ def _dense_entry(dense: str | None, results: _Results, entries: Sequence[Entry],
         others = [model for speed in entry.speeds if not _of([model := speed["bench"]["models"][0]], facts)]
         notes += [f"{entry.facts.name} was measured against {model['model']}, not {dense}" for model in others[:1]]
     wanted = [conditions(entry.quality) for entry in entries if entry.quality]
-    same = [each for each in results.evaluations if not wanted or conditions(each) == wanted[0]]
+    same = [each for each in found if not _is_bench(each) and (not wanted or conditions(each) == wanted[0])]
     quality = _best_evaluation(same, facts, notes)
     if quality is None:
         command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"
@@ -265,7 +246,7 @@ def _dense_entry(dense: str | None, results: _Results, entries: Sequence[Entry],
     return Entry(facts=facts, quality=quality)
 
 
-def conditions(evaluation: Mapping[str, Any]) -> tuple[Any, ...]:
+def conditions(evaluation: Results) -> tuple[Any, ...]:
     """Return what two evaluations must share to be comparable: tasks, limit, context length and data."""
     ours = evaluation["ddp_vllm"]
     data = ours["data"] if isinstance(ours["data"], str) else sorted(ours["data"].items())
@@ -292,7 +273,7 @@ def retained(entry: Entry, dense: Entry | None) -> float | None:
     return ours["value"] / theirs["value"] if ours and theirs and theirs["value"] else None
 
 
-def _comparable(entry: Entry, dense: Entry | None) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+def _comparable(entry: Entry, dense: Entry | None) -> tuple[Results, Results] | None:
     """Return both evaluations if there are two, of the same questions."""
     if not (dense and entry.quality and dense.quality and conditions(entry.quality) == conditions(dense.quality)):
         return None

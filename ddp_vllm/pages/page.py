@@ -4,7 +4,7 @@ What a page says is plain data here. How it looks is in `page.html.j2` and `styl
 one file: no script, font or picture is loaded from anywhere. Shapes and labels, not colours, carry meaning.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,12 @@ class Table:
     is_text: bool = False
     """Every column is text, none is numbers."""
 
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> "Table":
+        """Return a row a record, with the columns of the first."""
+        headings = list(records[0])
+        return cls(headings=headings, rows=[[record.get(name, "") for name in headings] for record in records])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
@@ -31,11 +37,13 @@ class Picture:
     caption: str
     svg: str
     """An SVG element of ours, which is not escaped."""
+    png: bytes
+    """The same, to be kept beside the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Tables or pictures under one heading."""
+    """A table or pictures, under a heading if there is one."""
 
     heading: str
     table: Table | None = None

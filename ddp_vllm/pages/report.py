@@ -8,7 +8,7 @@ import io
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +25,15 @@ from ddp_vllm.remote_code.widths import dense_kv_heads
 REPORT_FILE, DATA_FOLDER = "report.html", "report"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One picture, not drawn yet."""
-
-    name: str
-    title: str
-    caption: str
-    draw: pictures.Draw
-    height: float
-    """In inches."""
-
-
 def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
     """Write `report.html` and `report/` into `folder` and return the page's path; older ones are replaced.
 
     Raises: CheckpointError as `gather`; OutputError if nothing can be written there.
     """
     evidence = gather(checkpoint)
-    numbers, drawn, files = tables(evidence), [], {}
-    for figure in figures(evidence):
-        svg, png = pictures.render(figure.draw, figure.name, figure.height)
-        drawn.append(Picture(name=figure.name, title=figure.title, caption=figure.caption, svg=svg))
-        files[f"{figure.name}.png"] = png
-    files = {f"{name}.csv": _csv(table) for name, table in numbers.items()} | files
+    numbers, drawn = tables(evidence), draw(evidence)
+    files = {f"{name}.csv": _csv(table) for name, table in numbers.items()}
+    files |= {f"{picture.name}.png": picture.png for picture in drawn}
     page = _page(evidence, drawn, numbers["widths"], [f"{DATA_FOLDER}/{name}" for name in files])
     try:
         (folder / DATA_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -71,6 +56,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
     provenance, recipe = checkpoint.provenance, checkpoint.provenance.get("recipe", {})
     learned_on = str(recipe.get("model", "its dense model"))
     dense = str(provenance.get("applied_to") or learned_on)
+    version = provenance.get("ddp_vllm", "of an unknown version")
     sections = [Section(heading="Size", table=size_table(checkpoint))]
     if losses := evidence.block_losses:
         remark = (
@@ -94,9 +80,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         title=f"{checkpoint.folder.resolve().name}: what was removed",
         lead=[("", f"From {dense}, by masks learned on the frozen weights of {learned_on}.")],
         sections=sections,
-        footer=[
-            f"All of this is read from the checkpoint, written by ddp-vllm {provenance.get('ddp_vllm', 'unknown')}."
-        ],
+        footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
         files=files,
     )
 
@@ -133,18 +117,15 @@ def rounding_table(evidence: Evidence) -> Table:
     return Table(headings=["", "sparsity before", "dropped", "revived", "sparsity after"], rows=rows)
 
 
-def figures(evidence: Evidence) -> list[Figure]:
-    """Choose the pictures there is evidence for."""
-    chosen = [
-        choose(evidence)
-        for kind, choose in (("attn", _heads), ("mlp", _widths), ("experts", _experts))
-        if kind in evidence.gates
-    ]
-    chosen += [_scales(evidence)] if evidence.gates else []
-    return chosen + ([_curves(evidence)] if evidence.metrics else [])
+def draw(evidence: Evidence) -> list[Picture]:
+    """Draw what there is evidence for."""
+    kinds = {"attn": _heads, "mlp": _widths, "experts": _experts}
+    drawn = [draw_kind(evidence) for kind, draw_kind in kinds.items() if kind in evidence.gates]
+    drawn += [_scales(evidence)] if evidence.gates else []
+    return drawn + ([_curves(evidence)] if evidence.metrics else [])
 
 
-def _heads(evidence: Evidence) -> Figure:
+def _heads(evidence: Evidence) -> Picture:
     config, gates_LU = evidence.checkpoint.config, evidence.gates["attn"].astype(np.float64)
     units, heads = gates_LU.shape[1], config["num_attention_heads"]
     queries_per_kv = heads // dense_kv_heads(config)
@@ -152,43 +133,44 @@ def _heads(evidence: Evidence) -> Figure:
     if units == heads:
         unit, title = "query head", "Attention, query heads"
         lines = " Lines part those that share a KV head." if queries_per_kv > 1 else ""
-    return Figure(
+    together = queries_per_kv if lines else 1
+    return pictures.render(
+        partial(pictures.draw_heatmaps, values={"scale": gates_LU}, unit_label=unit, together=together),
         name="heads",
         title=title,
         caption=f"Crossed out: removed. The darker, the larger the scale of what stays.{lines}",
-        draw=pictures.heatmaps({"scale": gates_LU}, unit, together=queries_per_kv if lines else 1),
         height=pictures.height_of_map(units),
     )
 
 
-def _widths(evidence: Evidence) -> Figure:
+def _widths(evidence: Evidence) -> Picture:
     kept_L = [layer.intermediate_size for layer in evidence.checkpoint.layers]
     dense = evidence.checkpoint.config["intermediate_size"]
-    return Figure(
+    return pictures.render(
+        partial(pictures.draw_widths, kept_L=kept_L, dense=dense),
         name="widths",
         title="MLP width of each layer",
         caption=f"Grey: channels kept. Outline: the dense model's {dense:,}.",
-        draw=pictures.widths(kept_L, dense),
         height=2.5,
     )
 
 
-def _experts(evidence: Evidence) -> Figure:
+def _experts(evidence: Evidence) -> Picture:
     widths_LE, use_LE = expert_widths(evidence.checkpoint), expert_use(evidence.checkpoint)
     panels = {"channels left": widths_LE} | ({} if use_LE is None else {"× even share": use_LE})
     below = (
         "" if use_LE is None else " Below: how often the router chose each on the training text; crossed out: never."
     )
-    return Figure(
+    return pictures.render(
+        partial(pictures.draw_heatmaps, values=panels, unit_label="expert"),
         name="experts",
         title="Width of each expert",
         caption=f"The darker, the wider; crossed out: removed.{below}",
-        draw=pictures.heatmaps(panels, "expert"),
         height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
     )
 
 
-def _scales(evidence: Evidence) -> Figure:
+def _scales(evidence: Evidence) -> Picture:
     kept, searched = (
         {evidence.labels[kind]: kept_scales(values) for kind, values in masks.items() if kind in evidence.gates}
         for masks in (evidence.gates, evidence.searched)
@@ -198,23 +180,23 @@ def _scales(evidence: Evidence) -> Figure:
         for label, scales in kept.items()
         if len(scales)
     ]
-    return Figure(
+    return pictures.render(
+        partial(pictures.draw_histograms, kept=kept, searched=searched),
         name="gates",
         title="Scales of what stays",
         caption=" ".join([*ranges, "Dotted: 1, unscaled."]),
-        draw=pictures.histograms(kept, searched),
         height=0.6 + 1.6 * len(kept),
     )
 
 
-def _curves(evidence: Evidence) -> Figure:
-    provenance = evidence.checkpoint.provenance
+def _curves(evidence: Evidence) -> Picture:
+    provenance, curves = evidence.checkpoint.provenance, evidence.metrics
     target = provenance.get("recipe", {}).get("sparsity") or None
-    return Figure(
+    return pictures.render(
+        partial(pictures.draw_curves, curves=curves, target=target, rounded_after=provenance.get("search_steps")),
         name="curves",
         title="Training",
         caption="Losses: every step in grey, a running mean over a twentieth of the steps in black. At the upright "
         "line the support is rounded and frozen; from there on only scales are learned.",
-        draw=pictures.training_curves(evidence.metrics, target=target, rounded_after=provenance.get("search_steps")),
-        height=pictures.height_of_curves(evidence.metrics),
+        height=pictures.height_of_curves(curves),
     )

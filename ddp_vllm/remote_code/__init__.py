@@ -1,9 +1,9 @@
 """The files that travel inside a checkpoint, and are used in place by every part.
 
-A checkpoint must load in plain transformers with no ddp-vllm installed, so these files are copied
-into it as they are and import nothing of ours but each other, in this order:
-`tensors.py` → `widths.py` (standard library) → `configuration_ddp.py` (transformers) → `modeling_ddp.py` (torch, dense families)
-→ `modeling_ddp_moe.py` (mixtures of experts).
+A checkpoint must load in plain transformers with no ddp-vllm installed, so these files are copied into it as they are
+and import nothing of ours but each other, in this order: `tensors.py` and `widths.py` (standard library) →
+`configuration_ddp.py` (transformers) → `modeling_ddp.py` (torch, dense families) → `modeling_ddp_moe.py` (mixtures of
+experts).
 """
 
 from pathlib import Path

@@ -36,6 +36,10 @@ class Projection:
         """`attn`, `mlp` or `experts`."""
         return BLOCK_OF[self.units[0]]
 
+    def unit_size(self, head_dim: int) -> int:
+        """Return how long one unit is along the axis."""
+        return head_dim if self.block == "attn" else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTable:

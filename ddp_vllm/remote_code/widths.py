@@ -257,8 +257,7 @@ class ModelWidths:
         if projection.block == "experts" and expert >= len(layer.expert_intermediate_sizes or ()):
             sizes = layer.expert_intermediate_sizes or ()
             raise WidthsError(f"tensor {name} is of expert {expert}, but ddp_layers has {len(sizes)} in that layer")
-        numbers = self.head_dim if projection.block == "attn" else 1  # a unit has along the axis
-        length = numbers * sum(layer.num_units(unit, expert) for unit in projection.units)
+        length = sum(layer.num_units(unit, expert) for unit in projection.units) * projection.unit_size(self.head_dim)
         if projection.axis == 1 and match[3] == "bias" and length:
             return None  # as long as the hidden state
         return (projection.axis if length else 0), length

@@ -1,48 +1,25 @@
-"""Three ways to hold a budget while searching: gates that close for good, the paper's multipliers, a solved multiplier.
+"""Budgets: which units share one, what each of them costs, and which stay.
 
-Legend: G rows on each of which the budget holds, N units of a row.
+`units` is the paper's: one pool a module type, each unit costs 1. The other budgets are one pool over all module types.
+Legend: L layers, U units of a layer, E experts, C channels; G places where a budget holds (the model, its layers or its
+experts), N units of such a place.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
 
-from ddp_prune.gates import retention_score, score_slope
-
-METRIC_POWER = 1.0  # of the curvature: 1 is Newton's metric, 0.5 Adam's, which did worse (LOG, 147.0 against 142.5)
-FLOW_STEPS = 4  # Euler steps of the flow; its field changes along the way
-
-
-class AugmentedLagrangian(nn.Module):
-    """The paper's penalty (Eq. 13 and 15), multipliers by gradient ascent from 0; one set a constraint.
-
-    A constraint holds in every row of its scores, and the penalty is the mean over rows (Eq. 19).
-    """
-
-    def __init__(self, keep_ratio: Mapping[str, float]) -> None:
-        super().__init__()
-        self.keep_ratio = keep_ratio
-        self.lambda1 = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in keep_ratio})
-        self.lambda2 = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in keep_ratio})
-        self.lambda3 = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in keep_ratio})
-
-    def forward(self, scores: Mapping[str, torch.Tensor], costs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return Σ over constraints of λ1(s̄−ρ) + λ2(s̄−ρ)² + λ3·mean s(1−s); a scalar that λ ascends and z descends.
-
-        Means weight each unit by its cost; scores and costs are [G, N], a row for each place where a constraint holds.
-        """
-        total = torch.zeros((), device=next(iter(scores.values())).device)
-        for name, score_GN in scores.items():
-            gap = kept_share(score_GN, costs[name]) - self.keep_ratio[name]
-            total = total + (self.lambda1[name] * gap + self.lambda2[name] * gap.square()).mean()
-            total = total + self.lambda3[name] * kept_share(score_GN * (1.0 - score_GN), costs[name]).mean()
-        return total
-
-
-def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:
-    """Return Σ c·s / Σ c of each row, [G]; the plain mean (Eq. 6) where all costs are equal."""
-    return (score_GN * cost_GN).sum(-1) / cost_GN.sum(-1)
+from ddp_prune.gates import Masks
+from ddp_prune.recipe import Recipe
+from ddp_prune.selection import Lists, best_first, best_support, cut_lists, evenly, greedy, keeping_worth
+from ddp_vllm.costs import prices, whole_model
+from ddp_vllm.errors import SettingError
+from ddp_vllm.families import Dimensions, dense_layers, unit_shapes
+from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 
 def keep_schedule(progress: float, keep_ratio: float) -> float:
@@ -55,86 +32,236 @@ def keep_schedule(progress: float, keep_ratio: float) -> float:
     return keep_ratio + (1.0 - keep_ratio) * left**2
 
 
-def highest_worth(worth_GN: torch.Tensor, cost_GN: torch.Tensor, keep_ratio: float) -> torch.Tensor:
-    """Return which units each row keeps, bool [G, N]: by worth for their cost, for as long as `keep_ratio` allows.
+def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:
+    """Return Σ c·s / Σ c of each place, [G]; the plain mean (Eq. 6) where all costs are equal."""
+    return (score_GN * cost_GN).sum(-1) / cost_GN.sum(-1)
 
-    What the kept cost is at most `keep_ratio` of what all cost, and short of it by less than one unit.
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Units under one constraint: Σ cost·s is at most `kept`."""
+
+    name: str
+    """The module type, or the budget if several share it."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """[L, U], or [L, E, C] of experts, a module type."""
+    costs: Mapping[str, torch.Tensor]
+    """float64 [L]: what a unit of each layer costs by itself."""
+    opening: torch.Tensor | None
+    """float64 [L]: what a KV head costs until the last query head that shares it goes; None: nothing is shared."""
+    blocks: Mapping[str, int]
+    """Units that stay or go together, a module type."""
+    scope: str
+    queries_per_kv: int
+    even_heads: bool
+    """Every KV head of a layer serves equally many query heads, as tensor parallelism asks."""
+    kept: float
+    """The most that what stays may cost."""
+
+    @property
+    def total(self) -> float:
+        """What all units cost together."""
+        return sum(float(self.unit_costs(kind).sum()) for kind in self.shapes)
+
+    @property
+    def keep_ratio(self) -> float:
+        return self.kept / self.total
+
+    def unit_costs(self, kind: str) -> torch.Tensor:
+        """Return the cost of every unit in the shape of its masks, with its part of what it shares."""
+        shape, cost_L = self.shapes[kind], self.costs[kind]
+        if kind == "attn" and self.opening is not None:
+            cost_L = cost_L + self.opening / self.queries_per_kv
+        return cost_L.view(-1, *[1] * (len(shape) - 1)).expand(shape)
+
+    def join(self, values: Masks) -> torch.Tensor:
+        """Return values of all units, a tensor a module type, as [G, N]."""
+        if self.scope == "global":
+            return torch.cat([values[kind].flatten() for kind in self.shapes])[None]
+        if self.scope == "expert":
+            return values["experts"].flatten(0, -2)
+        return torch.cat([values[kind].flatten(1) for kind in self.shapes], dim=1)
+
+    def part(self, values_GN: torch.Tensor) -> Masks:
+        """Undo `join`."""
+        parts = values_GN.split([math.prod(shape) // len(values_GN) for shape in self.shapes.values()], dim=1)
+        return {kind: part.reshape(shape) for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)}
+
+    def close(self, worth: Masks, is_open: Masks, keep_ratio: float) -> Masks:
+        """Return which open units (bool) stay while searching, where all may keep `keep_ratio` of what they cost."""
+        cost_GN = self.join({kind: self.unit_costs(kind).to(worth[kind].device) for kind in self.shapes})
+        budget_G = keep_ratio * cost_GN.sum(-1)
+        open_GN = self.join(is_open)
+        stays_GN = greedy(self.join(worth), cost_GN.masked_fill(~open_GN, torch.inf), budget_G)
+        return self.part(stays_GN & open_GN)
+
+    def choose(self, saliency: Masks, alive: Masks) -> Masks:
+        """Return the support (bool, the shapes of the masks) of highest saliency for its cost that meets the budget.
+
+        What the search left open stays before what it closed.
+        """
+        cost = {kind: self.unit_costs(kind) for kind in self.shapes}
+        scale = {kind: torch.where(values > 0, values, 1.0) for kind, values in cost.items()}
+        ratio = torch.cat([(saliency[kind].cpu().double() / scale[kind]).flatten() for kind in self.shapes])
+        open_first = keeping_worth(ratio, torch.cat([alive[kind].cpu().flatten() for kind in self.shapes]))
+        parts = open_first.split([math.prod(shape) for shape in self.shapes.values()])
+        worth = {
+            kind: part.view(shape) * scale[kind] for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)
+        }
+        cost_G = self.join(cost).sum(1)
+        lists = [self._cut(kind, values) for kind, values in worth.items()]
+        supports = best_support(lists, self.kept * cost_G / cost_G.sum())
+        return {
+            kind: support.reshape(shape).to(saliency[kind].device)
+            for support, (kind, shape) in zip(supports, self.shapes.items(), strict=True)
+        }
+
+    def _cut(self, kind: str, worth: torch.Tensor) -> Lists:
+        """Cut one module type into lists: layers or experts, or KV heads where query heads share one that costs."""
+        worth_RU, opening = worth.flatten(0, -2), self.opening if kind == "attn" else None
+        if kind == "attn" and self.even_heads:
+            order_RU = evenly(worth_RU, self.queries_per_kv)
+            opening = None if opening is None else opening * (worth_RU.shape[1] // self.queries_per_kv)
+        else:
+            if opening is not None:
+                worth_RU = worth_RU.reshape(-1, self.queries_per_kv)
+            order_RU = best_first(worth_RU)
+        lists_a_layer = len(worth_RU) // worth.shape[0]
+        return cut_lists(
+            worth_RU,
+            order_RU,
+            self.costs[kind].repeat_interleave(lists_a_layer),
+            block=self.blocks.get(kind, 1),
+            opening_R=None if opening is None else opening.repeat_interleave(lists_a_layer),
+        )
+
+    def check(self, align: int) -> None:
+        """Refuse a budget that keeps nothing or removes nothing, and blocks that do not fit. Raises: SettingError."""
+        units = sum(map(math.prod, self.shapes.values()))
+        if self.name in self.shapes and not 0 < self.kept < units:
+            raise SettingError(
+                f"sparsity keeps {self.kept:.0f} of {units} units; choose one that keeps some and removes some"
+            )
+        shared = {"attn": 0.0 if self.opening is None else self.opening}
+        cheapest = min(float((cost_L + shared.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
+        if self.kept < cheapest:
+            raise SettingError(
+                f"{self.kept:,.0f} {self.name} of what can be pruned may stay, less than any unit costs "
+                f"({cheapest:,.0f}); remove less"
+            )
+        for kind, block in self.blocks.items():
+            shape = self.shapes[kind]
+            if block > shape[-1] or block * float(self.costs[kind].min()) > self.kept:
+                raise SettingError(
+                    f"align is {align}, but {self.kept:,.0f} {self.name if self.name != kind else 'units'} of "
+                    f"{math.prod(shape[:-1])} × {shape[-1]:,} {kind} units are kept, in blocks of {block:,}; choose a "
+                    "smaller one"
+                )
+
+
+def make_pools(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    sizes: Dimensions,
+    head_unit: str,
+    recipe: Recipe,
+) -> list[Pool]:
+    """Return the constraints that a recipe puts on a dense model, given by its config and the shapes of its tensors.
+
+    Raises: SettingError for a budget, a target or a tensor-parallel size that this model cannot meet.
     """
-    ratio_GN = torch.where(cost_GN > 0, worth_GN.double() / cost_GN, torch.inf)
-    order_GN = ratio_GN.argsort(dim=-1, descending=True, stable=True)
-    spent_GN = cost_GN.double().gather(-1, order_GN).cumsum(-1)
-    affordable_GN = spent_GN <= (keep_ratio + 1e-9) * spent_GN[:, -1:]
-    return torch.zeros_like(affordable_GN).scatter(-1, order_GN, affordable_GN)
+    units = unit_shapes(sizes, head_unit)
+    shares_kv = "attn" in units and head_unit == "query-head" and sizes.queries_per_kv > 1
+    common: dict[str, Any] = {
+        "scope": recipe.scope,
+        "queries_per_kv": sizes.queries_per_kv,
+        "even_heads": shares_kv and recipe.tp > 1,
+    }
+    blocks = _blocks(units, sizes, config, recipe, shares_kv=shares_kv)
+    if recipe.budget == "units":
+        pools = [
+            Pool(
+                name=kind,
+                shapes={kind: shape},
+                costs={kind: torch.ones(shape[0], dtype=torch.float64)},
+                opening=None,
+                blocks={kind: blocks[kind]} if kind in blocks else {},
+                kept=round((1.0 - recipe.sparsity) * math.prod(shape)),
+                **common,
+            )
+            for kind, shape in units.items()
+        ]
+    else:
+        layers = prices(recipe.budget, config, shapes, recipe.context_length)
+        queries = sizes.queries_per_kv if head_unit == "kv-group" else 1
+        costs = {
+            "attn": [queries * price.query_head + (0.0 if shares_kv else price.kv_head) for price in layers],
+            "mlp": [price.channel for price in layers],
+            "experts": [layers[index].expert_channel for index in sizes.routed_layers],
+        }
+        pool = Pool(
+            name=recipe.budget,
+            shapes=units,
+            costs={kind: torch.tensor(costs[kind], dtype=torch.float64) for kind in units},
+            opening=torch.tensor([price.kv_head for price in layers], dtype=torch.float64) if shares_kv else None,
+            blocks=blocks,
+            kept=0.0,
+            **common,
+        )
+        pools = [_with_kept(pool, config, shapes, recipe)]
+    for pool in pools:
+        pool.check(recipe.align)
+    return pools
 
 
-def share_leftover(
-    kept_GN: torch.Tensor, worth_GN: torch.Tensor, cost_GN: torch.Tensor, keep_ratio: float
-) -> torch.Tensor:
-    """Return `highest_worth` with one unit more in rows where it is worth most, while all rows together allow it.
+def describe(pool: Pool) -> str:
+    """Return in one line what a pool keeps, and what its blocks make of that."""
+    if pool.name not in pool.shapes:
+        share = f"{pool.kept / pool.total:.1%} of what can be pruned"
+        return f"budget: {pool.kept:,.0f} {pool.name} of {', '.join(pool.shapes)} stay, {share}"
+    line = f"budget: {pool.kept:,.0f} of {pool.total:,.0f} {pool.name} units stay"
+    block, shape = pool.blocks.get(pool.name, 1), pool.shapes[pool.name]
+    most = min(int(pool.kept) // block, math.prod(shape[:-1]) * (shape[-1] // block)) * block
+    return line if most == pool.kept else f"{line}, rounded down to {most:,} in blocks of {block}"
 
-    A row's share is seldom a whole number of units: of 3 heads 80 % are 2.4, of one head none. Of a single row nothing
-    is left over.
+
+def _with_kept(pool: Pool, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], recipe: Recipe) -> Pool:
+    """Set what the pool keeps: a share of what can be pruned, or what a target for the whole model leaves of it."""
+    if pool.total == 0:
+        raise SettingError(f"budget is {pool.name!r}, which does not depend on what is pruned here; choose another")
+    if not recipe.target:
+        return replace(pool, kept=math.floor((1.0 - recipe.sparsity) * pool.total))
+    whole = whole_model(pool.name, config, dense_layers(config), shapes, recipe.context_length)
+    fixed = whole - pool.total
+    if not fixed < recipe.target < whole:
+        raise SettingError(
+            f"target is {recipe.target:,.0f} {pool.name}, but the dense model has {whole:,.0f}, of which {fixed:,.0f} "
+            "cannot be pruned; choose a target between them"
+        )
+    return replace(pool, kept=recipe.target - fixed)
+
+
+def _blocks(
+    units: Mapping[str, Any], sizes: Dimensions, config: Mapping[str, Any], recipe: Recipe, *, shares_kv: bool
+) -> dict[str, int]:
+    """Return the blocks that `align` and `tp` ask for; module types without one are cut unit by unit.
+
+    Raises: SettingError for a tensor-parallel size over which no layer could split.
     """
-    ratio_GN = torch.where(cost_GN > 0, worth_GN.double() / cost_GN, torch.inf).masked_fill(kept_GN, -torch.inf)
-    best_G1 = ratio_GN.argmax(-1, keepdim=True)
-    full_G1 = kept_GN.gather(-1, best_G1)  # nothing of the row is left out
-    order_G = ratio_GN.gather(-1, best_G1)[:, 0].argsort(descending=True, stable=True)
-    spent_G = cost_GN.double().gather(-1, best_G1).masked_fill(full_G1, 0.0)[order_G, 0].cumsum(0)
-    left = (keep_ratio + 1e-9) * cost_GN.double().sum() - (cost_GN.double() * kept_GN).sum()
-    more_G = torch.zeros_like(full_G1[:, 0]).scatter(0, order_G, spent_G <= left)
-    return kept_GN.scatter(-1, best_G1, full_G1 | more_G[:, None])
+    blocks = {"experts": recipe.align} if "experts" in units else {"mlp": recipe.align * recipe.tp}
+    if recipe.tp > 1:
+        check_tensor_parallel(recipe.tp, config, _layer_that_could_split(sizes, whole=shares_kv or "attn" not in units))
+        if "attn" in units:
+            copies = max(1, recipe.tp // sizes.num_kv_heads)  # ranks that hold the same KV head share its query heads
+            blocks["attn"] = sizes.num_kv_heads * copies if shares_kv else min(recipe.tp, sizes.num_kv_heads)
+    return {kind: block for kind, block in blocks.items() if block > 1}
 
 
-@torch.no_grad()
-def hold_budget(
-    z_GN: torch.Tensor,
-    curvature_GN: torch.Tensor,
-    cost_GN: torch.Tensor,
-    mu: float,
-    keep_ratio: float,
-    *,
-    floor: float,
-    count_open: bool = False,
-) -> torch.Tensor:
-    """Let z flow along −c·∂s/∂z, slowed where the loss is curved, until each row keeps `keep_ratio`; return moved z.
+def _layer_that_could_split(sizes: Dimensions, *, whole: bool) -> Callable[[int], list[LayerWidths]]:
+    """Return what gives a layer of as few KV heads as a number of devices asks for, or of all if `whole`."""
 
-    The paper lets a multiplier ascend until the budget holds, which takes about 1,000 steps. Here the multiplier is
-    solved for after every step, by bisection over the length of the flow dz/dδ = −c·(∂s/∂z)/curvature^METRIC_POWER.
-    Gates that are clearly open or matter much hardly move; gates near the threshold that matter little for what they
-    cost do. A row is a place where the budget holds: the model, a layer or an expert. `curvature_GN` is the running
-    mean of squared gradients (diagonal Fisher), `cost_GN` what the units cost. Deterministic; Σ c·s / Σ c ends within
-    1e-3 of `keep_ratio` unless `floor` forbids it. With `count_open`, for the end of a search, open gates (z > 0) are
-    counted instead of scores, which are below 1 where z is below 2μ: gates are closed until the cost of those still
-    open is at most `keep_ratio`, and none is opened.
-    """
-    metric_GN = curvature_GN.pow(METRIC_POWER)
-    speed_GN = mu * cost_GN / (metric_GN + 1e-3 * metric_GN.mean(-1, keepdim=True) + 1e-30)
-    speed_GN = speed_GN / speed_GN.amax(-1, keepdim=True)
-    least_slope = 1e-3 * float(score_slope(z_GN.new_tensor(mu), mu))
+    def layers(num_ranks: int) -> list[LayerWidths]:
+        heads = sizes.num_kv_heads if whole else min(num_ranks, sizes.num_kv_heads)
+        return [LayerWidths(query_heads_per_kv_head=(sizes.queries_per_kv,) * heads, intermediate_size=0)]
 
-    def flow(length_G1: torch.Tensor) -> torch.Tensor:
-        moved = z_GN
-        for _ in range(FLOW_STEPS):
-            slope_GN = score_slope(moved, mu) + least_slope  # wide open gates must be able to move too
-            moved = (moved - length_G1 / FLOW_STEPS * speed_GN * slope_GN).clamp_min(floor)
-        return moved
-
-    def excess(length_G1: torch.Tensor) -> torch.Tensor:
-        moved = flow(length_G1)
-        score_GN = (moved > 0).float() if count_open else retention_score(moved, mu)
-        slack = 1e-6 if count_open else 0.0  # float32 does not know every share exactly
-        return kept_share(score_GN, cost_GN)[:, None] - keep_ratio - slack
-
-    low = z_GN.new_zeros(z_GN.shape[0], 1)
-    sign = torch.where(excess(low) > 0, 1.0, 0.0 if count_open else -1.0)
-    high = torch.full_like(low, 1e-3)
-    for _ in range(40):  # double until the budget is passed
-        short = excess(sign * high) * sign > 0
-        if not short.any():
-            break
-        low, high = torch.where(short, high, low), torch.where(short, 2 * high, high)
-    for _ in range(30):
-        middle = (low + high) / 2
-        short = excess(sign * middle) * sign > 0
-        low, high = torch.where(short, middle, low), torch.where(short, high, middle)
-    return flow(sign * high)
+    return layers

@@ -1,53 +1,68 @@
-"""The verbs prune, apply, inspect and report. torch is imported when one of them runs, not before."""
+"""The verbs prune and apply. torch is imported when one of them runs, not before.
 
+Every field of a `Recipe` is an option of `prune`: its type, default and help are the field's.
+"""
+
+import ast
+import dataclasses
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ddp_prune.recipe import CHOICES, load_recipe
-from ddp_vllm.checkpoint import check_output, read_checkpoint
+from ddp_prune.recipe import CHOICES, Recipe, load_recipe
 from ddp_vllm.errors import SettingError
+from ddp_vllm.output import check_output
+
+ALIASES = {"scope": "--group"}  # field -> what its option was called in 0.1
+NO_OPTION = {"model", "target", "alm"}  # the argument, three options of their own, a table of the recipe file
+TARGETS = {  # budget -> help of its option
+    "params": "Instead of a fraction: parameters of the whole model, as 5.5B.",
+    "flops": "The same in FLOPs a token, at --context-length.",
+    "kv-bytes": "The same in bytes of KV cache a token, at 16 bits.",
+}
 
 
-@click.command(context_settings={"show_default": False})
+def field_docs(settings: type) -> dict[str, str]:
+    """Return the docstring that stands under each field of a dataclass, on one line."""
+    (definition,) = ast.parse(inspect.getsource(settings)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+def recipe_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of the recipe; None stands for those that are not given."""
+    docs = field_docs(Recipe)
+    for field in reversed(dataclasses.fields(Recipe)):
+        if field.name == "sparsity":
+            for budget, text in reversed(TARGETS.items()):
+                command = click.option(f"--target-{budget}", metavar="N", help=text)(command)
+        if field.name in NO_OPTION:
+            continue
+        names = [f"--{field.name.replace('_', '-')}", *filter(None, [ALIASES.get(field.name)]), field.name]
+        first_sentence = docs[field.name].partition(". ")[0].removesuffix(".").replace("`", "")
+        kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
+        flag = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
+        text = first_sentence + ("." if kind is bool or not field.default else f". [default: {field.default}]")
+        command = click.option(*names, help=text, **flag)(command)
+    return command
+
+
+@click.command()
 @click.argument("model")
-@click.option(
-    "--sparsity",
-    type=float,
-    help="Fraction to remove, between 0 and 1, of what can be pruned (not of embeddings, norms, routers, …).",
-)
-@click.option(
-    "--budget",
-    type=click.Choice(CHOICES["budget"]),
-    help="What the fraction counts: units of each module type, or parameters, FLOPs or KV-cache bytes a token over all "
-    "types together. [default: units]",
-)
-@click.option("--target-params", metavar="N", help="Instead of a fraction: parameters of the whole model, as 5.5B.")
-@click.option("--target-flops", metavar="N", help="The same in FLOPs a token, at the recipe's context_length (2,048).")
-@click.option("--target-kv-bytes", metavar="N", help="The same in bytes of KV cache a token, at 16 bits.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option(
-    "--data",
-    help="Hub dataset (name or name:configuration) or a .txt/.jsonl/.json/.parquet file; several, separated by commas, "
-    "take turns. [default: HuggingFaceFW/fineweb-edu:sample-10BT]",
-)
-@click.option("--steps", type=int, help="Optimizer steps in all. [default: 1000]")
-@click.option("--batch-size", type=int, help="Sequences a step. [default: 16]")
-@click.option("--seq-len", type=int, help="Tokens a sequence. [default: 2048]")
-@click.option("--seed", type=int, help="Orders the documents. [default: 0]")
-@click.option("--head-unit", type=click.Choice(CHOICES["head_unit"]), help="What an attention unit is. [default: auto]")
-@click.option("--group", type=click.Choice(CHOICES["group"]), help="Where the budget holds. [default: global]")
-@click.option("--align", type=int, help="Make MLP widths multiples of this: 32, 64, 128. [default: 1]")
+@recipe_options
 @click.option("--quant-friendly", is_flag=True, help="The same as --align 128.")
-@click.option("--tp", type=int, help="Make every layer split over this many devices without padding. [default: 1]")
-@click.option(
-    "--controller", type=click.Choice(CHOICES["controller"]), help="How the budget is held. [default: gradual]"
-)
-@click.option("--shard", is_flag=True, default=None, help="Cut the frozen weights over all processes (FSDP2).")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
 def prune(
     model: str, output: Path, recipe_file: Path | None, tracker: str | None, overwrite: bool, **settings: Any
@@ -60,7 +75,7 @@ def prune(
     """
     recipe = load_recipe(recipe_file, _settings(**settings) | {"model": model})
     check_output(output, overwrite=overwrite)
-    # OpenMP threads that spin while they wait made a step 4.5 times slower beside one other busy process on 2 cores
+    # OpenMP threads that spin while they wait slow a step several times over beside another busy process (log 3)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
 
@@ -71,7 +86,7 @@ def prune(
 
 def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:
     """Return the options as fields of a recipe. Raises: SettingError for two that contradict each other."""
-    targets = {budget: settings.pop(f"target_{budget.replace('-', '_')}") for budget in CHOICES["budget"][1:]}
+    targets = {budget: settings.pop(f"target_{budget.replace('-', '_')}") for budget in TARGETS}
     given = {budget: target for budget, target in targets.items() if target is not None}
     if given:
         budget, target = given.popitem()
@@ -100,29 +115,3 @@ def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite:
 
     apply_masks(model, masks, output, tp=tp, align=align, overwrite=overwrite)
     click.echo(f"written: {output}")
-
-
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-def inspect(folder: Path) -> None:
-    """Check a pruned checkpoint and show what each layer has left."""
-    checkpoint = read_checkpoint(folder)
-    from rich.console import Console
-
-    from ddp_prune.summary import print_checkpoint
-
-    print_checkpoint(checkpoint, Console())
-
-
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write. [default: FOLDER itself]")
-def report(folder: Path, output: Path | None) -> None:
-    """Draw what was removed: report.html, and its pictures and numbers in report/.
-
-    `prune` does this by itself; FOLDER is any pruned checkpoint.
-    """
-    checkpoint = read_checkpoint(folder)
-    from ddp_prune.report import write_report
-
-    click.echo(f"written: {write_report(checkpoint, output or folder)}")

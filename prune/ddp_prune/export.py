@@ -5,7 +5,7 @@ Every weight is read, cut and written tensor by tensor, so memory stays near one
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ddp_prune.families import Family
-from ddp_prune.gates import Masks, unit_shapes
-from ddp_prune.rounding import realign
-from ddp_prune.source import COMPANIONS, Source, check_spares_source, open_source, weight_files
+from ddp_prune.gates import Masks
+from ddp_prune.model import COMPANIONS, Source, check_spares_source, open_source, weight_files
+from ddp_prune.selection import realign
 from ddp_vllm import __version__
-from ddp_vllm.checkpoint import (
-    INDEX_FILE,
-    MASKS_FILE,
-    MODEL_TYPE_PREFIX,
-    atomic_folder,
-    read_checkpoint,
-    read_provenance,
-)
+from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, read_checkpoint, read_provenance
 from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.families import Family, unit_shapes
+from ddp_vllm.output import atomic_folder
+from ddp_vllm.pages.card import model_card
 from ddp_vllm.remote_code import FILES
-from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
+from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, MODEL_TYPE_PREFIX
+from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 MAX_SHARD_BYTES = 4_000_000_000
 
@@ -40,7 +37,7 @@ def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidt
         kept = dict(zip(sizes.routed_layers, (gates["experts"] > 0).sum(-1).tolist(), strict=True))
         return [
             LayerWidths(
-                query_heads_per_kv_head=(sizes.group_size,) * sizes.num_kv_heads,
+                query_heads_per_kv_head=(sizes.queries_per_kv,) * sizes.num_kv_heads,
                 intermediate_size=0 if index in kept else sizes.intermediate_size,
                 expert_intermediate_sizes=tuple(kept[index]) if index in kept else None,
             )
@@ -48,7 +45,7 @@ def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidt
         ]
     for heads_U, channels_U in zip(gates["attn"] > 0, gates["mlp"] > 0, strict=True):
         if head_unit == "kv-group":
-            counts = [sizes.group_size] * int(heads_U.sum())
+            counts = [sizes.queries_per_kv] * int(heads_U.sum())
         else:
             counts = [int(n) for n in heads_U.view(sizes.num_kv_heads, -1).sum(1) if n]
         widths.append(LayerWidths(query_heads_per_kv_head=tuple(counts), intermediate_size=int(channels_U.sum())))
@@ -56,64 +53,54 @@ def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidt
 
 
 class Slicer:
-    """Cuts the tensors of one model: which rows and columns of a named tensor stay, and what they are scaled by."""
+    """Cuts the tensors of one model: what stays of a named tensor, and what that is scaled by."""
 
     def __init__(self, gates: Masks, source: Source, head_unit: str) -> None:
-        self.prefix = f"{source.family.layers}."
-        self.rows: dict[str, torch.Tensor] = {}
-        self.columns: dict[str, torch.Tensor] = {}
-        self.blocks: dict[tuple[str, ...], torch.Tensor] = {}  # what starts like this goes when a layer has no gate
+        self.table, self.head_dim = source.family.tensors, source.sizes.head_dim
+        self.scales: dict[str, torch.Tensor] = {}  # unit -> float32 [all layers, U], or [all layers, E, C]
+        sizes = source.sizes
         if "experts" in gates:
-            self._slice_experts(gates["experts"], source)
+            scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
+            scales[list(sizes.routed_layers)] = gates["experts"]
+            self.scales["expert_channel"] = scales
         else:
-            self._slice_layers(gates, source, head_unit)
-
-    def _slice_experts(self, gates_REC: torch.Tensor, source: Source) -> None:
-        """gates_REC has a row for each of the R layers with routed experts."""
-        sizes, family = source.sizes, source.family
-        gates_LEC = gates_REC.new_zeros(sizes.num_layers, *gates_REC.shape[1:])
-        gates_LEC[list(sizes.routed_layers)] = gates_REC
-        for expert, gates_LC in enumerate(gates_LEC.unbind(1)):
-            self.rows |= {name.format(expert): gates_LC for name in family.expert_rows}
-            self.columns[family.expert_output.format(expert)] = gates_LC
-
-    def _slice_layers(self, gates: Masks, source: Source, head_unit: str) -> None:
-        sizes, family = source.sizes, source.family
-        repeat = sizes.group_size if head_unit == "kv-group" else 1
-        heads_LQ = gates["attn"].repeat_interleave(repeat, dim=1)  # a gate for every query head
-        kv_heads_LK = (heads_LQ > 0).view(sizes.num_layers, sizes.num_kv_heads, -1).any(-1)
-        queries_LR = heads_LQ.repeat_interleave(sizes.head_dim, dim=1)
-        keys_LR = kv_heads_LK.repeat_interleave(sizes.head_dim, dim=1).float()
-        parts = {"query": queries_LR, "key": keys_LR, "channel": gates["mlp"]}
-        self.rows |= {name: torch.cat([parts[part] for part in order], dim=1) for name, order in family.rows.items()}
-        self.columns |= {family.attention_output: queries_LR, family.mlp_output: gates["mlp"]}
-        for output, norms, kind in (
-            (family.attention_output, family.attention_norms, "attn"),
-            (family.mlp_output, family.mlp_norms, "mlp"),
-        ):
-            self.blocks[output.partition(".")[0], *norms] = gates[kind]
+            queries_LQ = gates["attn"].repeat_interleave(sizes.num_query_heads // gates["attn"].shape[1], dim=1)
+            kv_heads_LK = (queries_LQ > 0).unflatten(1, (sizes.num_kv_heads, -1)).any(-1).float()
+            self.scales |= {"query_head": queries_LQ, "kv_head": kv_heads_LK, "channel": gates["mlp"]}
+        self.gone = {  # block -> the layers in which nothing of it is left
+            BLOCK_OF[unit]: ~(scales > 0).flatten(1).any(1)
+            for unit, scales in self.scales.items()
+            if unit != "expert_channel"
+        }
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what is left of `tensor`, or None if its block is gone; gates are folded in fp32, rounded once."""
-        if not name.startswith(self.prefix):
+        if not name.startswith(f"{LAYERS}."):
             return tensor
-        index, _, rest = name.removeprefix(self.prefix).partition(".")
+        index, _, rest = name.removeprefix(f"{LAYERS}.").partition(".")
         module, _, kind = rest.rpartition(".")
-        for starts, gates_LU in self.blocks.items():
-            if f"{module}.".startswith(tuple(f"{start}." for start in starts)) and not (gates_LU[int(index)] > 0).any():
-                return None
-        if module in self.rows:
-            keep = self.rows[module][int(index)] > 0
-            return tensor[keep].contiguous() if keep.any() else None
-        if module in self.columns:
-            scale = self.columns[module][int(index)]
-            keep = scale > 0
-            if not keep.any():
-                return None
-            if kind == "bias":  # added after the gates, so neither cut nor scaled
-                return tensor
-            return (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
+        if any(gone[int(index)] and self._belongs(module, block) for block, gone in self.gone.items()):
+            return None
+        if (found := self.table.find(module)) is None:
+            return tensor
+        projection, expert = found
+        scales = [self.scales[unit][int(index)] for unit in projection.units]
+        if projection.block == "experts":
+            scales = [scale[expert] for scale in scales]
+        scale = torch.cat(scales).repeat_interleave(projection.unit_size(self.head_dim))
+        keep = scale > 0
+        if not keep.any():
+            return None
+        if projection.axis == 0:
+            return tensor[keep].contiguous()
+        if kind == "weight":  # a bias is added after the gates, so neither cut nor scaled
+            tensor = (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
         return tensor
+
+    def _belongs(self, module: str, block: str) -> bool:
+        """Say whether a module goes with a block: its projections, what else it has inside, and its norms."""
+        inside = self.table.output(block).name.partition(".")[0]
+        return module.startswith(f"{inside}.") or module in self.table.norms[block]
 
 
 def export(
@@ -134,8 +121,6 @@ def export(
     appears whole or not at all.
     Raises: OutputError if it exists and `overwrite` is off.
     """
-    from ddp_prune.card import model_card
-
     widths = layer_widths(gates, source, head_unit)
     with atomic_folder(output, overwrite=overwrite) as folder:
         _copy_companions(source.folder, folder)
@@ -148,7 +133,7 @@ def export(
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, evidence=evidence)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
-        (folder / "README.md").write_text(model_card(read_checkpoint(folder), source, output.name), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(read_checkpoint(folder), output.name), encoding="utf-8")
 
 
 def pruned_config(config: Mapping[str, Any], family: Family, widths: list[LayerWidths]) -> dict[str, Any]:
@@ -300,7 +285,8 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     evidence = read_evidence(masks)
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)
-    check_splits(layer_widths(gates, source, head_unit), source.config, tp)
+    widths = layer_widths(gates, source, head_unit)
+    check_tensor_parallel(tp, source.config, widths, remedy=f"or prune with --tp {tp}")
     provenance = provenance | {"applied_to": model}
     export(source, gates, output, head_unit=head_unit, provenance=provenance, evidence=evidence, overwrite=overwrite)
 
@@ -319,12 +305,12 @@ def read_evidence(path: Path) -> dict[str, Masks]:
 def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int) -> tuple[Masks, dict[str, Any]]:
     """Return aligned gates, and the provenance without what was measured before."""
     kind = "experts" if "experts" in gates else "mlp"
-    group = provenance.get("recipe", {}).get("group", "global")
-    if group != "global":
-        raise SettingError(f"{path} holds a budget of every {group}, which aligning would break; prune with --align")
+    scope = provenance.get("recipe", {}).get("scope", "global")
+    if scope != "global":
+        raise SettingError(f"{path} holds a budget of every {scope}, which aligning would break; prune with --align")
     kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
     if not 0 < align <= min(kept, units):
-        raise SettingError(f"align is {align}; {kept:,} channels in rows of {units:,} allow 1 to {min(kept, units):,}")
+        raise SettingError(f"align is {align}; {kept:,} channels, {units:,} a list, allow 1 to {min(kept, units):,}")
     with safe_open(path, framework="pt") as file:
         name = f"{kind}.saliency"
         if name not in file.keys():  # noqa: SIM118 (no mapping)
@@ -334,18 +320,3 @@ def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int
         raise CheckpointError(f"{path} holds {name} of another shape, negative or no numbers; learn the masks again")
     rest = {key: value for key, value in provenance.items() if key not in ("perplexity", "rounding")}
     return gates | {kind: realign(gates[kind], saliency, align)}, rest | {"aligned_after": align}
-
-
-def check_splits(layers: Sequence[LayerWidths], config: Mapping[str, Any], num_ranks: int) -> None:
-    """Refuse widths that need padding on `num_ranks` devices. Raises: SettingError, naming a layer and what works."""
-    if num_ranks < 1:
-        raise SettingError(f"tp is {num_ranks}; it must be at least 1")
-    valid = tensor_parallel_sizes(layers, config)
-    if num_ranks not in valid:
-        index = next((i for i, layer in enumerate(layers) if not layer.splits_over(num_ranks)), 0)
-        layer = layers[index]
-        raise SettingError(
-            f"tp is {num_ranks}, over which layer {index} does not split: {layer.num_query_heads} query heads for "
-            f"{layer.num_kv_heads} KV heads, {layer.intermediate_size} channels; valid sizes: "
-            f"{', '.join(map(str, valid))}; or prune with --tp {num_ranks}"
-        )

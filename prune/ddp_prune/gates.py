@@ -1,11 +1,10 @@
-"""Gates on a frozen stock model: z → m (what the forward sees) and s (what the budget sees).
+"""Gates on a frozen stock model: what scales a unit from outside, and what a closed one need not compute.
 
-Legend of shape suffixes: L layers, U units of a layer (heads, KV groups or channels), D head_dim; for mixtures of
-experts, L layers with routed experts, E experts of a layer, C channels of an expert.
-Equations are those of arXiv:2603.08065.
+Legend of shape suffixes: L layers, U units of a layer (heads, KV groups or channels); for mixtures of experts, L layers
+with routed experts, E experts of a layer, C channels of an expert. In `NarrowLayers`, N bundles of units that are
+computed or left out together (a KV head with its query heads, or a channel), K bundles that are computed.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,26 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ddp_prune.experts import IMPLEMENTATION, LayerGates
-from ddp_prune.families import EXPERTS, Dimensions, Family
-from ddp_prune.narrowing import NarrowLayers
+from ddp_vllm.families import EXPERTS, Dimensions, Family, unit_shapes
+from ddp_vllm.remote_code.tensors import LAYERS, Projection
 
-STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
-SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
 Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], or "experts" [L, E, C] alone
-
-
-class _ClampStraightThrough(torch.autograd.Function):
-    """Clamp forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, low: float, high: float) -> torch.Tensor:
-        return values.clamp(low, high)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradients[0], None, None
+CHANNEL_BLOCK = 64  # narrow widths are multiples: kernels like them, and a CPU compiles one for each it meets (log 29)
+DENSE_BLOCKS = ("attn", "mlp")
 
 
 class _Scale(torch.autograd.Function):
@@ -67,39 +55,6 @@ class _Scale(torch.autograd.Function):
         return gradients[0] * spread, products_TU.sum(0), None, None, None
 
 
-def gate(z_LU: torch.Tensor) -> torch.Tensor:
-    """Return m = ReLU(z) with a straight-through gradient (Eq. 11); any shape, float32."""
-    return _ClampStraightThrough.apply(z_LU, 0.0, math.inf)
-
-
-def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
-    """Return s = clamp(σ((z − μ)·C0/μ)(r − l) + l, 0, 1), straight-through at the clamp (Eq. 12); values in [0, 1].
-
-    s(0) = 0, s(2μ) = 1, and s tends to the step function of z as μ falls.
-    """
-    stretched = torch.sigmoid((z_LU - mu) * (SHARPNESS / mu)) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW
-    return _ClampStraightThrough.apply(stretched, 0.0, 1.0)
-
-
-def score_slope(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
-    """Return ∂s/∂z of Eq. 12, by the straight-through estimator also where s is clamped; same shape as z."""
-    v = torch.sigmoid((z_LU - mu) * (SHARPNESS / mu))
-    return (SHARPNESS / mu) * (STRETCH_HIGH - STRETCH_LOW) * v * (1.0 - v)
-
-
-def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
-    """Return μ(t) = μ0 − (μ0 − μT)·√(t/T) for progress t/T in [0, 1] (Eq. 14)."""
-    return mu_start - (mu_start - mu_end) * math.sqrt(progress)
-
-
-def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
-    """Return [L, U] of every module type; [L, E, C] of the experts, which are all that a mixture of experts prunes."""
-    if sizes.num_experts:
-        return {"experts": (len(sizes.routed_layers), sizes.num_experts, sizes.expert_intermediate_size)}
-    heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
-    return {"attn": (sizes.num_layers, heads), "mlp": (sizes.num_layers, sizes.intermediate_size)}
-
-
 class GatedModel:
     """A stock transformers model whose heads and channels can be scaled from outside.
 
@@ -111,59 +66,59 @@ class GatedModel:
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
         self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
         self.shapes = unit_shapes(sizes, head_unit)
+        self.layers = list(model.get_submodule(LAYERS).children())
         self._masks: dict[str, Sequence[torch.Tensor]] | None = None  # of every layer
         self._squares: Mapping[str, torch.Tensor] | None = None
         self._counts_LE: torch.Tensor | None = None
         self._kept: Mapping[str, Sequence[torch.Tensor | None]] | None = None  # units that are computed; None: all
         if sizes.num_experts:
-            self._attach_to_experts(family)
+            self._attach_to_experts()
         else:
-            self._attach_to_projections(family)
+            self._attach_to_projections()
 
-    def _attach_to_experts(self, family: Family) -> None:
-        layers = list(self.model.get_submodule(family.layers).children())
-        for row, index in enumerate(self.sizes.routed_layers):
-            layers[index].get_submodule(EXPERTS).ddp_gates = partial(self._expert_gates, row)  # type: ignore[assignment]
+    def _attach_to_experts(self) -> None:
+        for place, index in enumerate(self.sizes.routed_layers):
+            self.layers[index].get_submodule(EXPERTS).ddp_gates = partial(self._expert_gates, place)  # type: ignore[assignment]
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
         assert model.config._experts_implementation == IMPLEMENTATION  # transformers is silent where it fails
 
-    def _expert_gates(self, row: int) -> LayerGates:
+    def _expert_gates(self, place: int) -> LayerGates:
         if self._masks is None:
             return LayerGates(None, None, None)
-        squares = None if self._squares is None else self._squares["experts"][row]
-        return LayerGates(
-            self._masks["experts"][row], squares, None if self._counts_LE is None else self._counts_LE[row]
-        )
+        squares = None if self._squares is None else self._squares["experts"][place]
+        counts = None if self._counts_LE is None else self._counts_LE[place]
+        return LayerGates(self._masks["experts"][place], squares, counts)
 
-    def _attach_to_projections(self, family: Family) -> None:
-        sizes, head_unit = self.sizes, self.head_unit
-        units = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
-        columns = {"attn": sizes.num_query_heads * sizes.head_dim // units, "mlp": 1}  # input columns a unit spans
-        for index, layer in enumerate(self.model.get_submodule(family.layers).children()):
-            for kind, name in (("attn", family.attention_output), ("mlp", family.mlp_output)):
-                projection = layer.get_submodule(name)
-                projection.register_forward_pre_hook(self._hook(kind, index, columns[kind]))
-                if projection.bias is not None:
-                    projection.register_forward_hook(self._drop_bias(kind, index))
+    def _attach_to_projections(self) -> None:
+        sizes = self.sizes
+        for block in DENSE_BLOCKS:
+            projection = self.family.tensors.output(block)
+            length = sizes.units_in(projection.units[0]) * projection.unit_size(sizes.head_dim)
+            columns = length // self.shapes[block][1]  # inputs that a unit spans
+            for index, layer in enumerate(self.layers):
+                module = layer.get_submodule(projection.name)
+                module.register_forward_pre_hook(self._scale_hook(block, index, columns))
+                if module.bias is not None:
+                    module.register_forward_hook(self._bias_hook(block, index))
 
-    def _hook(self, kind: str, index: int, columns: int) -> Callable[[nn.Module, Any], Any]:
+    def _scale_hook(self, block: str, index: int, columns: int) -> Callable[[nn.Module, Any], Any]:
         def scale_input(_module: nn.Module, args: Any) -> Any:
             if self._masks is None:
                 return None
-            squares = None if self._squares is None else self._squares[kind][index]
-            kept = None if self._kept is None else self._kept[kind][index]
-            return (_Scale.apply(args[0], self._masks[kind][index], columns, squares, kept), *args[1:])
+            squares = None if self._squares is None else self._squares[block][index]
+            kept = None if self._kept is None else self._kept[block][index]
+            return (_Scale.apply(args[0], self._masks[block][index], columns, squares, kept), *args[1:])
 
         return scale_input
 
-    def _drop_bias(self, kind: str, index: int) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor | None]:
+    def _bias_hook(self, block: str, index: int) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor | None]:
         """A block with no unit left is gone, and its output bias with it, as in the exported model."""
 
         def subtract_bias(module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor | None:
             if self._masks is None:
                 return None
-            gone = ~(self._masks[kind][index] > 0).any(-1, keepdim=True)
+            gone = ~(self._masks[block][index] > 0).any(-1, keepdim=True)
             return output - module.bias * gone
 
         return subtract_bias
@@ -173,7 +128,7 @@ class GatedModel:
         self,
         masks: Mapping[str, torch.Tensor] | None,
         squares: Mapping[str, torch.Tensor] | None = None,
-        narrow: NarrowLayers | None = None,
+        narrow: "NarrowLayers | None" = None,
     ) -> Iterator[None]:
         """Apply `masks` (their shapes are those of `shapes`, any float dtype) to every forward inside the block.
 
@@ -185,10 +140,10 @@ class GatedModel:
         previous = self._masks, self._squares, self._kept
         self._masks, self._squares, self._kept = None, squares, narrow.kept if narrow else None
         if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each
-            self._masks = {kind: mask.unbind() for kind, mask in masks.items()}
-            for kind, kept_of in (self._kept or {}).items():
-                rows = zip(self._masks[kind], kept_of, strict=True)
-                self._masks[kind] = [mask if kept is None else mask[kept] for mask, kept in rows]
+            self._masks = {block: mask.unbind() for block, mask in masks.items()}
+            for block, kept_of in (self._kept or {}).items():
+                pairs = zip(self._masks[block], kept_of, strict=True)
+                self._masks[block] = [mask if kept is None else mask[kept] for mask, kept in pairs]
         try:
             with narrow.computed() if narrow else nullcontext():
                 yield
@@ -203,3 +158,83 @@ class GatedModel:
             yield
         finally:
             self._counts_LE = previous
+
+
+class NarrowLayers:
+    """Copies of a dense model's projections that compute only the heads and channels that are still open.
+
+    A gate that closed for good gives neither output nor gradient. The narrow weights are used by the student and not
+    by the dense teacher, which is the same model.
+    """
+
+    def __init__(self, gated: GatedModel) -> None:
+        self.layers, self.sizes = gated.layers, gated.sizes
+        table = gated.family.tensors
+        self.inputs = {block: table.inputs(block) for block in DENSE_BLOCKS}
+        self.outputs = {block: table.output(block) for block in DENSE_BLOCKS}
+        if any(len(each.units) > 1 for each in self.inputs["attn"]):
+            self.inputs["attn"] = ()  # transformers splits fused heads where the config says, whatever the widths
+        self.kept: dict[str, list[torch.Tensor | None]] = {
+            block: [None] * self.sizes.num_layers for block in DENSE_BLOCKS
+        }
+        """Units that are computed, rising, int64; one tensor a layer, None where all are."""
+        self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], nn.Parameter]] = {}
+
+    def copied_bytes(self) -> int | None:
+        """Return what copies of all these projections would take; None where a process holds only a part of them."""
+        projections = [*self.outputs.values(), *(each for block in DENSE_BLOCKS for each in self.inputs[block])]
+        modules = [layer.get_submodule(each.name) for layer in self.layers for each in projections]
+        tensors = [tensor for module in modules for tensor in module.parameters()]
+        cut = any(isinstance(tensor, DTensor) for tensor in tensors)
+        return None if cut else sum(tensor.nbytes for tensor in tensors)
+
+    @torch.no_grad()
+    def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
+        """Compute the open units (bool [L, U] a module type) from now on; what is cut depends on nothing else."""
+        for block in DENSE_BLOCKS:
+            num_bundles = {"attn": self.sizes.num_kv_heads, "mlp": self.sizes.intermediate_size}[block]
+            multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
+            for layer, open_NU in enumerate(is_open[block].unflatten(1, (num_bundles, -1))):
+                wanted_N = open_NU.any(-1)
+                num_kept = max(1, -(-int(wanted_N.sum()) // multiple)) * multiple  # closed ones fill the last multiple
+                kept_K = wanted_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
+                if num_kept >= num_bundles or not self.inputs[block]:
+                    self.kept[block][layer] = None
+                    self._weights.pop((block, layer), None)
+                    continue
+                units_NU = torch.arange(open_NU.numel(), device=kept_K.device).view_as(open_NU)
+                before, now = self.kept[block][layer], units_NU[kept_K].flatten()
+                if before is None or not torch.equal(before, now):
+                    self.kept[block][layer], self._weights[block, layer] = now, self._cut(block, layer, kept_K)
+
+    def _cut(self, block: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], nn.Parameter]:
+        found = {}
+        for projection in self.inputs[block]:
+            module = self.layers[layer].get_submodule(projection.name)
+            for key, tensor in module.named_parameters():
+                pieces = zip(tensor.chunk(len(projection.units)), projection.units, strict=True)
+                kept = [self._bundles(piece, 0, projection, unit)[kept_K].flatten(0, 1) for piece, unit in pieces]
+                found[module, key] = torch.cat(kept)
+        projection = self.outputs[block]
+        output: Any = self.layers[layer].get_submodule(projection.name)  # its bias does not depend on units
+        columns = self._bundles(output.weight, 1, projection, projection.units[0])
+        found[output, "weight"] = columns[:, kept_K].flatten(1)
+        return {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in found.items()}
+
+    def _bundles(self, tensor: torch.Tensor, axis: int, projection: Projection, unit: str) -> torch.Tensor:
+        """Split an axis into bundles and what one of them has there."""
+        size = projection.unit_size(self.sizes.head_dim)
+        return tensor.unflatten(axis, (-1, size * (self.sizes.queries_per_kv if unit == "query_head" else 1)))
+
+    @contextmanager
+    def computed(self) -> Iterator[None]:
+        """Put the narrow weights in the place of the model's, inside the block."""
+        changes = {place: narrow for cut in self._weights.values() for place, narrow in cut.items()}
+        whole = {(module, name): module._parameters[name] for module, name in changes}
+        try:
+            for (module, name), narrow in changes.items():
+                module._parameters[name] = narrow
+            yield
+        finally:
+            for (module, name), parameter in whole.items():
+                module._parameters[name] = parameter

@@ -15,17 +15,12 @@ from accelerate.utils import set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.devices import check_shares, failing_together, load_sharded
 from ddp_prune.export import export
-from ddp_prune.families import choose_head_unit
 from ddp_prune.gates import GatedModel
-from ddp_prune.perplexity import block_losses, perplexity_of
-from ddp_prune.pools import Pool, describe, make_pools
-from ddp_prune.processes import failing_together
-from ddp_prune.recipe import Recipe
-from ddp_prune.report import write_report
-from ddp_prune.run_state import METRICS_FILE, RunState, check_run_folders, fingerprint
-from ddp_prune.sharding import check_shares, load_sharded
-from ddp_prune.source import (
+from ddp_prune.loss import block_losses, perplexity_of
+from ddp_prune.model import (
     Source,
     check_index,
     check_spares_source,
@@ -34,12 +29,17 @@ from ddp_prune.source import (
     weight_files,
     weight_shapes,
 )
-from ddp_prune.summary import print_checkpoint
-from ddp_prune.tokens import Blocks, load_blocks, load_tokenizer
-from ddp_prune.train import train
-from ddp_prune.trainer import Learned
-from ddp_vllm.checkpoint import check_output, read_checkpoint
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState, check_run_folders, fingerprint
+from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
+from ddp_prune.train import Learned, train
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
+from ddp_vllm.families import choose_head_unit
+from ddp_vllm.output import check_output
+from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.pages.report import write_report
+from ddp_vllm.pages.terminal import print_checkpoint
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
@@ -88,13 +88,15 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
             head_unit=head_unit,
             provenance={
                 "recipe": recipe.to_dict(),
+                "search_steps": recipe.search_steps,
+                "texts": sources_of(recipe.data),
                 "rounding": learned.rounding,
                 **routing(learned, source.sizes.routed_layers),
                 "perplexity": perplexity,
             },
             evidence={"z": learned.z, "saliency": learned.saliency},
             overwrite=overwrite,
-            extra_files={f"ddp_{METRICS_FILE}": run.metrics.read_text(encoding="utf-8")},
+            extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
         )
         run.remove()
     checkpoint = read_checkpoint(output)
@@ -172,9 +174,9 @@ def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blo
             f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,} positions; lower --seq-len"
         )
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
-    if recipe.group == "expert" and not source.sizes.num_experts:
+    if recipe.scope == "expert" and not source.sizes.num_experts:
         raise SettingError(
-            f"group is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
+            f"scope is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
         )
     pools = make_pools(source.config, weight_shapes(source), source.sizes, head_unit, recipe)
     blocks = load_blocks(

@@ -2,7 +2,7 @@
 
 Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details") but for the search itself,
 `controller` and `polish`; what the paper leaves open says so. A recipe is saved inside the run and inside the
-checkpoint, so a result can be made again.
+checkpoint, so a result can be made again. The command line's options, their help and defaults are made of these fields.
 """
 
 import dataclasses
@@ -17,12 +17,68 @@ from ddp_vllm.errors import SettingError
 
 CHOICES = {
     "head_unit": ("auto", "kv-group", "query-head"),
-    "group": ("global", "layer", "expert"),
+    "scope": ("global", "layer", "expert"),
     "budget": ("units", "params", "flops", "kv-bytes"),
-    "controller": ("gradual", "alm", "feedback"),
+    "controller": ("gradual", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "activation_checkpointing": ("auto", "on", "off"),
 }
+
+
+def _check_types(settings: Any) -> None:
+    """Refuse values of another type, and numbers that are none; whole numbers will do for floats."""
+    for field in dataclasses.fields(settings):
+        value: Any = getattr(settings, field.name)
+        kind = field.type
+        assert isinstance(kind, type)
+        if kind is float and type(value) is int:
+            value = value if value.bit_length() > 1000 else float(value)  # larger ones no float holds
+            object.__setattr__(settings, field.name, value)
+        if type(value) is not kind:
+            raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingError(f"{field.name} is {value}; it must be a finite number")
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if value < low:
+        raise SettingError(f"{name} is {value}; it must be at least {low}")
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlmSettings:
+    """The paper's search, `controller = "alm"`; in a recipe file the table `[alm]`."""
+
+    learning_rate: float = 2e-2
+    """AdamW's rate for z."""
+    lambda_learning_rate: float = 2e-2
+    """Ascent rate of λ1 and λ3 (Eq. 13 and 15)."""
+    lambda2_learning_rate: float = 4e-1
+    """Ascent rate of λ2; the paper uses 8e-1 at higher sparsity."""
+    warmup: float = 0.05
+    """Fraction of the search over which AdamW's rates rise linearly; the paper names a warm-up, not its length."""
+    mu_start: float = 0.5
+    """Sharpness μ0 of the surrogate (Eq. 14)."""
+    mu_end: float = 0.05
+    """Sharpness μT. The paper says 0.05; the authors' code stops at 0.1."""
+    gate_floor: float = 0.0
+    """Lower bound of z. 0 keeps a dead gate one step from life; the authors' code uses −0.1."""
+
+    def __post_init__(self) -> None:
+        """Check every value once. Raises: SettingError."""
+        _check_types(self)
+        for name in ("learning_rate", "lambda_learning_rate", "lambda2_learning_rate"):
+            _at_least(name, getattr(self, name), 0)
+        _check_fraction("warmup", self.warmup)
+        if not 0.0 < self.mu_end <= self.mu_start:
+            raise SettingError(f"mu_end is {self.mu_end} and mu_start {self.mu_start}; 0 < mu_end ≤ mu_start must hold")
+        if self.gate_floor > 0.0:
+            raise SettingError(f"gate_floor is {self.gate_floor}; it must be at most 0, or no gate could close")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,90 +87,71 @@ class Recipe:
 
     model: str
     """Folder or Hugging Face hub name of the dense model."""
+
     sparsity: float = 0.0
-    """Fraction to remove of what can be pruned, counted as `budget` says: by default of the units of every module type
-    (heads, MLP channels; of a mixture of experts, the channels of its routed experts), 1 − ρ of Eq. 6."""
+    """Fraction to remove of what can be pruned, between 0 and 1; 1 − ρ of Eq. 6. By default of the units of every
+    module type: heads, MLP channels; of a mixture of experts, the channels of its routed experts."""
     target: float = 0.0
     """Instead of `sparsity`: what the whole model, embeddings and all, may have left of what `budget` counts."""
     budget: str = "units"
-    """What is counted: `units`, separately for each module type as in the paper; or, over all of them together,
-    `params`, `flops` (a token) or `kv-bytes` (of KV cache a token, at 16 bits)."""
+    """What the fraction counts: `units` of each module type as in the paper, or over all types together `params`,
+    `flops` (a token) or `kv-bytes` (of KV cache a token, at 16 bits)."""
     context_length: int = 2048
     """Tokens attended to, on which `flops` depend."""
+    scope: str = "global"
+    """Where the budget holds: over the whole model, in every layer, or in every expert (Eq. 19)."""
+    head_unit: str = "auto"
+    """What an attention unit is: `kv-group` (a KV head with all its query heads) or `query-head`."""
+    align: int = 1
+    """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit kernels and quantisation.
+    What is kept is then the largest multiple that is not above the budget."""
+    tp: int = 1
+    """Make every layer split over this many devices without padding; a device's share is a multiple of `align`."""
+
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
-    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file. Several,
-    separated by commas, take turns, an excerpt of about `seq_len` tokens each; one that is named twice has two."""
+    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file; several,
+    separated by commas, take turns. An excerpt is about `seq_len` tokens; a name that is given twice has two turns."""
     steps: int = 1000
     """Optimizer steps in all: search and polish."""
     batch_size: int = 16
     """Sequences an optimizer step, over all devices."""
-    micro_batch_size: int = 0
-    """Sequences a forward pass; 0 chooses one that keeps about 8,192 tokens in flight, 1,024 on a CPU, fewer where
-    memory is short."""
     seq_len: int = 2048
     """Tokens a sequence; the first is BOS where the model's tokenizer begins every text with it."""
     seed: int = 0
     """Orders the documents. The gates start at exactly 1, so nothing else is random."""
-
-    head_unit: str = "auto"
-    """What counts as an attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
-    group: str = "global"
-    """Where the budget holds: over the whole model, in every layer, or in every expert (Eq. 19)."""
-    align: int = 1
-    """The MLP width of every layer (in a mixture of experts, that of every expert) becomes a multiple of this: 32, 64
-    or 128 suit kernels and quantisation. What is kept is then the largest multiple that is not above the budget."""
-    tp: int = 1
-    """Tensor-parallel size over which every layer must split without padding; a device's share of the channels is a
-    multiple of `align`."""
-    controller: str = "gradual"
-    """How the search comes down to the budget. `gradual`: gates close for good, worst first by Fisher information and
-    scale, while the scales of the others are learned; best of the three in short runs. `alm`: the paper's surrogate
-    and multipliers, which need about 1,000 steps. `feedback`: that surrogate, its multiplier solved at each step."""
-    polish: float = 0.35
-    """Last fraction of the steps, in which the support is frozen and only the scales of what is kept are learned.
-    0 is the paper's single phase. Ours; the fraction was not tuned."""
-
-    distillation: float = 2.0
-    """Weight η of KL(teacher ‖ student), Eq. 17; 0 trains on cross-entropy alone."""
-    learning_rate: float = 2e-2
-    """AdamW's rate for z while `alm` or `feedback` searches. All other learning of scales chooses its own steps."""
-    lambda_learning_rate: float = 2e-2
-    """Ascent rate of λ1 and λ3 (Eq. 13 and 15), for `controller="alm"`."""
-    lambda2_learning_rate: float = 4e-1
-    """Ascent rate of λ2, for `controller="alm"`; the paper uses 8e-1 at higher sparsity."""
-    warmup: float = 0.05
-    """Fraction of the search over which AdamW's rates rise linearly; the paper names a warm-up, not its length."""
-    mu_start: float = 0.5
-    """Sharpness μ0 of the surrogate (Eq. 14), for `alm` and `feedback` like all that follows up to `gate_floor`."""
-    mu_end: float = 0.05
-    """Sharpness μT. The paper says 0.05; the authors' code stops at 0.1."""
-    gate_floor: float = 0.0
-    """Lower bound of z. 0 keeps a dead gate one step from life; the authors' code uses −0.1."""
-
     heldout_blocks: int = 16
     """Sequences of the text that are never trained on; their perplexity is reported."""
+
+    controller: str = "gradual"
+    """How the search comes down to the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, worst
+    first by Fisher information and scale, while the scales of the others are learned; better in short runs (log 30).
+    `alm` has the paper's surrogate and multipliers, which need about 1,000 steps."""
+    polish: float = 0.35
+    """Last fraction of the steps, in which only the scales of what is kept are learned. 0 is the paper's single phase.
+    Ours; the fraction was not tuned."""
+    distillation: float = 2.0
+    """Weight η of KL(teacher ‖ student), Eq. 17; 0 trains on cross-entropy alone."""
+    alm: AlmSettings = AlmSettings()
+    """Settings of `controller = "alm"`."""
+
+    micro_batch_size: int = 0
+    """Sequences a forward pass; 0 chooses. It keeps about 8,192 tokens in flight, 1,024 on a CPU, fewer where memory is
+    short."""
     dtype: str = "auto"
-    """Number format of the frozen weights while learning; `auto` takes the checkpoint's, but bfloat16 for float16, in
+    """Number format of the frozen weights while learning; `auto` takes the checkpoint's. But bfloat16 for float16, in
     which small gradients vanish. What is exported has the checkpoint's either way."""
     activation_checkpointing: str = "auto"
-    """Run layers again in backward instead of keeping what they computed: a third more work, a small part of the
+    """Run layers again in backward instead of keeping what they computed. A third more work, a small part of the
     memory, the same gradients. `auto` does it when half of the free memory would not hold the activations."""
     shard: bool = False
-    """Cut the frozen weights over all processes, for models that one device cannot hold."""
+    """Cut the frozen weights over all processes (FSDP2), for models that one device cannot hold."""
     save_every: int = 25
-    """Steps between saves of the run, from which an interrupted run goes on; it is saved every ten minutes too, and
+    """Steps between saves of the run, from which an interrupted run goes on. It is saved every ten minutes too, and
     after the last step."""
 
     def __post_init__(self) -> None:
         """Check every value once. Raises: SettingError."""
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.type
-            if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
-                object.__setattr__(self, field.name, float(value))
-            elif type(value) is not kind:
-                raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")  # type: ignore[union-attr]
-            if kind is float and not math.isfinite(value):
-                raise SettingError(f"{field.name} is {value}; it must be a finite number")
+        _check_types(self)
         if self.target:
             if self.sparsity or self.target < 0:
                 raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
@@ -125,19 +162,11 @@ class Recipe:
         for name in ("steps", "batch_size", "heldout_blocks", "save_every", "align", "tp", "context_length"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seq_len", self.seq_len, 8)
-        for name in ("micro_batch_size", "seed", "distillation", "learning_rate"):
+        for name in ("micro_batch_size", "seed", "distillation"):
             _at_least(name, getattr(self, name), 0)
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
-        for name in ("lambda_learning_rate", "lambda2_learning_rate"):
-            _at_least(name, getattr(self, name), 0)
-        for name in ("polish", "warmup"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise SettingError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
-        if not 0.0 < self.mu_end <= self.mu_start:
-            raise SettingError(f"mu_end is {self.mu_end} and mu_start {self.mu_start}; 0 < mu_end ≤ mu_start must hold")
-        if self.gate_floor > 0.0:
-            raise SettingError(f"gate_floor is {self.gate_floor}; it must be at most 0, or no gate could close")
+        _check_fraction("polish", self.polish)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SettingError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
@@ -157,11 +186,6 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
-def _at_least(name: str, value: float, low: float) -> None:
-    if value < low:
-        raise SettingError(f"{name} is {value}; it must be at least {low}")
-
-
 def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
     """Build a recipe from a TOML file, overridden by settings given on the command line (None means not given).
 
@@ -175,12 +199,12 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
             raise SettingError(
                 f"the recipe {path} cannot be read ({error}); it must be TOML, one setting a line"
             ) from error
+    where = str(path or "the recipe")
     values |= {name: value for name, value in settings.items() if value is not None}
-    known = {field.name for field in dataclasses.fields(Recipe)}
-    if unknown := set(values) - known:
-        raise SettingError(
-            f"{path or 'the recipe'} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}"
-        )
+    _check_known(where, values, Recipe)
+    if isinstance(alm := values.get("alm"), Mapping):
+        _check_known(f"[alm] of {where}", alm, AlmSettings)
+        values["alm"] = AlmSettings(**alm)
     if missing := {"model", "sparsity"} - set(values) - ({"sparsity"} if "target" in values else set()):
         name = min(missing)
         instead = ", or a target such as --target-params 5.5B," if name == "sparsity" else ""
@@ -188,6 +212,12 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
     if isinstance(values.get("target"), str):
         values["target"] = parse_amount(values["target"])
     return Recipe(**values)
+
+
+def _check_known(where: str, values: Mapping[str, Any], settings: type) -> None:
+    known = {field.name for field in dataclasses.fields(settings)}
+    if unknown := set(values) - known:
+        raise SettingError(f"{where} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}")
 
 
 def parse_amount(text: str) -> float:

@@ -6,12 +6,11 @@ is removed when the checkpoint is written. Another command for the same output s
 `<output>.run.old`. A folder of that name with files of others is refused.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ddp_prune.recipe import Recipe
-from ddp_vllm.checkpoint import lock, sync
 from ddp_vllm.errors import OutputError
+from ddp_vllm.output import atomic_file, locked
 
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
-TEMPORARY_FILE = "state.tmp"
-FILES = {STATE_FILE, METRICS_FILE, LOCK_FILE, TEMPORARY_FILE}
+TEMPORARY = f".{STATE_FILE}.*.tmp"  # what a killed process may leave
 NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard"}  # to what is learned
 STATE_FORMAT = 2  # which tensors a saved state has; one of another format is put aside
 
@@ -56,18 +54,16 @@ class RunState:
         if not self.writes:
             yield
             return
-        with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(self.folder / LOCK_FILE, "w")  # noqa: SIM115 (closed below)
-        with file:
-            if not lock(file.fileno(), self.folder / LOCK_FILE):
-                raise OutputError(f"another process works on {self.folder}; wait for it, or choose another output")
-            try:
+        taken = f"another process works on {self.folder}; wait for it, or choose another output"
+        try:
+            with ExitStack() as stack:
+                with self._writing():
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(locked(self.folder / LOCK_FILE, taken))
                 yield
-            finally:
-                (self.folder / LOCK_FILE).unlink(missing_ok=True)
-                with suppress(OSError):  # there is something to go on from
-                    self.folder.rmdir()
+        finally:
+            with suppress(OSError):  # there is something to go on from, or another process works on it
+                self.folder.rmdir()
 
     def load(self) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
         """Return (next step, tensors, extra) of an interrupted run, or None to start anew.
@@ -81,9 +77,9 @@ class RunState:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError, KeyError, ValueError):
             return None
-        if header.get("format") != STATE_FORMAT or _settings(header["recipe"]) != _settings(self.recipe.to_dict()):
+        if (header.get("format"), header.get("learned_from")) != (STATE_FORMAT, self.learned_from):
             return None
-        if header.get("learned_from") != self.learned_from:
+        if _settings(header["recipe"]) != _settings(self.recipe.to_dict()):
             return None
         if self.writes:
             with self._writing():
@@ -104,12 +100,13 @@ class RunState:
         with self._writing():
             if self.state.exists():
                 self.old.mkdir(exist_ok=True)
-                _delete(self.old, FILES)
-                for name in {path.name for path in self.folder.iterdir()} - {LOCK_FILE}:
-                    os.replace(self.folder / name, self.old / name)
+                _delete_run(self.old)
+                for path in self.folder.iterdir():
+                    if path.name != LOCK_FILE:
+                        os.replace(path, self.old / path.name)
                 self.say(f"another run was put aside in {self.old}")
             self.folder.mkdir(parents=True, exist_ok=True)
-            _delete(self.folder, FILES - {LOCK_FILE})
+            _delete_run(self.folder)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Replace the saved state; `step` is the next one to do. Raises: OutputError if it cannot be written."""
@@ -117,13 +114,9 @@ class RunState:
             return
         header = {"format": STATE_FORMAT, "step": step, "recipe": self.recipe.to_dict(), "extra": extra}
         header["learned_from"] = self.learned_from
-        temporary = self.folder / TEMPORARY_FILE
         contiguous = {name: value.contiguous() for name, value in tensors.items()}
-        with self._writing():
+        with self._writing(), atomic_file(self.state) as temporary:
             save_file(contiguous, temporary, {"run": json.dumps(header)})
-            sync(temporary)
-            os.replace(temporary, self.state)
-            sync(self.folder)
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics. Raises: OutputError if they cannot be written."""
@@ -135,7 +128,7 @@ class RunState:
     def remove(self) -> None:
         """Delete what was saved, after the checkpoint is safe; `locked` deletes the rest."""
         if self.writes:
-            _delete(self.folder, FILES - {LOCK_FILE})
+            _delete_run(self.folder)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -158,8 +151,8 @@ def check_run_folders(output: Path) -> None:
     for folder in run_folders(output):
         if not folder.exists():
             continue
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-        if foreign := names - FILES:
+        paths = folder.iterdir() if folder.is_dir() else [folder]
+        if foreign := [path.name for path in paths if not _is_ours(path) and path.name != LOCK_FILE]:
             raise OutputError(
                 f"{folder} is where a run would be kept, but it holds {min(foreign)}, which is no file of a run; "
                 "move it away or choose another output"
@@ -179,12 +172,16 @@ def fingerprint(text: Iterable[torch.Tensor], weights: Iterable[Path]) -> dict[s
     }
 
 
-def _delete(folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
+def _is_ours(path: Path) -> bool:
+    return path.name in (STATE_FILE, METRICS_FILE) or path.match(TEMPORARY)
+
+
+def _delete_run(folder: Path) -> None:
+    """Delete all files of a run but its lock."""
+    for path in filter(_is_ours, list(folder.iterdir())):
+        path.unlink()
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return what decides a run; settings that an older version did not know have their defaults."""
-    known = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    return {name: value for name, value in (known | recipe).items() if name not in NO_MATTER}
+    """Return what decides a run."""
+    return {name: value for name, value in recipe.items() if name not in NO_MATTER}

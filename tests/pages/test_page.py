@@ -12,7 +12,7 @@ from written_folders import write_bench, write_evaluation, write_model
 from ddp_vllm.errors import CheckpointError, TextError
 from ddp_vllm.pages.compare import page_of
 from ddp_vllm.pages.measurements import Comparison, collect, retained
-from ddp_vllm.pages.page import to_html, to_markdown
+from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
 from ddp_vllm.pages.paper import paper_model
 
 
@@ -173,3 +173,9 @@ def test_bad_input(tmp_path: Path, dense: Path, pruned: Path) -> None:
         collect([pruned], results=[tmp_path / "other.json"])
     with pytest.raises(TextError, match="cannot be read"):
         collect([pruned], results=[tmp_path / "missing.json"])
+
+
+def test_a_bar_in_a_cell_is_no_end_of_the_cell() -> None:
+    table = Table(headings=["", "a|b"], rows=[["x", "1|2"]])
+    assert markdown_table(table) == "|  | a\\|b |\n|---|--:|\n| x | 1\\|2 |"
+    assert markdown_table(Table(headings=["a", "b"], rows=[], is_text=True)) == "| a | b |\n|---|---|"

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import statistics
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from written_folders import write_masks, write_weights
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.pages.pictures import render, smooth, widths
+from ddp_vllm.pages.pictures import draw_widths, render, smooth
 
 FIGURES = ["heads", "widths", "gates", "curves"]
 
@@ -191,8 +192,23 @@ def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path
         assert result.exit_code == 7 and "cannot be read" in result.stderr, line
 
 
+def test_a_perplexity_without_the_loss_of_each_block_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
+    quality = read_checkpoint(trained).provenance["perplexity"]
+    for losses in (None, {"dense": [1.0]}, {"dense": [1.0], "pruned": []}, {"dense": 1.0, "pruned": 2.0}):
+        provenance = {"perplexity": quality | {"block_losses": losses}}
+        save_file(
+            load_file(trained / "ddp_masks.safetensors"),
+            folder / "ddp_masks.safetensors",
+            {"ddp": json.dumps(provenance)},
+        )
+        result = CliRunner().invoke(main, ["report", str(folder)])
+        assert result.exit_code == 7 and "loss of each block" in result.stderr, losses
+
+
 def test_pictures_repeat_to_the_byte() -> None:
-    first, second = (render(widths([3, 0, 7], 8), "widths", 2.0) for _ in range(2))
+    draw = partial(draw_widths, kept_L=[3, 0, 7], dense=8)
+    first, second = (render(draw, name="widths", title="", caption="", height=2.0) for _ in range(2))
     assert first == second
 
 

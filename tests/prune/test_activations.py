@@ -18,23 +18,20 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ddp_prune import processes
-from ddp_prune.activations import (
+from ddp_prune.devices import (
     EAGER_TOKENS,
+    USABLE,
     activation_bytes,
     checkpoint_layers,
     fit_activations,
     fit_attention,
     pass_bytes,
 )
-from ddp_prune.families import FAMILIES, dimensions_of
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.narrowing import NarrowLayers
-from ddp_prune.processes import USABLE
+from ddp_prune.gates import GatedModel, Masks, NarrowLayers
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.train import train
-from ddp_prune.trainer import Learned
+from ddp_prune.train import Learned, train
+from ddp_vllm.families import FAMILIES, dimensions_of
 
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
 SIZES = {

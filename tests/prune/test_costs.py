@@ -1,14 +1,17 @@
 """Prices against real models: their parameters, the operations torch counts, the cache they fill."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_families import CASES, SIZES
+from family_cases import CASES, SIZES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config
 
-from ddp_prune.costs import attended, dense_layers, prices, whole_model
+from ddp_vllm.costs import attended, prices, whole_model
+from ddp_vllm.families import dense_layers
+from ddp_vllm.remote_code.widths import LayerWidths
 
 CONTEXT = 9  # tokens attended to, the newest among them; longer than the windows of 6
 MODELS = {
@@ -74,19 +77,12 @@ def test_what_is_in_no_price_does_not_depend_on_widths(name: str, budget: str) -
     priced = sum(
         price.of(widths) for price, widths in zip(prices(budget, config, shapes, CONTEXT), layers, strict=True)
     )
-    gone = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "qkv_proj",
-        "o_proj.weight",
-        "gate_proj",
-        "up_proj",
-        "down_proj.weight",
-        "experts",
-    )
+    dense = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj.weight", "gate_proj", "up_proj", "down_proj.weight")
+    gone = ("experts",) if name == "mixtral" else dense  # of a mixture of experts nothing else is pruned
     left = {key: shape for key, shape in shapes.items() if not any(part in key for part in gone)}
-    empty = [type(layer)(query_heads_per_kv_head=(), intermediate_size=0) for layer in layers]
+    empty = [LayerWidths(query_heads_per_kv_head=(), intermediate_size=0) for _ in layers]
+    if name == "mixtral":
+        empty = [replace(layer, expert_intermediate_sizes=(0,) * 4) for layer in layers]
     whole = _totals(name, budget)
     assert whole - priced == pytest.approx(
         whole_model(budget, config, empty, left, CONTEXT) if budget != "kv-bytes" else 0

@@ -24,12 +24,12 @@ from transformers import (
 from ddp_prune import experts as experts_module
 from ddp_prune.experts import grouped, looped, neutral_where_idle
 from ddp_prune.export import apply_masks, export
-from ddp_prune.families import FAMILIES
-from ddp_prune.gates import GatedModel, Masks, unit_shapes
-from ddp_prune.source import Source, load_model, open_source
-from ddp_prune.summary import removed_parameters, totals
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.model import Source, load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError
+from ddp_vllm.families import FAMILIES, unit_shapes
+from ddp_vllm.pages.summary import removed_parameters, totals
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
 from ddp_vllm.remote_code.modeling_ddp_moe import DeepseekForCausalLM, DeepseekModel, register_deepseek
 from ddp_vllm.remote_code.widths import is_routed

@@ -14,14 +14,14 @@ from click.testing import CliRunner, Result
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ddp_prune import baselines
-from ddp_prune import trainer as trainer_module
+from  import baselines
+from ddp_prune import train
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.source import load_model, open_source
+from ddp_prune.model import load_model, open_source
 from ddp_prune.train import train
-from ddp_prune.trainer import Learned
+from ddp_prune.train import Learned
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 

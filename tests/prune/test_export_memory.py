@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 from ddp_prune import export
-from ddp_prune.gates import unit_shapes
-from ddp_prune.source import open_source
+from ddp_vllm.families import unit_shapes
+from ddp_prune.model import open_source
 
 def own():  # bytes of this process's own memory; of the mapped files only pages in use are in memory, and can go
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))

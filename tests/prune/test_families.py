@@ -6,55 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from family_cases import CASES
+from transformers import AutoModelForCausalLM
 
-from ddp_prune import narrowing
+from ddp_prune import gates as gates_module
 from ddp_prune.export import export
-from ddp_prune.families import FAMILIES
-from ddp_prune.gates import GatedModel, unit_shapes
-from ddp_prune.narrowing import NarrowLayers
-from ddp_prune.source import load_model, open_source
+from ddp_prune.gates import GatedModel, NarrowLayers
+from ddp_prune.model import load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "initializer_range": 0.2, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-CASES = {
-    "llama": LlamaConfig(**SIZES, head_dim=8),
-    "mistral": MistralConfig(**SIZES, head_dim=24, sliding_window=6),  # heads wider than hidden / heads, as in Nemo
-    "qwen2": Qwen2Config(**SIZES),  # biases on q, k and v
-    "qwen3": Qwen3Config(**SIZES, head_dim=16),  # a norm on each query and key head
-    "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 0]),  # layers without positions
-    "granite": GraniteConfig(  # scales on blocks, embeddings, scores and logits; biases everywhere
-        **SIZES, attention_bias=True, mlp_bias=True, residual_multiplier=0.4, embedding_multiplier=3.0,
-        attention_multiplier=0.2, logits_scaling=4.0,
-    ),
-    "gemma2": Gemma2Config(  # norms around blocks, caps on scores and logits, windows in every other layer
-        **SIZES, head_dim=16, attention_bias=True, sliding_window=6, query_pre_attn_scalar=16,
-        attn_logit_softcapping=4.0, final_logit_softcapping=3.0,
-    ),
-    "gemma3_text": Gemma3TextConfig(  # also a norm on each query and key head
-        **SIZES, head_dim=16, sliding_window=6, query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    ),
-    "phi3": Phi3Config(**SIZES, sliding_window=6),  # q, k and v in one projection, gate and up in one
-}  # fmt: skip
+from ddp_vllm.families import FAMILIES, unit_shapes
+from ddp_vllm.remote_code.tensors import TABLES
 
 
 def test_every_row_has_a_case() -> None:
-    assert set(CASES) == {name for name, family in FAMILIES.items() if not family.expert_rows}
+    assert set(CASES) == {name for name in FAMILIES if not TABLES[name].has_experts}
 
 
 def _model(model_type: str) -> Any:
@@ -94,7 +59,7 @@ def test_masked_equals_exported(model_type: str, head_unit: str, tmp_path: Path)
 @pytest.mark.parametrize("model_type", CASES)
 def test_narrow_equals_masked(model_type: str, head_unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, gradients of open gates and their squares, with closed heads and channels not computed."""
-    monkeypatch.setattr(narrowing, "CHANNEL_BLOCK", 8)
+    monkeypatch.setattr(gates_module, "CHANNEL_BLOCK", 8)
     _model(model_type).save_pretrained(tmp_path)
     source = open_source(str(tmp_path))
     gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, head_unit)
@@ -102,7 +67,7 @@ def test_narrow_equals_masked(model_type: str, head_unit: str, tmp_path: Path, m
     gates["mlp"] *= torch.rand(gates["mlp"].shape) < torch.tensor([0.0, 0.3, 0.6, 1.0])[:, None]
     heads = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]])  # KV heads
     gates["attn"] *= heads.repeat_interleave(gates["attn"].shape[1] // 4, 1)
-    narrow = NarrowLayers(gated.model, gated.family, gated.sizes)
+    narrow = NarrowLayers(gated)
     narrow.follow({kind: torch.ones(shape, dtype=torch.bool) for kind, shape in gated.shapes.items()})
     assert not any(kept is not None for kind in gates for kept in narrow.kept[kind])
     narrow.follow({kind: value > 0 for kind, value in gates.items()})

@@ -8,13 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MixtralConfig
 
-from ddp_prune.costs import dense_layers, prices, whole_model
-from ddp_prune.families import Dimensions, dimensions_of
-from ddp_prune.gates import Masks, unit_shapes
-from ddp_prune.pools import Pool, describe, make_pools
+from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
+from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, tensor_parallel_sizes
+from ddp_vllm.families import Dimensions, dense_layers, dimensions_of, unit_shapes
+from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 DENSE = LlamaConfig(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
@@ -70,16 +71,16 @@ def _cost(budget: str, layers: list[LayerWidths]) -> float:
 )  # fmt: skip
 @example("params", "kv-group", "layer", 0.15625, 0)  # a layer keeps every channel and has no room for a KV group
 def test_a_budget_is_met_from_below_within_one_unit(
-    budget: str, head_unit: str, group: str, sparsity: float, seed: int
+    budget: str, head_unit: str, scope: str, sparsity: float, seed: int
 ) -> None:
     """By the widths that are exported, whichever the unit: a KV head goes only with its last query head."""
-    pools = _pools(head_unit=head_unit, budget=budget, group=group, sparsity=sparsity)
+    pools = _pools(head_unit=head_unit, budget=budget, scope=scope, sparsity=sparsity)
     layers = _widths(_choose(pools, seed), head_unit)
     wanted, price = (1 - sparsity) * _cost(budget, dense_layers(DENSE)), prices(budget, DENSE, SHAPES, 2048)[0]
     assert _cost(budget, layers) <= wanted
     if all(layer.intermediate_size < 96 for layer in layers):  # what one layer leaves over, another takes
         assert wanted - price.channel - 1 < _cost(budget, layers)
-    for row in [layers] if group == "global" else [[layer] for layer in layers]:
+    for row in [layers] if scope == "global" else [[layer] for layer in layers]:
         some_channel_left_out = any(layer.intermediate_size < 96 for layer in row)
         unit = price.channel if some_channel_left_out else 2 * price.query_head + price.kv_head
         assert wanted * len(row) / len(layers) - unit - 1 < sum(price.of(layer) for layer in row)
@@ -88,8 +89,8 @@ def test_a_budget_is_met_from_below_within_one_unit(
         assert all(count == 2 for layer in layers for count in layer.query_heads_per_kv_head)  # nothing gained by less
 
 
-def test_groups_share_the_budget() -> None:
-    for layer in _widths(_choose(_pools(budget="params", group="layer")), "kv-group"):
+def test_layers_share_the_budget() -> None:
+    for layer in _widths(_choose(_pools(budget="params", scope="layer")), "kv-group"):
         spent = prices("params", DENSE, SHAPES, 2048)[0].of(layer)
         assert spent == pytest.approx(0.6 * _cost("params", dense_layers(DENSE)) / 3, abs=2500)
 
@@ -139,21 +140,21 @@ def test_open_gates_stay_before_closed_ones_whatever_they_cost() -> None:
         assert (support[kind] & alive[kind]).sum() == alive[kind].sum()  # 0.4 of all fit into a half
 
 
-def test_rows_and_back() -> None:
-    for group in ("global", "layer"):
-        (pool,) = _pools(budget="params", group=group)
+def test_joined_and_back() -> None:
+    for scope in ("global", "layer"):
+        (pool,) = _pools(budget="params", scope=scope)
         values = {kind: torch.rand(shape) for kind, shape in pool.shapes.items()}
-        assert len(pool.rows(values)) == (3 if group == "layer" else 1)
-        assert all(torch.equal(back, values[kind]) for kind, back in pool.unrows(pool.rows(values)).items())
+        assert len(pool.join(values)) == (3 if scope == "layer" else 1)
+        assert all(torch.equal(back, values[kind]) for kind, back in pool.part(pool.join(values)).items())
 
 
-@pytest.mark.parametrize("group", ["global", "layer", "expert"])
+@pytest.mark.parametrize("scope", ["global", "layer", "expert"])
 @pytest.mark.parametrize("budget", ["units", "params", "flops"])
-def test_experts_under_every_budget(budget: str, group: str) -> None:
+def test_experts_under_every_budget(budget: str, scope: str) -> None:
     """All channels cost the same, so every budget keeps the same number."""
-    support = _choose(_pools(MOE, budget=budget, group=group))["experts"]
+    support = _choose(_pools(MOE, budget=budget, scope=scope))["experts"]
     assert support.shape == (2, 4, 24) and int(support.sum()) == 115
-    counts = {"global": None, "layer": support.sum((1, 2)), "expert": support.sum(2)}[group]
+    counts = {"global": None, "layer": support.sum((1, 2)), "expert": support.sum(2)}[scope]
     assert counts is None or int(counts.max() - counts.min()) <= 1
 
 
@@ -170,7 +171,7 @@ def test_every_layer_splits_over_the_devices(tp: int, align: int, budget: str, h
     pools = _pools(head_unit=head_unit, budget=budget, tp=tp, align=align)
     for seed in range(4):
         layers = _widths(_choose(pools, seed), head_unit)
-        assert tp in tensor_parallel_sizes(layers, DENSE)
+        assert tp in tensor_parallel_sizes(DENSE, layers)
         assert all(layer.intermediate_size % (tp * align) == 0 for layer in layers)
         for layer in layers:
             assert len(set(layer.query_heads_per_kv_head)) <= 1
@@ -182,7 +183,7 @@ def test_every_layer_splits_over_the_devices(tp: int, align: int, budget: str, h
 @pytest.mark.parametrize(("tp", "head_unit"), [(3, "kv-group"), (16, "kv-group"), (5, "query-head")])
 def test_a_size_that_cannot_work_names_the_layer_and_the_valid_sizes(tp: int, head_unit: str) -> None:
     with pytest.raises(
-        SettingError, match=rf"tp is {tp}, but layer 0.*8 query heads.*4 KV heads.*valid sizes: 1, 2, 4, 8"
+        SettingError, match=rf"tensor-parallel size {tp}: .*(8 query heads|layer 0).*valid sizes: 1, 2, 4, 8"
     ):
         _pools(head_unit=head_unit, tp=tp)
 

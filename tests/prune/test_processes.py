@@ -17,15 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, MixtralConfig, MixtralForCausalLM
 from two_processes import BLOCKS, SETTINGS
 
-from ddp_prune import processes
+from ddp_prune.devices import check_shares, free_memory, load_sharded
 from ddp_prune.gates import GatedModel
-from ddp_prune.processes import free_memory
+from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.sharding import check_shares, load_sharded
-from ddp_prune.source import load_model, open_source
-from ddp_prune.train import train
-from ddp_prune.trainer import Learned
+from ddp_prune.train import Learned, train
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, SettingError
 

@@ -19,7 +19,7 @@ from ddp_prune.export import read_masks
 from ddp_prune.recipe import Recipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.remote_code.widths import tensor_parallel_sizes
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16"]
 

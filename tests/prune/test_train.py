@@ -11,19 +11,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from ddp_prune import batches as batches_module
-from ddp_prune import narrowing, run_state
+from ddp_prune import run_state, train
 from ddp_prune import train as train_module
-from ddp_prune.annealing import learning_rate
-from ddp_prune.batches import Batches
-from ddp_prune.gates import GatedModel
-from ddp_prune.narrowing import NarrowLayers
-from ddp_prune.perplexity import perplexity, perplexity_of
+from ddp_prune.alm import learning_rate
+from ddp_prune.gates import GatedModel, NarrowLayers
+from ddp_prune.loss import perplexity, perplexity_of
+from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.source import load_model, open_source
-from ddp_prune.train import train
-from ddp_prune.trainer import PRIOR_PRECISION, Learned, Trainer, natural_step
+from ddp_prune.train import PRIOR_PRECISION, Batches, Learned, Trainer, natural_step, train
 from ddp_vllm.errors import TrainingError
 
 STEPS = 12  # 8 of search, 4 of polish

@@ -14,12 +14,11 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
+from ddp_prune.devices import failing_together, load_sharded
 from ddp_prune.gates import GatedModel
-from ddp_prune.processes import failing_together
+from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.sharding import load_sharded
-from ddp_prune.source import load_model, open_source
 from ddp_prune.train import train
 from ddp_vllm.errors import TextError
 

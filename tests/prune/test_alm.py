@@ -1,4 +1,7 @@
-"""What the paper proves or assumes, on problems whose answer is known (arXiv:2603.08065, section 3 and appendix)."""
+"""The paper's search: its equations as properties, and what it proves on problems whose answer is known.
+
+Section 3 and appendix of arXiv:2603.08065.
+"""
 
 import math
 
@@ -8,11 +11,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_prune.budget import AugmentedLagrangian
-from ddp_prune.gates import gate, retention_score, score_slope, sharpness_at
+from ddp_prune.alm import AugmentedLagrangian, gate, retention_score, sharpness_at
 
 UNITS = 20
 COST = torch.linspace(0.0015, 0.03, UNITS)[torch.randperm(UNITS, generator=torch.Generator().manual_seed(1))]
+
+
+@given(st.floats(0.01, 1.0))
+def test_score_is_0_at_0_and_1_at_twice_mu(mu: float) -> None:
+    z = torch.tensor([0.0, 2 * mu, 3 * mu, -1.0], dtype=torch.float64)
+    torch.testing.assert_close(retention_score(z, mu), torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64))
+
+
+def test_score_tends_to_the_step_function() -> None:
+    z = torch.tensor([-0.1, -0.01, 0.01, 0.1], dtype=torch.float64)
+    distance = [(retention_score(z, mu) - (z > 0).double()).abs().max().item() for mu in (0.1, 0.01, 0.001)]
+    assert distance[0] > distance[1] and distance[2] == 0.0
+
+
+def test_gate_is_relu_with_a_straight_through_gradient() -> None:
+    z = torch.tensor([-0.5, 0.0, 0.7], requires_grad=True)
+    m = gate(z)
+    m.backward(torch.tensor([1.0, 2.0, 3.0]))
+    assert m.tolist() == pytest.approx([0.0, 0.0, 0.7])
+    assert z.grad is not None and z.grad.tolist() == [1.0, 2.0, 3.0]  # a dead gate still hears the loss
+
+
+def test_score_gradient_passes_the_clamp() -> None:
+    z = torch.tensor([-0.2, 0.3, 2.0], dtype=torch.float64, requires_grad=True)
+    retention_score(z, 0.5).sum().backward()
+    v = torch.sigmoid((z.detach() - 0.5) * torch.log(torch.tensor(11.0, dtype=torch.float64)) / 0.5)
+    expected = 1.2 * v * (1 - v) * torch.log(torch.tensor(11.0, dtype=torch.float64)) / 0.5
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad, expected)
+
+
+def test_annealing_starts_and_ends_where_the_paper_says() -> None:
+    assert sharpness_at(0.0, 0.5, 0.05) == 0.5
+    assert sharpness_at(1.0, 0.5, 0.05) == pytest.approx(0.05)
+    assert sharpness_at(0.25, 0.5, 0.05) == pytest.approx(0.275)
 
 
 @given(st.floats(0.01, 1.0), st.floats(-0.5, 2.5), st.floats(1e-3, 1.0))
@@ -24,18 +61,17 @@ def test_score_is_monotone_symmetric_and_strict_between_its_ends(mu: float, z: f
 
 
 @given(st.floats(0.01, 1.0), st.integers(0, 2**31))
-def test_slope_is_the_gradient_of_the_score_by_its_straight_through_clamp(mu: float, seed: int) -> None:
-    """Inside (0, 2μ) also the true derivative; outside, where the true one is 0, it still pulls."""
+def test_the_gradient_of_the_score_passes_its_clamp(mu: float, seed: int) -> None:
+    """Inside (0, 2μ) it is the true derivative; outside, where the true one is 0, it still pulls."""
     generator = torch.Generator().manual_seed(seed)
-    z = torch.rand(2, 16, generator=generator, dtype=torch.float64) * 4 * mu - mu
+    z = torch.rand(32, generator=generator, dtype=torch.float64) * 4 * mu - mu
     leaf = z.clone().requires_grad_()
     retention_score(leaf, mu).sum().backward()
-    torch.testing.assert_close(leaf.grad, score_slope(z, mu))
-    assert (score_slope(z, mu) > 0).all()
-    inside = z[(z > 0.05 * mu) & (z < 1.95 * mu)]
+    assert leaf.grad is not None and (leaf.grad > 0).all()
+    inside = (z > 0.05 * mu) & (z < 1.95 * mu)
     difference = 1e-5 * mu
-    numeric = (retention_score(inside + difference, mu) - retention_score(inside - difference, mu)) / (2 * difference)
-    torch.testing.assert_close(score_slope(inside, mu), numeric, rtol=1e-5, atol=0)
+    numeric = (retention_score(z + difference, mu) - retention_score(z - difference, mu)) / (2 * difference)
+    torch.testing.assert_close(leaf.grad[inside], numeric[inside], rtol=1e-5, atol=0)
 
 
 @given(st.floats(1e-3, 1.0), st.floats(0.01, 0.5), st.integers(0, 2**31))
@@ -117,3 +153,18 @@ def test_without_binarisation_the_relaxed_budget_holds_and_the_count_does_not() 
     z, score = _solve(10, binarise=False)
     assert score == pytest.approx(10, abs=0.5)
     assert int((z > 0).sum()) >= 13
+
+
+def test_multipliers_ascend_while_too_much_is_kept() -> None:
+    alm = AugmentedLagrangian({"mlp": 0.5})
+    alm({"mlp": torch.full((1, 8), 0.8)}, {"mlp": torch.ones(1, 8)}).backward()
+    assert alm.lambda1["mlp"].grad == pytest.approx(0.3)
+    assert alm.lambda2["mlp"].grad == pytest.approx(0.09)
+    assert alm.lambda3["mlp"].grad == pytest.approx(0.16)
+
+
+def test_multipliers_weigh_what_is_kept_by_its_cost() -> None:
+    alm = AugmentedLagrangian({"params": 0.5})
+    alm({"params": torch.tensor([[1.0, 0.5]])}, {"params": torch.tensor([[1.0, 3.0]])}).backward()
+    assert alm.lambda1["params"].grad == pytest.approx(2.5 / 4 - 0.5)
+    assert alm.lambda3["params"].grad == pytest.approx(0.75 / 4)

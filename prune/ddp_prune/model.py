@@ -1,4 +1,4 @@
-"""The dense model to prune: a local folder, or a hub name downloaded into the hub's own cache."""
+"""The dense model to prune: a local folder, or a hub name downloaded into the hub's own cache; checked, then loaded."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ddp_prune.families import Dimensions, Family, dimensions_of, family_of
 from ddp_vllm.checkpoint import INDEX_FILE, read_config, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, OutputError
+from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of
+from ddp_vllm.remote_code.tensors import LAYERS
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
     "config.json",
@@ -55,7 +56,7 @@ def open_source(model: str) -> Source:
     source = Source(folder=folder, config=config, family=family, sizes=sizes)
     shapes = weight_shapes(source)
     _check_names(source, shapes)
-    (_check_experts if sizes.num_experts else _check_layers)(source, shapes)
+    _check_shapes(source, shapes)
     _prepare_transformers(config)
     return source
 
@@ -128,7 +129,7 @@ def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:
 
     transformers also loads a decoder that was saved alone, without the prefix that the export looks for.
     """
-    prefix = f"{source.family.layers}."
+    prefix = f"{LAYERS}."
     if not any(name.startswith(prefix) for name in shapes):
         raise ModelError(
             f"{source.folder} names its tensors like {min(shapes, default='')!r}, not {prefix}…; load it with "
@@ -136,47 +137,23 @@ def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:
         )
 
 
-def _check_layers(source: Source, shapes: Mapping[str, list[int]]) -> None:
-    """Every weight that the export cuts in a dense model must be there, of the size that the config states."""
-    family, sizes = source.family, source.sizes
-    length = {
-        "query": sizes.num_query_heads * sizes.head_dim,
-        "key": sizes.num_kv_heads * sizes.head_dim,
-        "channel": sizes.intermediate_size,
-    }
-    expected = {name: [sum(length[part] for part in parts), sizes.hidden_size] for name, parts in family.rows.items()}
-    expected[family.attention_output] = [sizes.hidden_size, length["query"]]
-    expected[family.mlp_output] = [sizes.hidden_size, length["channel"]]
-    weights = {
-        f"{family.layers}.{layer}.{name}.weight": shape
-        for layer in range(sizes.num_layers)
-        for name, shape in expected.items()
-    }
-    check_complete(source, [name for name, shape in weights.items() if shapes.get(name) != shape])
-
-
-def _check_experts(source: Source, shapes: Mapping[str, list[int]]) -> None:
-    """Every routed expert must have its tensors, of the size that the config states. Raises: ModelError."""
-    family, sizes = source.family, source.sizes
-    hidden, channels = sizes.hidden_size, sizes.expert_intermediate_size
-    expected = {
-        f"{family.layers}.{layer}.{name.format(expert)}.weight": shape
-        for layer in sizes.routed_layers
-        for expert in range(sizes.num_experts)
-        for names, shape in ((family.expert_rows, [channels, hidden]), ((family.expert_output,), [hidden, channels]))
-        for name in names
-    }
-    for name, needed in expected.items():
-        if shapes.get(name, needed) != needed:
-            raise ModelError(
-                f"{source.folder}: tensor {name} has shape {shapes[name]}, but config.json asks for {needed}; "
-                "download the model again"
-            )
-    if missing := [name for name in expected if name not in shapes]:
+def _check_shapes(source: Source, shapes: Mapping[str, list[int]]) -> None:
+    """Every weight that the export cuts must be there, of the size that the config states. Raises: ModelError."""
+    sizes, wanted = source.sizes, {}
+    for layer in range(sizes.num_layers):
+        for projection in source.family.tensors.projections:
+            numbers = range(sizes.num_experts) if layer in sizes.routed_layers else range(0)
+            length = sum(map(sizes.units_in, projection.units)) * projection.unit_size(sizes.head_dim)
+            shape = [length, sizes.hidden_size] if projection.axis == 0 else [sizes.hidden_size, length]
+            for number in numbers if projection.block == "experts" else (0,):
+                wanted[f"{LAYERS}.{layer}.{projection.name.format(number)}.weight"] = shape
+    wrong = [name for name, shape in wanted.items() if shapes.get(name) != shape]
+    if known := [name for name in wrong if name in shapes]:
         raise ModelError(
-            f"{source.folder} lacks the tensor {missing[0]} ({len(missing)} tensors of experts in all); "
-            "download the model again, as published, with tensors for each expert"
+            f"{source.folder}: tensor {known[0]} has shape {shapes[known[0]]}, but config.json asks for "
+            f"{wanted[known[0]]}; download the model again"
         )
+    check_complete(source, wrong)
 
 
 def _download(model: str) -> Path:
@@ -256,5 +233,5 @@ def check_complete(source: Source, lacking: Collection[str]) -> None:
     if lacking:
         raise ModelError(
             f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json asks for "
-            f"({len(lacking)} weights in all); download the model again"
+            f"({len(lacking)} weights in all); download the model again, as published"
         )

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from ddp_prune.export import export
-from ddp_prune.families import FAMILIES, choose_head_unit
-from ddp_prune.gates import unit_shapes
-from ddp_prune.source import load_model, loading_options, open_source, weight_files, weight_shapes
+from ddp_prune.model import load_model, loading_options, open_source, weight_files, weight_shapes
 from ddp_vllm.errors import ModelError
+from ddp_vllm.families import FAMILIES, choose_head_unit, unit_shapes
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # what the config says, what the line must say
     "unsupported family": ({"model_type": "gpt2"}, ["'gpt2'", *FAMILIES]),
@@ -45,7 +44,7 @@ def test_reads_the_sizes_of_a_dense_model(tiny_model: Path) -> None:
     source = open_source(str(tiny_model))
     sizes = source.sizes
     assert (sizes.num_layers, sizes.num_query_heads, sizes.num_kv_heads, sizes.head_dim) == (3, 8, 4, 8)
-    assert (sizes.intermediate_size, sizes.hidden_size, sizes.group_size) == (96, 64, 2)
+    assert (sizes.intermediate_size, sizes.hidden_size, sizes.queries_per_kv) == (96, 64, 2)
     assert choose_head_unit("auto", sizes) == "kv-group" and choose_head_unit("query-head", sizes) == "query-head"
 
 
@@ -124,7 +123,7 @@ INCOMPLETE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "a norm missing": (_weights(lambda weights: weights.pop("model.norm.weight")), ["model.norm.weight", "1 weights"]),
     "another shape": (
         _weights(lambda weights: weights.update({MLP.format("up"): torch.ones(95, 64)})),
-        [MLP.format("up"), "another shape"],
+        [MLP.format("up"), "[95, 64]", "[96, 64]"],
     ),
 }
 
@@ -225,7 +224,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a projection that no layer has": (_weights(lambda w: w.pop(MLP.format("up"))), [MLP.format("up"), "1 weights"]),
     "rows fewer than the heads of the config": (
         _weights(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
-        ["model.layers.2.self_attn.k_proj.weight", "another shape"],
+        ["model.layers.2.self_attn.k_proj.weight", "[24, 64]", "[32, 64]"],
     ),
     "weights cut short": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:50]),

@@ -1,17 +1,21 @@
-"""Cross-entropy and distillation, in chunks: the logits of a batch never exist at once.
+"""Cross-entropy, distillation and perplexity, in chunks: the logits of a batch never exist at once.
 
-Legend: N predicted tokens, H hidden size, V vocabulary.
+Legend: B sequences of a batch, N predicted tokens, H hidden size, V vocabulary.
 """
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-# Of one float32 copy of logits; logits and probabilities of student and teacher are four. On one CPU core 20 and 24 MiB
-# take the same time, 16 MiB a sixth more and 12 MiB a third more. A GPU wants some 300 rows a product to be busy with
-# arithmetic rather than with reading the head (by data sheet, not measured), also of a vocabulary of 150,000.
+from ddp_prune.gates import GatedModel, Masks
+
+# Of one float32 copy of logits; logits and probabilities of student and teacher are four. Smaller chunks are slower on
+# a CPU (log 54); a GPU wants some 300 tokens a product to be busy with arithmetic rather than with reading the head.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 20 << 20, 256 << 20
 
 
@@ -50,7 +54,7 @@ class OutputHead:
         return gradient_NV.to(self.weight.dtype) @ self.weight / self.divisor
 
 
-def chunk_rows(weight_VH: torch.Tensor) -> int:
+def chunk_tokens(weight_VH: torch.Tensor) -> int:
     """Return how many tokens' float32 logits fit into a chunk on the device of the head; at least 16."""
     size = CHUNK_BYTES if weight_VH.device.type == "cpu" else GPU_CHUNK_BYTES
     return max(16, size // (4 * len(weight_VH)))
@@ -60,7 +64,7 @@ def head_bytes(model: Any) -> int:
     """Return about how many bytes the head takes beside its weights: logits and probabilities of two models, and one
     copy in the making."""
     weight_VH = OutputHead.of(model).weight
-    return 5 * 4 * chunk_rows(weight_VH) * len(weight_VH)
+    return 5 * 4 * chunk_tokens(weight_VH) * len(weight_VH)
 
 
 def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,9 +94,9 @@ class _DistilledHead(torch.autograd.Function):
         cross_entropy = torch.zeros((), device=student_NH.device)
         divergence = torch.zeros((), device=student_NH.device)
         distil = teacher_NH is not None and eta > 0
-        rows = chunk_rows(head.weight)
-        for start in range(0, num_tokens, rows):
-            chunk = slice(start, start + rows)
+        size = chunk_tokens(head.weight)
+        for start in range(0, num_tokens, size):
+            chunk = slice(start, start + size)
             logits, labels = head.logits(student_NH[chunk]), labels_N[chunk, None]
             p, log_z = _softmax(logits)
             cross_entropy += (log_z - logits.gather(1, labels)[:, 0]).sum()
@@ -134,7 +138,37 @@ def distilled_loss(
 @torch.no_grad()
 def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N: torch.Tensor) -> float:
     """Return the summed cross-entropy of the labels in nats, in chunks; shapes as `distilled_loss`."""
-    total, rows = 0.0, chunk_rows(head.weight)
-    for hidden, labels in zip(hidden_NH.split(rows), labels_N.split(rows), strict=True):
+    total, size = 0.0, chunk_tokens(head.weight)
+    for hidden, labels in zip(hidden_NH.split(size), labels_N.split(size), strict=True):
         total += F.cross_entropy(head.logits(hidden), labels, reduction="sum").item()
     return total
+
+
+def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states that predict the next tokens: [B·(seq_len−1), H], after the last norm."""
+    hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
+    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
+
+
+@torch.no_grad()
+def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:
+    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
+    model: Any = gated.model
+    head = OutputHead.of(model)
+    device, predicted = head.weight.device, blocks.shape[1] - 1
+    with gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
+        return [
+            negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
+            for tokens in blocks.to(device)
+        ]
+
+
+def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> float:
+    """Return `perplexity_of` the `block_losses`."""
+    return perplexity_of(block_losses(gated, masks, blocks))
+
+
+def perplexity_of(losses: Sequence[float]) -> float:
+    """Return exp of the mean loss in nats a token; infinite where a float cannot hold it."""
+    mean = statistics.fmean(losses)
+    return math.exp(mean) if mean < 700 else math.inf

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_families import CASES
+from family_cases import CASES
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import objective
-from ddp_prune.objective import OutputHead, distilled_loss, negative_log_likelihood
+from ddp_prune import loss as loss_module
+from ddp_prune.loss import OutputHead, distilled_loss, negative_log_likelihood
 
 HEADS: dict[str, dict[str, float]] = {"plain": {}, "granite": {"divisor": 4.0}, "gemma": {"cap": 2.5}}
 HEADS["both"] = {"divisor": 0.5, "cap": 1.5}
@@ -25,7 +25,7 @@ def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("eta", [0.0, 2.0])
 def test_loss_and_gradient_equal_plain_pytorch(eta: float, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objective, "CHUNK_BYTES", 4 * 40 * 17)  # 53 tokens: three full chunks and a short one
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 40 * 17)  # 53 tokens: three full chunks and a short one
     student, teacher, weight, labels = _inputs()
     loss, cross_entropy, divergence = distilled_loss(
         student, teacher, OutputHead(weight=weight, **HEADS[head]), labels, eta

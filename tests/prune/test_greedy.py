@@ -1,4 +1,4 @@
-"""Exact counts, aligned widths, and costs of different sizes, against every choice there is."""
+"""The one greedy selection: exact counts, aligned widths, costs of different sizes, against every choice there is."""
 
 import itertools
 
@@ -7,15 +7,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.rounding import Rows, best_first, best_support, cut_rows, evenly, exact_support, keeping_worth
+from ddp_prune.budget import keep_schedule
+from ddp_prune.selection import (
+    Lists,
+    best_first,
+    best_support,
+    cut_lists,
+    evenly,
+    exact_support,
+    greedy,
+    keeping_worth,
+)
 
 
-def _aligned(worth: torch.Tensor, kept: int, block: int, groups: int = 1) -> torch.Tensor:
+def _whole(budget: float) -> torch.Tensor:
+    """One budget for all."""
+    return torch.tensor([budget], dtype=torch.float64)
+
+
+def _aligned(worth: torch.Tensor, kept: int, block: int, places: int = 1) -> torch.Tensor:
     """Round one module type whose units all cost 1."""
-    rows = len(worth)
-    group = torch.arange(rows) * groups // rows
-    cut = cut_rows(worth, best_first(worth), torch.ones(rows), group, block=block)
-    return best_support([cut], kept, [1 / groups] * groups)[0]
+    lists = cut_lists(worth, best_first(worth), torch.ones(len(worth)), block=block)
+    return best_support([lists], torch.full((places,), kept / places, dtype=torch.float64))[0]
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
@@ -29,13 +42,13 @@ def test_support_has_exactly_the_count_even_with_ties(kept: int, seed: int) -> N
 
 
 def test_support_per_layer_is_even() -> None:
-    assert _aligned(torch.ones(5, 8), 22, 1, groups=5).sum(1).tolist() == [5, 5, 4, 4, 4]
+    assert _aligned(torch.ones(5, 8), 22, 1, places=5).sum(1).tolist() == [5, 5, 4, 4, 4]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_left_over_goes_to_the_layers_where_it_is_worth_most(seed: int) -> None:
     worth = torch.rand(5, 8, generator=torch.Generator().manual_seed(seed))
-    counts = _aligned(worth, 22, 1, groups=5).sum(1)
+    counts = _aligned(worth, 22, 1, places=5).sum(1)
     fifth = worth.sort(1, descending=True).values[:, 4]
     assert counts.sum() == 22 and counts.min() == 4
     assert set(fifth.topk(2).indices.tolist()) == set((counts == 5).nonzero().flatten().tolist())
@@ -62,22 +75,22 @@ def test_aligned_support_has_multiples_only_and_the_highest_worth(data: st.DataO
         assert not keep.any() or keep.all() or row[keep].min() >= row[~keep].max()
 
 
-def test_experts_are_rows_and_layers_of_experts_are_groups() -> None:
+def test_experts_are_lists_and_layers_of_experts_are_places() -> None:
     worth = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])[:, None, None]
-    rows = worth.flatten(0, 1)
-    assert _aligned(rows, 24, 4).sum(-1).tolist() == [0, 0, 0, 8, 8, 8]
-    by_layer = _aligned(rows, 24, 4, groups=2).sum(-1)
+    lists = worth.flatten(0, 1)
+    assert _aligned(lists, 24, 4).sum(-1).tolist() == [0, 0, 0, 8, 8, 8]
+    by_layer = _aligned(lists, 24, 4, places=2).sum(-1)
     assert by_layer.view(2, 3).sum(1).tolist() == [12, 12] and not (by_layer % 4).any()
-    assert (_aligned(rows, 24, 4, groups=6).sum(-1) == 4).all()
+    assert (_aligned(lists, 24, 4, places=6).sum(-1) == 4).all()
 
 
 HEADS, CHANNELS, HEAD_COST, CHANNEL_COST = 3, 4, 7.0, 2.0
 
 
-def _costs_of_choices(rows: list[Rows]) -> list[tuple[float, float]]:
-    """Return (cost, worth) of every choice of a number of blocks in every row."""
+def _costs_of_choices(lists: list[Lists]) -> list[tuple[float, float]]:
+    """Return (cost, worth) of every choice of a number of blocks in every list."""
     totals = []
-    for part in rows:
+    for part in lists:
         for units, worth, cost in zip(part.units, part.worth, part.cost, strict=True):
             real = units > 0
             steps = zip(worth[real].cumsum(0).tolist(), cost[real].cumsum(0).tolist(), strict=True)
@@ -92,15 +105,14 @@ def test_costs_of_different_sizes_share_one_budget(budget: int, seed: int) -> No
     generator = torch.Generator().manual_seed(seed)
     heads = torch.randint(0, 50, (2, HEADS), generator=generator).double()
     channels = torch.randint(0, 20, (2, CHANNELS), generator=generator).double()
-    group = torch.zeros(2, dtype=torch.int64)
-    rows = [
-        cut_rows(values, best_first(values), torch.full((2,), cost), group)
+    lists = [
+        cut_lists(values, best_first(values), torch.full((2,), cost))
         for values, cost in ((heads, HEAD_COST), (channels, CHANNEL_COST))
     ]
-    kept = best_support(rows, budget)
+    kept = best_support(lists, _whole(budget))
     spent = HEAD_COST * int(kept[0].sum()) + CHANNEL_COST * int(kept[1].sum())
     worth = float(heads[kept[0]].sum() + channels[kept[1]].sum())
-    best = max(worth for cost, worth in _costs_of_choices(rows) if cost <= budget)
+    best = max(worth for cost, worth in _costs_of_choices(lists) if cost <= budget)
     assert spent <= budget and worth > best - max(float(heads.max()), float(channels.max()), 1e-9)
     assert spent + HEAD_COST > budget or kept[0].all()
     assert spent + CHANNEL_COST > budget or kept[1].all()
@@ -113,8 +125,8 @@ def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     worth = torch.randint(0, 20, (4, 3), generator=generator).double()
     own, shared = torch.full((4,), 2.0), torch.full((4,), 5.0)
-    rows = cut_rows(worth, best_first(worth), own, torch.zeros(4, dtype=torch.int64), opening_R=shared)
-    (kept,) = best_support([rows], budget)
+    lists = cut_lists(worth, best_first(worth), own, opening_R=shared)
+    (kept,) = best_support([lists], _whole(budget))
     spent = 2.0 * int(kept.sum()) + 5.0 * int(kept.any(1).sum())
     ranked = worth.sort(1, descending=True).values
     best = max(
@@ -127,23 +139,26 @@ def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int)
 
 
 def test_units_that_cost_nothing_stay() -> None:
-    worth, group = torch.rand(2, 3), torch.zeros(2, dtype=torch.int64)
-    priced, free = (cut_rows(worth, best_first(worth), torch.full((2,), cost), group) for cost in (4.0, 0.0))
-    heads, channels = best_support([priced, free], 9.0)
+    worth = torch.rand(2, 3)
+    priced, free = (cut_lists(worth, best_first(worth), torch.full((2,), cost)) for cost in (4.0, 0.0))
+    heads, channels = best_support([priced, free], _whole(9.0))
     assert channels.all() and int(heads.sum()) == 2
-    shared = cut_rows(worth, best_first(worth), torch.zeros(2), group, opening_R=torch.ones(2))
-    assert best_support([shared], 1.0)[0].sum(1).sort().values.tolist() == [0, 3]  # a KV head alone costs: whole groups
+    shared = cut_lists(worth, best_first(worth), torch.zeros(2), opening_R=torch.ones(2))
+    assert best_support([shared], _whole(1.0))[0].sum(1).sort().values.tolist() == [
+        0,
+        3,
+    ]  # whole groups
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 4])
-def test_heads_that_leave_evenly_leave_every_kv_head_as_many(group_size: int) -> None:
+@pytest.mark.parametrize("queries_per_kv", [1, 2, 4])
+def test_heads_that_leave_evenly_leave_every_kv_head_as_many(queries_per_kv: int) -> None:
     worth = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    order, kv_heads = evenly(worth, group_size), 8 // group_size
-    rows = cut_rows(worth, order, torch.ones(3), torch.zeros(3, dtype=torch.int64), block=kv_heads)
-    (kept,) = best_support([rows], 13)
-    counts = kept.unflatten(1, (kv_heads, group_size)).sum(-1)
+    order, kv_heads = evenly(worth, queries_per_kv), 8 // queries_per_kv
+    lists = cut_lists(worth, order, torch.ones(3), block=kv_heads)
+    (kept,) = best_support([lists], _whole(13))
+    counts = kept.unflatten(1, (kv_heads, queries_per_kv)).sum(-1)
     assert (counts == counts[:, :1]).all() and int(kept.sum()) == 13 // kv_heads * kv_heads
-    for heads, keep in zip(worth.view(-1, group_size), kept.view(-1, group_size), strict=True):
+    for heads, keep in zip(worth.view(-1, queries_per_kv), kept.view(-1, queries_per_kv), strict=True):
         assert not keep.any() or keep.all() or heads[keep].min() >= heads[~keep].max()
 
 
@@ -162,3 +177,48 @@ def test_open_gates_are_worth_more_than_closed_ones_in_the_order_of_saliency(see
 def test_a_layer_worth_little_goes() -> None:
     worth = torch.cat([torch.ones(2, 8), torch.full((1, 8), 0.1)])
     assert _aligned(worth, 17, 4).sum(1).tolist() == [8, 8, 0]
+
+
+@given(st.floats(0.05, 1.0), st.booleans(), st.integers(0, 2**31))
+def test_what_stays_while_searching_is_within_the_budget(keep_ratio: float, priced: bool, seed: int) -> None:
+    """One place: never above the budget, nothing left out that fits, worth most for its cost first."""
+    generator = torch.Generator().manual_seed(seed)
+    worth = torch.rand(1, 200, generator=generator).pow(8)
+    cost = torch.where(torch.rand(1, 200, generator=generator) < 0.1, 7.0, 1.0) if priced else torch.ones(1, 200)
+    budget = keep_ratio * cost.double().sum(1)
+    kept = greedy(worth, cost, budget)
+    spent = (cost.double() * kept).sum(1)
+    assert (spent <= budget + 1e-6).all()
+    assert kept.all() or spent + cost[~kept].min() > budget - 1e-6
+    alike = cost == 1.0
+    if (kept & alike).any() and (~kept & alike).any():
+        assert worth[kept & alike].min() >= worth[~kept & alike].max()
+
+
+def test_what_costs_nothing_stays() -> None:
+    kept = greedy(torch.tensor([[0.0, 1.0, 5.0, 2.0]]), torch.tensor([[0.0, 1.0, 10.0, 1.0]]), _whole(2.0))
+    assert kept.tolist() == [[True, True, False, True]]
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 2**31))
+def test_places_share_what_is_left_over(places: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    worth = torch.randint(0, 5, (places, units), generator=generator).float()  # ties too
+    cost = torch.where(torch.rand(places, units, generator=generator) < 0.3, 7.0, 1.0) if priced else torch.ones(1)
+    cost = cost.expand(places, units)
+    budget = keep_ratio * cost.double().sum(1)
+    own = torch.cat([greedy(worth[i : i + 1], cost[i : i + 1], budget[i : i + 1]) for i in range(places)])
+    kept = greedy(worth, cost, budget)
+    more = kept & ~own
+    assert (kept >= own).all() and (more.sum(1) <= 1).all()
+    assert float((cost * kept).sum()) <= float(budget.sum()) + 1e-6
+    if not priced:
+        assert int(kept.sum()) == int((keep_ratio + 1e-9) * places * units)
+        passed = worth.masked_fill(own, -1.0).amax(1)[~more.any(1)]
+        assert not more.any() or not len(passed) or worth[more].min() >= passed.max()
+
+
+def test_keep_schedule_falls_from_1_to_the_ratio() -> None:
+    values = [keep_schedule(t / 100, 0.6) for t in range(101)]
+    assert values[0] == 1.0 and values[-1] == pytest.approx(0.6)
+    assert all(a >= b for a, b in itertools.pairwise(values))

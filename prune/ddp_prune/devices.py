@@ -1,0 +1,226 @@
+"""Devices: how a run fits the memory of one, and how several processes learn as one.
+
+Linear layers with frozen weights keep nothing between forward and backward; what is kept is what norms, attention,
+activation functions and gates need. With checkpointing a layer keeps its input alone, and runs forward again.
+Processes may be started by anything: accelerate launch, or torchrun on a CPU. With `shard`, frozen weights are cut over
+them by FSDP2: each decoder layer is gathered just before it is used, and let go after. What is outside the layers stays
+whole on every device: the output head is multiplied with chunk after chunk of every micro-batch (`loss.py`), so it
+would be gathered whole for all of that time. accelerate's own FSDP2 plugin would cut it too, and refuses CPUs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object, get_max_memory
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ddp_prune.gates import GatedModel, NarrowLayers
+from ddp_prune.loss import head_bytes
+from ddp_prune.model import Source, check_complete, loading_options, weight_files
+from ddp_prune.run_state import RunState
+from ddp_vllm.errors import DdpError, SettingError
+from ddp_vllm.remote_code.tensors import LAYERS
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
+USABLE = 0.8  # of free memory: what a step takes is an estimate, and memory breaks into pieces
+SHARE_OF_FREE = 0.5  # of free memory for activations, else they are checkpointed
+EAGER_TOKENS = 512  # a sequence, up to which attention's weights are written down on a CPU
+
+
+def fit_activations(gated: GatedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator) -> int:
+    """Choose how attention is computed, switch checkpointing `on` or `off`, and return how many sequences fit.
+
+    `auto` asks whether half of free memory holds what `num_sequences` of `seq_len` tokens keep. They are halved until
+    a pass fits, down to one, which may still not fit; all processes get the same number.
+    """
+    fit_attention(gated.model, seq_len, accelerator.device)
+    free = free_memory(accelerator)
+    if setting == "auto":
+        needed = num_sequences * seq_len * activation_bytes(gated, seq_len)
+        setting = "on" if needed > SHARE_OF_FREE * free else "off"
+    checkpoint_layers(gated.model, setting == "on")
+    while num_sequences > 1 and pass_bytes(gated, num_sequences, seq_len) > USABLE * free:
+        num_sequences //= 2
+    # sharded weights are gathered by all for every pass
+    return int(accelerator.gather(torch.tensor([num_sequences], device=accelerator.device)).min())
+
+
+def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
+    """Let short sequences in bfloat16 on a CPU write attention's weights down: its fused kernel is slow backward there.
+
+    Not where keys have a bias, as Qwen2's: their large products lose too much in bfloat16 (log 48).
+    """
+    short = device.type == "cpu" and model.dtype == torch.bfloat16 and seq_len <= EAGER_TOKENS
+    biased = any(name.endswith("k_proj.bias") for name, _ in model.named_parameters())
+    if short and not biased and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
+def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
+    """Switch checkpointing of the decoder layers on or off.
+
+    transformers checkpoints layers in training mode only; the modules inside stay in eval mode, so nothing drops out.
+    The reentrant kind would lose gradients: the gates are no arguments of the layers.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = layer.training = wanted
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def pass_bytes(gated: GatedModel, num_sequences: int, seq_len: int) -> int:
+    """Return about how many bytes a pass forward and backward takes beside the weights, layers as they now are."""
+    num_tokens, num_layers = num_sequences * seq_len, gated.sizes.num_layers
+    kept = num_tokens * activation_bytes(gated, seq_len)
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in gated.model.modules()):
+        itemsize = next(gated.model.parameters()).dtype.itemsize
+        kept = num_tokens * num_layers * gated.sizes.hidden_size * itemsize + kept // num_layers
+    return kept + head_bytes(gated.model)
+
+
+def activation_bytes(gated: GatedModel, seq_len: int) -> int:
+    """Return about how many bytes a token keeps for backward in all layers, without checkpointing.
+
+    A layer keeps two norms' inputs in float32, queries, keys, values and the output of attention, and four rows of MLP
+    channels (before and after the activation function, the other factor, and the product that is gated). Routed
+    experts keep 4·C + H a slot (`experts.py`); kernels that copy keep a little more. Fused attention keeps its output
+    once more; else its weights are kept, for all tokens of a sequence: in float32 and, if that is another, in the
+    model's format.
+    """
+    sizes, itemsize = gated.sizes, next(gated.model.parameters()).dtype.itemsize
+    queries, keys = sizes.num_query_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    attention = (2 * queries + 2 * keys) * itemsize
+    if gated.model.config._attn_implementation == "eager":  # type: ignore[union-attr]
+        attention += (4 if itemsize == 4 else 4 + itemsize) * sizes.num_query_heads * seq_len
+    else:
+        attention += queries * itemsize
+    routed = len(sizes.routed_layers)
+    slots: Any = getattr(gated.model.config, "num_experts_per_tok", 0)
+    channels = (sizes.num_layers - routed) * 4 * sizes.intermediate_size
+    experts = routed * slots * (4 * sizes.expert_intermediate_size + sizes.hidden_size)
+    return sizes.num_layers * (8 * sizes.hidden_size + attention) + itemsize * (channels + experts)
+
+
+def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int) -> NarrowLayers | None:
+    """Return narrow layers if memory holds their copies beside what a pass takes, and no process holds only a part.
+
+    A run that goes on where there is less room computes what is closed too: its sums round differently.
+    """
+    if gated.sizes.num_experts:
+        return None
+    narrow = NarrowLayers(gated)
+    copies, needed = narrow.copied_bytes(), pass_bytes(gated, num_sequences, seq_len)
+    fits = copies is not None and copies + needed <= USABLE * free_memory(accelerator)
+    return narrow if fits else None
+
+
+@contextmanager
+def failing_together(accelerator: Accelerator) -> Iterator[None]:
+    """Wait for all processes after the block, and raise in each the DdpError that any of them met there.
+
+    Without it the others would wait for the failed one in their next exchange. The block itself must not wait for
+    other processes. Any other exception ends its process at once, and what launched them ends the rest.
+    """
+    own: DdpError | None = None
+    try:
+        yield
+    except DdpError as error:
+        own = error
+    met: list[DdpError | None] = gather_object([own])
+    if first := own or next(filter(None, met), None):
+        raise first
+
+
+def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Return what the main process finds of an interrupted run; the others may not see its disk."""
+    found = [run.load() if accelerator.is_main_process else None]
+    return broadcast_object_list(found)[0] if accelerator.num_processes > 1 else found[0]
+
+
+def free_memory(accelerator: Accelerator) -> int:
+    """Return the bytes that are free for this process where it computes."""
+    if (device := accelerator.device).type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, which reuses it
+        return torch.cuda.mem_get_info(device)[0] + cached
+    memory = get_max_memory()
+    host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's is counted once
+    return min(host, _container_memory(host)) // accelerator.num_processes
+
+
+def _container_memory(otherwise: int) -> int:
+    """Return the bytes that a container may still take, `otherwise` outside one; psutil sees the host's.
+
+    Version 2 of Linux control groups; what files are only cached, the kernel gives back.
+    """
+    try:
+        limit, used = ((CONTROL_GROUP / name).read_text(encoding="utf-8") for name in ("memory.max", "memory.current"))
+        statistics = (CONTROL_GROUP / "memory.stat").read_text(encoding="utf-8")
+        if limit.strip() == "max":
+            return otherwise
+        cached = dict(line.split() for line in statistics.splitlines())["inactive_file"]
+        return max(0, int(limit) - int(used) + int(cached))
+    except (OSError, KeyError, ValueError):
+        return otherwise
+
+
+def check_shares(batch_size: int, num_processes: int) -> None:
+    """Refuse what would leave processes waiting for others' weights. Raises: SettingError."""
+    if num_processes == 1:
+        raise SettingError(
+            "shard cuts the weights over processes, but there is one; start with: "
+            "accelerate launch --num_processes N -m ddp_vllm prune …"
+        )
+    if batch_size % num_processes:
+        raise SettingError(
+            f"batch_size is {batch_size}, which {num_processes} processes that share weights cannot divide evenly; "
+            f"make it {batch_size + -batch_size % num_processes}"
+        )
+
+
+def load_sharded(source: Source, dtype: str, device: torch.device, num_processes: int) -> Any:
+    """Load the stock transformers model, frozen, in eval mode, with its decoder layers cut over all processes.
+
+    It is built without memory; then each process reads from disk the rows that are its own, and never holds more.
+    All processes must call this together. Raises: ModelError if the checkpoint lacks weights.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    files = [safe_open(path, framework="pt") for path in weight_files(source.folder)]
+    slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
+    config, options = AutoConfig.from_pretrained(source.folder), loading_options(source, dtype, device)
+    with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
+        model: Any = AutoModelForCausalLM.from_config(config, **options)
+    model.requires_grad_(False)
+    shard_layers(model, device, num_processes)
+    settings = LoadStateDictConfig(
+        device_map={"": device}, dtype=options["dtype"], weight_mapping=get_model_conversion_mapping(model)
+    )
+    convert_and_load_state_dict_in_model(model, slices, settings)  # reads each DTensor's own rows
+    model.tie_weights()
+    check_complete(source, [name for name, parameter in model.named_parameters() if parameter.is_meta])
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def shard_layers(model: Any, device: torch.device, num_processes: int) -> None:
+    """Cut every decoder layer over all processes, by rows; what is outside of the layers stays whole."""
+    mesh = init_device_mesh(device.type, (num_processes,))
+    cut: set[torch.nn.Parameter] = set()
+    for layer in model.get_submodule(LAYERS).children():
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        cut.update(layer.parameters())
+    # the decoder owns no weights of its own, but as the root of its layers it lets them gather ahead of each other
+    fully_shard(model.get_decoder(), mesh=mesh, ignored_params=set(model.parameters()) - cut)
