@@ -29,13 +29,13 @@ from accelerate import Accelerator
 
 from baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer
-from ddp_prune.budget import exact_support
 from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import perplexity
 from ddp_prune.model import Source, load_model, open_source
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
+from ddp_prune.selection import exact_support
 from ddp_prune.text import load_tokenizer
 from ddp_prune.train import Batches, Trainer, train
 from ddp_vllm.checkpoint import MASKS_FILE
