@@ -175,9 +175,8 @@ with terminable():
     ],
 )
 def test_a_lost_terminal_stops_the_engine_unless_ignored(before: str, number: int, said: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
     command = [sys.executable, "-c", _WAIT, before]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout and run.stdout.readline() == "ready\n"
         run.send_signal(number)
         if number == signal.SIGHUP:
@@ -202,9 +201,8 @@ def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
     command.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {tmp_path}/stopped; exit 1' TERM\ntouch {tmp_path}/up\n"
                        "for i in $(seq 200); do sleep 0.1; done\n")  # fmt: skip
     command.chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
     script = [sys.executable, "-c", _DEMO, str(command)]
-    with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as demo:
+    with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
         while not (tmp_path / "up").exists():
             assert demo.poll() is None
             time.sleep(0.05)

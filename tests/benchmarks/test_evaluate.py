@@ -16,13 +16,11 @@ from ddp_benchmarks import evaluate
 from ddp_benchmarks.evaluate import EvalSettings, run_alone
 from ddp_vllm.evaluations import mean_difference
 
-ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "eval"]
 
 
 def run(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment, cwd=home.parent)
 
 
@@ -177,7 +175,6 @@ def test_a_model_that_caps_attention_is_loaded_with_its_cap(tiny: Path, tmp_path
         )
         transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / name)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     command = [sys.executable, "-c", _LOAD, str(tmp_path / "capped"), str(tmp_path / "plain")]
     output = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert output.returncode == 0, output.stderr[-2000:]

@@ -18,7 +18,6 @@ from ddp_benchmarks.processes import group_members
 from ddp_vllm.errors import ServingError
 
 pytestmark = pytest.mark.vllm
-ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "bench", "sharegpt"]
 QUICK = ["--warmups", "1", "--no-warmup-round"]  # the default context of 2048 is cut to the model's 256
 ENGINE = ["--", "--enforce-eager", "--dtype", "float32"]
@@ -38,7 +37,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler: vLLM's sampler alone takes 15 s of two cores."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]))
 
 
 def running(text: str) -> list[int]:
