@@ -68,7 +68,6 @@ def load_blocks(
     data: hub datasets or files, separated by commas, which take turns; one that is named twice has two turns.
     Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
     With a tokenizer that begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text; else text alone.
-    The cache is keyed by content: same text, tokenizer and sizes, same file.
     Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks + heldout_blocks` blocks, or has a
         source of which all is held out; OutputError if the cache cannot be written.
     """
@@ -110,7 +109,7 @@ def sources_of(data: str) -> list[str]:
 def _read(
     data: str, tokenizer: Any, size: int, heldout_tokens: int, train_tokens: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens to hold out and tokens to learn on, of excerpts of `size` characters."""
+    """Return tokens to hold out and tokens to learn on; sources and their documents take turns."""
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
     rows, by_hash = dict[str, Any](), dict[str, Any]()
@@ -129,9 +128,8 @@ def _read(
 def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int) -> tuple[Any, Any]:
     """Return the documents of a source, shuffled by `seed`, and those that may be held out, of lowest hash first.
 
-    Both are `IterableDataset`s of one column, text. Of a hub dataset, which is streamed, the first documents may be
-    held out, and documents are shuffled among a thousand neighbours. size: characters of an excerpt. heldout:
-    characters to hold out; if an excerpt of each document is not `FEW` times that, every piece counts as a document.
+    Both are `IterableDataset`s of one column, text. Of a stream, only the first documents may be held out.
+    size: characters of an excerpt. heldout: characters to hold out; where `FEW` applies, pieces count as documents.
     """
     import datasets
 
@@ -184,7 +182,7 @@ def hold_out(documents: Iterable[str], tokenizer: Any, size: int, wanted: int) -
     tokens, hidden = np.empty(0, np.int32), set[str]()
     for text in documents:
         pieces = cut(text, size)
-        if not hidden.issuperset(pieces):  # as those of a copy in another source are
+        if not hidden.issuperset(pieces):  # else it is a copy of one in another source
             hidden.update(pieces)
             excerpt = pieces[hash_of(text) % len(pieces)]
             tokens = np.concatenate([tokens, pack([excerpt], tokenizer, wanted - len(tokens))])
@@ -211,7 +209,7 @@ def _check_rest(name: str, documents: Iterable[list[str]], hidden: set[str]) -> 
 def excerpts_of(documents: Any, size: int, seed: int, hidden: set[str]) -> Any:
     """Return a piece of every document, then another of every one that has more, but none that is hidden.
 
-    Each begins with another piece. It is so among a thousand documents, then among the next thousand.
+    Documents do not all begin at their beginning. They take turns in thousands, so that each is read once.
     """
 
     def in_turn(batch: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -248,8 +246,8 @@ def pack(texts: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
 def _key(data: str, tokenizer: Any, *sizes: int) -> str:
     """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, BOS, the sizes."""
     settings = [VERSION, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
-    paths = [Path(name) for name in sources_of(data)]
-    settings += [[path.name, content_of(path)] if path.is_file() else str(path) for path in paths]
+    for path in map(Path, sources_of(data)):
+        settings.append([path.name, content_of(path)] if path.is_file() else str(path))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))
     return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
@@ -258,10 +256,9 @@ def _key(data: str, tokenizer: Any, *sizes: int) -> str:
 def _saved(path: Path) -> np.ndarray | None:
     """Return what `_save` wrote; None if there is nothing, or what a machine that lost its power left of it."""
     try:
-        blocks: np.ndarray = np.load(path)
+        return np.load(path)
     except (OSError, ValueError, EOFError):
         return None
-    return blocks
 
 
 def _save(path: Path, blocks: np.ndarray) -> None:
