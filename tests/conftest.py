@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_vllm.registry import fetch_conversations, fetch_model
+from ddp_vllm.fetch import fetch_conversations, fetch_model
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +17,10 @@ def smollm2() -> Path:
 def sharegpt() -> Path:
     """17,671 real conversations, JSONL."""
     return fetch_conversations()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, of this test alone."""
+    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
