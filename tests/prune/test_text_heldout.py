@@ -60,6 +60,12 @@ def test_it_is_an_excerpt_of_each_document_of_lowest_hash(tokenizer: Any) -> Non
     assert len(hidden) == sum(len(cut(text, 80)) for text in texts[: len(excerpts)])
 
 
+def test_copies_are_held_out_once(tokenizer: Any) -> None:
+    texts = _texts("a", 3, 5)
+    once, twice = (hold_out(iter(given), tokenizer, 80, 10_000) for given in (texts, [*texts[:2], *texts]))
+    assert once[0].tolist() == twice[0].tolist() and once[1] == twice[1]
+
+
 @pytest.mark.parametrize("heldout_blocks", [1, 10, 60])
 def test_no_document_is_both_held_out_and_learned_on(
     heldout_blocks: int, load: Callable[..., Any], tokenizer: Any, write_texts: Write
