@@ -22,7 +22,7 @@ from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import realign
 from ddp_prune.text import load_tokenizer
-from ddp_prune.train import Batches, Trainer
+from ddp_prune.trainer import Batches, Trainer
 from study import gate, learning_parser, prepare_run, print_result, read_test_blocks, take_steps
 
 

@@ -37,7 +37,8 @@ from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.selection import exact_support
 from ddp_prune.text import load_tokenizer
-from ddp_prune.train import Batches, Trainer, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Batches, Trainer
 from ddp_vllm.checkpoint import MASKS_FILE
 from ddp_vllm.costs import prices
 from ddp_vllm.families import dense_layers

@@ -31,7 +31,7 @@ from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
-from ddp_prune.train import Batches, Trainer
+from ddp_prune.trainer import Batches, Trainer
 from ddp_vllm.results import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
 

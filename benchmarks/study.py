@@ -12,7 +12,7 @@ from ddp_prune.gates import GatedModel
 from ddp_prune.model import Source
 from ddp_prune.recipe import Recipe
 from ddp_prune.text import Blocks, load_blocks
-from ddp_prune.train import Trainer
+from ddp_prune.trainer import Trainer
 from ddp_vllm.families import choose_head_unit
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512

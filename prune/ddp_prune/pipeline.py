@@ -32,7 +32,8 @@ from ddp_prune.model import (
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, fingerprint
 from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
-from ddp_prune.train import Learned, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Learned
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit

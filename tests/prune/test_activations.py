@@ -30,7 +30,8 @@ from ddp_prune.devices import (
 from ddp_prune.gates import GatedModel, Masks, NarrowLayers
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.train import Learned, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Learned
 from ddp_vllm.families import FAMILIES, dimensions_of
 
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))

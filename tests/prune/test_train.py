@@ -19,7 +19,8 @@ from ddp_prune.loss import perplexity, perplexity_of
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.train import PRIOR_PRECISION, Batches, Learned, Trainer, natural_step, train
+from ddp_prune.train import train
+from ddp_prune.trainer import PRIOR_PRECISION, Batches, Learned, Trainer, natural_step
 from ddp_vllm.errors import TrainingError
 
 STEPS = 12  # 8 of search, 4 of polish
