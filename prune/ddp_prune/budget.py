@@ -6,7 +6,7 @@ experts), N units of such a place.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -250,18 +250,14 @@ def _blocks(
     """
     blocks = {"experts": recipe.align} if "experts" in units else {"mlp": recipe.align * recipe.tp}
     if recipe.tp > 1:
-        check_tensor_parallel(recipe.tp, config, _layer_that_could_split(sizes, whole=shares_kv or "attn" not in units))
+
+        def could_split(num_ranks: int) -> list[LayerWidths]:
+            every = shares_kv or "attn" not in units  # KV head of a layer stays, or all of them go
+            heads = sizes.num_kv_heads if every else min(num_ranks, sizes.num_kv_heads)
+            return [LayerWidths(query_heads_per_kv_head=(sizes.queries_per_kv,) * heads, intermediate_size=0)]
+
+        check_tensor_parallel(recipe.tp, config, could_split)
         if "attn" in units:
             copies = max(1, recipe.tp // sizes.num_kv_heads)  # ranks that hold the same KV head share its query heads
             blocks["attn"] = sizes.num_kv_heads * copies if shares_kv else min(recipe.tp, sizes.num_kv_heads)
     return {kind: block for kind, block in blocks.items() if block > 1}
-
-
-def _layer_that_could_split(sizes: Dimensions, *, whole: bool) -> Callable[[int], list[LayerWidths]]:
-    """Return what gives a layer of as few KV heads as a number of devices asks for, or of all if `whole`."""
-
-    def layers(num_ranks: int) -> list[LayerWidths]:
-        heads = sizes.num_kv_heads if whole else min(num_ranks, sizes.num_kv_heads)
-        return [LayerWidths(query_heads_per_kv_head=(sizes.queries_per_kv,) * heads, intermediate_size=0)]
-
-    return layers

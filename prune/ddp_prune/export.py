@@ -192,7 +192,7 @@ def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
         held.clear()
 
     for name, tensor in _cut_tensors(source, slicer):
-        if held and sum(map(_num_bytes, held.values())) + _num_bytes(tensor) > MAX_SHARD_BYTES:
+        if held and sum(each.nbytes for each in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
             flush()
         held[name] = tensor
     total = 0
@@ -214,10 +214,6 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
         save_file(tensors, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.budget import Pool, keep_schedule, kept_share, make_pools
+from ddp_prune.budget import keep_schedule, kept_share, make_pools
 from ddp_prune.devices import narrow_layers
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
@@ -96,7 +96,9 @@ class Trainer:
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
         self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator
         self.teacher = Teacher(gated, batches) if recipe.distillation > 0 else None
-        self.pools = pools_of(gated, recipe)
+        model: Any = gated.model
+        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self.pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
         self.narrow = narrow_layers(gated, accelerator, batches.micro, recipe.seq_len)
         device = accelerator.device
         self.z = {kind: torch.ones(shape, device=device) for kind, shape in gated.shapes.items()}
@@ -288,13 +290,6 @@ class Trainer:
             "routed": self.routed,
             "searched_z": self.searched_z,
         }
-
-
-def pools_of(gated: GatedModel, recipe: Recipe) -> list[Pool]:
-    """Return the constraints of a run on a loaded model. Raises: SettingError as `make_pools`."""
-    shapes = {name: list(parameter.shape) for name, parameter in gated.model.named_parameters()}
-    config: Any = gated.model.config
-    return make_pools(config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
 
 
 def natural_step(
