@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
 from ddp_benchmarks.processes import terminable
-from ddp_benchmarks.results import read_results
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import TextError
-from ddp_vllm.registry import fetch_conversations, fetch_model
+from ddp_vllm.fetch import fetch_conversations, fetch_model
+from ddp_vllm.results import read_results
 
 FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"

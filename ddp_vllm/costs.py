@@ -59,8 +59,9 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     assert budget == "flops"  # two a weight; a query head also meets each key and each value
     flops = {unit: 2.0 * number for unit, number in weights.items()}
     flops["expert_channel"] *= _share_of_experts(config)
+    meeting = 4.0 * size if weights["query_head"] else 0.0  # of one token attended to
     return [
-        Prices(**flops | {"query_head": flops["query_head"] + 4.0 * size * seen}) for seen in attended(config, context)
+        Prices(**flops | {"query_head": flops["query_head"] + meeting * seen}) for seen in attended(config, context)
     ]
 
 
@@ -95,16 +96,18 @@ def whole_model(
 def attended(config: Mapping[str, Any], context: int) -> list[int]:
     """Return how many tokens each layer attends to: `context`, or its sliding window if that is shorter."""
     num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if not window:
+        return [context] * num_layers
     if kinds is None:
         from transformers import CONFIG_MAPPING
 
         model_type = dense_type(config)
         if model_type in CONFIG_MAPPING:  # older config files leave it to the class to say which layers have windows
             kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if not isinstance(kinds, list):
         kinds = ["sliding_attention"] * num_layers
-    return [min(window, context) if window and kind == "sliding_attention" else context for kind in kinds]
+    return [min(window, context) if kind == "sliding_attention" else context for kind in kinds]
 
 
 def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:

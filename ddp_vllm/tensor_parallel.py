@@ -30,30 +30,30 @@ def check_tensor_parallel(
     expert_parallel: bool = False,
     remedy: str = "choose one of them",
 ) -> None:
-    """Refuse a size that is not one of `tensor_parallel_sizes`. Raises: SettingError, naming those that are."""
+    """Refuse a size that is not one of `tensor_parallel_sizes`.
+
+    remedy: what to do, after the valid sizes. Raises: SettingError, naming what does not split and the valid sizes.
+    """
     if num_ranks < 1:
         raise SettingError(f"the tensor-parallel size is {num_ranks}; it must be at least 1")
     if reason := _reason(num_ranks, config, layers, expert_parallel):
-        valid = tensor_parallel_sizes(config, layers, expert_parallel=expert_parallel)
-        raise SettingError(
-            f"tensor-parallel size {num_ranks}: {reason}; valid sizes: {', '.join(map(str, valid))}; {remedy}"
-        )
+        valid = ", ".join(map(str, tensor_parallel_sizes(config, layers, expert_parallel=expert_parallel)))
+        raise SettingError(f"tensor-parallel size {num_ranks} {reason}; valid sizes: {valid}; {remedy}")
 
 
 def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_parallel: bool) -> str | None:
-    """Return why the model does not split, None if it does."""
+    """Return what the size does wrong, as what follows it in a sentence; None if the model splits."""
     heads, experts = config["num_attention_heads"], count_experts(config)
     if heads % num_ranks:
-        return f"the dense model has {heads} query heads, and vLLM asks that they divide"
+        return f"does not divide the {heads} query heads of the dense model, as vLLM asks"
     if expert_parallel and num_ranks > experts:
-        return f"every device needs an expert, and a layer has {experts}"
+        return f"needs an expert for each device, and a layer has {experts}"
     if experts and not expert_parallel and dense_expert_size(config) % num_ranks:
-        return f"a dense expert has {dense_expert_size(config)} channels, and vLLM asks that they divide"
+        return f"does not divide the {dense_expert_size(config):,} channels of a dense expert, as vLLM asks"
     for index, layer in enumerate(layers(num_ranks) if callable(layers) else layers):
         if not layer.splits_over(num_ranks):
-            groups = ", ".join(map(str, layer.query_heads_per_kv_head)) or "none"
             return (
-                f"layer {index} does not split (query heads of each KV head: {groups}; "
-                f"{layer.intermediate_size:,} channels)"
+                f"does not split layer {index} without padding ({layer.num_kv_heads} KV heads for "
+                f"{list(layer.query_heads_per_kv_head)} query heads, {layer.intermediate_size:,} channels)"
             )
     return None

@@ -1,11 +1,7 @@
-"""A pruned checkpoint is checked before a weight is loaded, and written whole or not at all."""
+"""A pruned checkpoint is checked before a weight is loaded."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from ddp_vllm.checkpoint import is_mask, lock, read_checkpoint
+from ddp_vllm.checkpoint import is_mask, read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.errors import CheckpointError, OutputError
-from ddp_vllm.output import atomic_folder, check_output
+from ddp_vllm.errors import CheckpointError
 
 LAYERS = [
     {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
@@ -42,9 +37,11 @@ def _shapes() -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.self_attn.k_proj.weight"] = (4 * len(counts), 16)
             shapes[f"{prefix}.self_attn.v_proj.weight"] = (4 * len(counts), 16)
             shapes[f"{prefix}.self_attn.o_proj.weight"] = (16, 4 * sum(counts))
+            shapes[f"{prefix}.input_layernorm.weight"] = (16,)
         if width:
             shapes[f"{prefix}.mlp.gate_proj.weight"] = shapes[f"{prefix}.mlp.up_proj.weight"] = (width, 16)
             shapes[f"{prefix}.mlp.down_proj.weight"] = (16, width)
+            shapes[f"{prefix}.post_attention_layernorm.weight"] = (16,)
     return shapes
 
 
@@ -85,6 +82,7 @@ def _index(weight_map: Any) -> Callable[[Path], None]:
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
     "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
@@ -128,6 +126,20 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     "missing down_proj": (_weights(lambda w: w.pop(DOWN_PROJ)), ["layer 2", "down_proj"]),
     "missing q_proj": (_weights(lambda w: w.pop("model.layers.2.self_attn.q_proj.weight")), ["layer 2", "q_proj"]),
     "missing up_proj": (_weights(lambda w: w.pop("model.layers.0.mlp.up_proj.weight")), ["layer 0", "up_proj"]),
+    "missing norm": (
+        _weights(lambda w: w.pop("model.layers.0.input_layernorm.weight")),
+        ["layer 0", "input_layernorm"],
+    ),
+    "a bias that one layer has": (
+        _weights(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(12, np.float32)})),
+        ["layer 2", "q_proj.bias"],
+    ),
+    "names of another family": (
+        _weights(lambda w: [w.update({n.replace("gate_proj", "w1"): w.pop(n)}) for n in list(w) if "gate_proj" in n]),
+        ["layer 0", "gate_proj"],
+    ),
+    "another family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_phi3")), ["layer 0", "gate_up_proj"]),
+    "an unknown family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
     "index outside the folder": (_index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "this folder"]),
     "index to an absolute path": (_index({O_PROJ: "/etc/x.safetensors"}), ["'/etc/x.safetensors'"]),
     "index to a pickle": (_index({O_PROJ: "model.bin"}), ["'model.bin'", "safetensors"]),
@@ -166,7 +178,7 @@ def test_reads_a_sound_checkpoint(folder: Path) -> None:
     checkpoint = read_checkpoint(folder)
     assert [layer.to_json() for layer in checkpoint.layers] == LAYERS
     assert checkpoint.num_parameters == sum(int(np.prod(shape)) for shape in _shapes().values())
-    assert checkpoint.head_dim == 4 and checkpoint.provenance == {}
+    assert checkpoint.widths.head_dim == 4 and checkpoint.provenance == {}
 
 
 def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) -> None:
@@ -206,137 +218,6 @@ def test_inspect_shows_every_layer(folder: Path) -> None:
     assert [[cell.strip() for cell in row] for row in rows] == [["0", "2", "3", "7"], ["1", "–", "–", "–"],
                                                                ["2", "1", "2", "12"]]  # fmt: skip
     assert any("KV heads" in line and "3 of" in line and "50.0%" in line for line in lines)
-
-
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "deep" / "out") as folder:
-        (folder / "sub").mkdir()
-        (folder / "sub" / "a").write_text("1")
-        assert not (tmp_path / "deep" / "out").exists()
-    assert (tmp_path / "deep" / "out" / "sub" / "a").read_text() == "1"
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
-    with pytest.raises(error), atomic_folder(tmp_path / "out") as folder:
-        (folder / "config.json").write_text("{}")
-        raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from ddp_vllm.output import atomic_folder
-with atomic_folder(Path(sys.argv[1])) as folder:
-    (folder / "half").mkdir()
-    (folder / "half" / "model.safetensors").write_bytes(bytes(1000))
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    for _ in range(2):  # a hundred gigabytes each, of a large model
-        assert subprocess.run([sys.executable, "-c", KILLED, str(output)]).returncode == -signal.SIGKILL
-        assert [path.name for path in tmp_path.iterdir()] == [".out.tmp"]
-    with atomic_folder(output) as folder:
-        (folder / "config.json").write_text("{}")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/config.json"]
-
-
-def test_what_was_put_aside_goes_with_the_next(folder: Path) -> None:
-    """A process killed between the two renames leaves the old folder and the new one, both whole."""
-    shutil.copytree(folder, folder.with_name(".pruned.old"))
-    with atomic_folder(folder, overwrite=True) as new:
-        (new / "config.json").write_text("{}")
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "out") as folder:
-        (folder / "config.json").write_text("{}")
-        with pytest.raises(OutputError, match=r"another process writes .*out; wait"), atomic_folder(tmp_path / "out"):
-            pass
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
-
-
-@pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o700, 0o600)), (0o002, (0o775, 0o664))])
-def test_who_may_read_is_what_the_user_set(umask: int, modes: tuple[int, int], tmp_path: Path) -> None:
-    """safetensors writes files that only their owner may read, whatever the umask."""
-    before = os.umask(umask)
-    try:
-        with atomic_folder(tmp_path / "out") as folder:
-            save_file({"x": np.ones(1)}, folder / "model.safetensors")
-            (folder / "config.json").write_text("{}")
-    finally:
-        os.umask(before)
-    written = [tmp_path / "out", *(tmp_path / "out").iterdir()]
-    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1]]
-
-
-def test_an_error_leaves_the_old_folder_as_it_was(folder: Path) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ValueError), atomic_folder(folder, overwrite=True) as new:
-        (new / "config.json").write_text("{}")
-        raise ValueError
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_overwrite_replaces_the_whole_folder(folder: Path) -> None:
-    with pytest.raises(OutputError, match="--overwrite"), atomic_folder(folder):
-        pass
-    with atomic_folder(folder, overwrite=True) as new:
-        (new / "config.json").write_text("{}")
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_overwrite_leaves_folders_alone_that_hold_no_model(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    for output in (tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(OutputError, match="leaves it alone"):
-            check_output(output, overwrite=True)
-    (tmp_path / "empty").mkdir()
-    check_output(tmp_path / "empty", overwrite=True)
-    check_output(tmp_path / "new", overwrite=False)
-
-
-def test_output_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "file" / "out"):
-        pass
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_link_is_no_output(overwrite: bool, tmp_path: Path) -> None:
-    """The rename at the end would replace the link, not the folder it points to."""
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    for _ in range(2):  # to nothing, then to an empty folder
-        with pytest.raises(OutputError, match="is a link"):
-            check_output(tmp_path / "link", overwrite=overwrite)
-        (tmp_path / "disk").mkdir(exist_ok=True)
-
-
-def test_what_the_system_refuses_is_an_output_error(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"cannot be written .*too long"):
-        check_output(tmp_path / ("x" * 300), overwrite=False)
-    (tmp_path / ".out.tmp").write_text("a file where the temporary folder should be")
-    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "out"):
-        pass
-
-
-def test_a_lock_that_its_owner_removed_is_no_lock(tmp_path: Path) -> None:
-    """We opened it, its owner ended and deleted it, another process made a new one."""
-    with open(tmp_path / "lock", "w") as ours:
-        assert lock(ours.fileno(), tmp_path / "lock")
-        (tmp_path / "lock").unlink()
-        assert not lock(ours.fileno(), tmp_path / "lock")
-        with open(tmp_path / "lock", "w") as theirs:
-            assert lock(theirs.fileno(), tmp_path / "lock")
-            assert not lock(ours.fileno(), tmp_path / "lock")
 
 
 def test_a_link_to_another_folder_is_not_followed_by_the_index(folder: Path) -> None:

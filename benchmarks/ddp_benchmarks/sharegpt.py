@@ -19,11 +19,13 @@ from typing import Any
 
 from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
 from ddp_benchmarks.engine import Engine, Server, model_arguments, vllm_command, vllm_file_says
-from ddp_benchmarks.machine import hardware, today, versions
-from ddp_benchmarks.models import check_vocabularies, describe_model, max_model_len, token_counter
-from ddp_benchmarks.results import FORMAT, verdicts, write_results
+from ddp_benchmarks.machine import today
+from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
+from ddp_benchmarks.protocol import check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
-from ddp_vllm.registry import fetch_conversations
+from ddp_vllm.facts import describe_model
+from ddp_vllm.fetch import fetch_conversations
+from ddp_vllm.results import FORMAT, verdicts, write_results
 
 GRACE_SECONDS = 10  # for a client to write what it has after its server died
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -75,9 +77,7 @@ class Settings:
 
     def check(self) -> None:
         """Raises: SettingError naming the value and its range."""
-        for name, low in (("num_prompts", 1), ("pairs", 1), ("warmups", 0), ("max_model_len", 8)):
-            if getattr(self, name) < low:
-                raise SettingError(f"--{name.replace('_', '-')} {getattr(self, name)} is below {low}")
+        check_lowest(self, num_prompts=1, pairs=1, warmups=0, max_model_len=8)
         if not self.pruned:
             raise SettingError("nothing to compare with; pass --pruned DIR")
         for load in self.loads:
@@ -101,28 +101,18 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
     described = [describe_model(model, dtype=_dtype(settings.engine_arguments)) for model in models]
     for pruned in settings.pruned:
         check_vocabularies(settings.dense, pruned)
-    labels = _labels(models)
+    labels = _labels([each.name for each in described])
     facts = [each.to_json() | {"label": label} for each, label in zip(described, labels, strict=True)]
     settings = _fit(settings)
     sample = _draw(settings)
     say(sample.describe())
-    results: dict[str, Any] = {
-        "format": FORMAT,
+    results = new_results(FORMAT, settings.to_json()) | {
         "complete": False,
         "reason": "still running",
-        "started": today(),
-        "settings": settings.to_json(),
-        "hardware": hardware(),
-        "versions": versions(),
-        "sample": {
-            "conversations": len(sample.entries),
-            "asked": sample.num_asked,
-            "prompt_tokens": sample.prompt_tokens,
-            "output_tokens": sample.output_tokens,
-            "sha256": sample.sha256,
-        },
+        "sample": sample.to_json(),
         "models": facts,
         "runs": [],
+        "verdicts": [],
     }
     write_results(results, output)
     folder = Path(tempfile.mkdtemp(prefix="ddp-vllm-bench-"))
@@ -154,9 +144,9 @@ def _dtype(engine_arguments: Sequence[str]) -> str:
     return (["auto", *re.findall(r"--dtype[ =](\S+)", " ".join(engine_arguments))])[-1]
 
 
-def _labels(models: Sequence[str]) -> list[str]:
-    """Return one short name a model; the dense one comes first."""
-    names = ["dense", *(Path(model).resolve().name if Path(model).is_dir() else model for model in models[1:])]
+def _labels(names: Sequence[str]) -> list[str]:
+    """Return names that differ; the dense model comes first."""
+    names = ["dense", *names[1:]]
     return [f"{name} ({i})" if names.count(name) > 1 and i else name for i, name in enumerate(names)]
 
 
@@ -179,9 +169,8 @@ def _draw(settings: Settings) -> Sample:
 def _schedule(settings: Settings, models: list[str], labels: list[str]) -> Iterator[tuple[int, str, str]]:
     """Yield (round, model, label): the discarded round −1, then the pairs, each starting with the next model."""
     for turn in range(-1 if settings.warmup_round else 0, settings.pairs):
-        shift = max(turn, 0) % len(models)
-        for index in [*range(shift, len(models)), *range(shift)]:
-            yield turn, models[index], labels[index]
+        for model, label in rotated(list(zip(models, labels, strict=True)), max(turn, 0)):
+            yield turn, model, label
 
 
 def _measure(settings: Settings, model: str, sample: Sample, folder: Path) -> Generator[dict[str, Any], None, None]:

@@ -8,128 +8,12 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import SettingError, TextError
+from ddp_vllm.evaluations import ACCURACY, TASKS
 
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One row of the suite."""
-
-    heading: str
-    stock: str
-    """lm-eval's own file, below its tasks folder."""
-    metric: str
-    """The metric that counts here."""
-    split: str
-    """The split lm-eval scores."""
-    file: str
-    """Name of the local file, without .jsonl."""
-    fields: tuple[str, ...]
-    """What every row of the local file must have."""
-    higher_is_better: bool = True
-
-
-# The metric of each task is the one that gives the paper's dense rows (tables "dense" and "moe"): its LLaMA-7B has
-# HellaSwag 76.00, ARC-c 44.28, ARC-e 72.10 and OBQA 44.00, which are that model's known length-normalised accuracies
-# (plain ones: about 57, 42, 75 and 34). So: acc_norm wherever lm-eval reports it, acc for the other three.
-TASKS = {
-    "boolq": Task(
-        heading="BoolQ",
-        stock="super_glue/boolq/default.yaml",
-        metric="acc",
-        split="validation",
-        file="boolq_val",
-        fields=("passage", "question", "label"),
-    ),
-    "openbookqa": Task(
-        heading="OBQA",
-        stock="openbookqa/openbookqa.yaml",
-        metric="acc_norm",
-        split="test",
-        file="openbookqa_test",
-        fields=("question_stem", "choices", "answerKey"),
-    ),
-    "rte": Task(
-        heading="RTE",
-        stock="glue/rte/default.yaml",
-        metric="acc",
-        split="validation",
-        file="rte_val",
-        fields=("sentence1", "sentence2", "label"),
-    ),
-    "winogrande": Task(
-        heading="WinoGrande",
-        stock="winogrande/default.yaml",
-        metric="acc",
-        split="validation",
-        file="winogrande_val",
-        fields=("sentence", "option1", "option2", "answer"),
-    ),
-    "hellaswag": Task(
-        heading="HellaSwag",
-        stock="hellaswag/hellaswag.yaml",
-        metric="acc_norm",
-        split="validation",
-        file="hellaswag_val",
-        fields=("label",),
-    ),
-    "piqa": Task(
-        heading="PIQA",
-        stock="piqa/piqa.yaml",
-        metric="acc_norm",
-        split="validation",
-        file="piqa_val",
-        fields=("goal", "sol1", "sol2", "label"),
-    ),
-    "mathqa": Task(
-        heading="MathQA",
-        stock="mathqa/mathqa.yaml",
-        metric="acc_norm",
-        split="test",
-        file="mathqa_test",
-        fields=("Problem", "options", "correct"),
-    ),
-    "arc_easy": Task(
-        heading="ARC-e",
-        stock="arc/arc_easy.yaml",
-        metric="acc_norm",
-        split="test",
-        file="ARC-Easy_test",
-        fields=("question", "choices", "answerKey"),
-    ),
-    "arc_challenge": Task(
-        heading="ARC-c",
-        stock="arc/arc_challenge.yaml",
-        metric="acc_norm",
-        split="test",
-        file="ARC-Challenge_test",
-        fields=("question", "choices", "answerKey"),
-    ),
-    "wikitext": Task(
-        heading="WikiText-2",
-        stock="wikitext/wikitext.yaml",
-        metric="word_perplexity",
-        split="test",
-        file="wikitext2_test_docs",
-        fields=("page",),
-        higher_is_better=False,
-    ),
-    "c4": Task(
-        heading="C4",
-        stock="c4/c4.yaml",
-        metric="word_perplexity",
-        split="validation",
-        file="c4_sample",
-        fields=("text",),
-        higher_is_better=False,
-    ),
-}
-ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better)
-"""The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
 SUITES = {
     "paper": (*ACCURACY, "wikitext"),  # c4 only by name: its validation split on the hub has 364,608 documents
     "nine": ACCURACY,

@@ -2,12 +2,12 @@
 
 One mechanism serves every family. The stock model is built without decoder layers; then each layer is built by the
 family's own layer class from a copy of the config that states that layer's widths. A block that was removed is
-replaced by one that adds nothing. A family is one row at the end of this file.
+replaced by one that adds nothing. A family is one class at the end of this file.
 """
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +29,12 @@ from vllm.model_executor.models.utils import extract_layer_index, make_layers, m
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ddp_plugins.limits import check_adapters
+from ddp_plugins.limits import check_adapters, plain_config
 from ddp_plugins.loading import CheckedLoading
-from ddp_plugins.tensor_parallel import channel_block, fit, pad
-from ddp_vllm.checkpoint import head_dim
+from ddp_plugins.padding import channel_block, fit, pad
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
+from ddp_vllm.remote_code.tensors import TensorTable
+from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 
 logger = init_logger("vllm.ddp_plugins.dense")  # vLLM shows what its own loggers say, and those below them
 
@@ -56,8 +56,8 @@ class RemovedNorm(nn.Module):
 class UnevenHeads(nn.Module):
     """Attention whose KV heads serve different numbers of query heads.
 
-    The kernel wants groups of one size, so short groups repeat their last query head on the way in and drop it on
-    the way out. The projections around it stay compact.
+    The kernel wants equally many everywhere, so a KV head with fewer repeats its last query head on the way in and
+    drops it on the way out. The projections around it stay compact.
     """
 
     padded: torch.Tensor
@@ -66,11 +66,11 @@ class UnevenHeads(nn.Module):
     def __init__(self, attention: Attention, query_heads_per_kv_head: tuple[int, ...]) -> None:
         super().__init__()
         self.attn = attention
-        group = max(query_heads_per_kv_head)
+        queries_per_kv = max(query_heads_per_kv_head)
         padded, kept, start = [], [], 0
         for kv_head, count in enumerate(query_heads_per_kv_head):
-            padded += [start + min(head, count - 1) for head in range(group)]
-            kept += [kv_head * group + head for head in range(count)]
+            padded += [start + min(head, count - 1) for head in range(queries_per_kv)]
+            kept += [kv_head * queries_per_kv + head for head in range(count)]
             start += count
         for name, heads in (("padded", torch.tensor(padded)), ("kept", torch.tensor(kept))):
             set_weight_attrs(heads, {"weight_loader_numel": 0})  # vLLM's reload waits for none
@@ -84,13 +84,14 @@ class UnevenHeads(nn.Module):
 
 
 def build_layer(
-    layer_type: type[nn.Module], vllm_config: VllmConfig, widths: LayerWidths, block: int, prefix: str
+    layer_type: type[nn.Module], vllm_config: VllmConfig, widths: ModelWidths, block: int, prefix: str
 ) -> Any:
     """Build one decoder layer of the stock `layer_type` with the widths it has left, its channels in whole blocks."""
     config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
-    fitted = fit(widths, num_ranks, block)
+    kept = widths.layers[extract_layer_index(prefix)]
+    fitted = fit(kept, num_ranks, block)
     own = copy.copy(config)
-    own.head_dim = head_dim(vars(config))  # stock layers would work it out from the number of heads
+    own.head_dim = widths.head_dim  # stock layers would work it out from the number of heads
     # a removed block is built, then dropped: tiny, but at its dense width where a quantised kernel may want multiples
     if fitted.num_kv_heads or vllm_config.quant_config is None:
         own.num_key_value_heads = fitted.num_kv_heads or num_ranks
@@ -101,14 +102,14 @@ def build_layer(
         layer = layer_type(vllm_config=vllm_config, prefix=prefix, config=own)
     else:
         layer = layer_type(own, vllm_config.cache_config, vllm_config.quant_config, prefix=prefix)
-    if num_ranks == 1 and widths.num_query_heads != fitted.num_query_heads:
-        keep_projections_compact(layer.self_attn, widths, vllm_config, f"{prefix}.self_attn")
-    remove_blocks(layer, widths, vllm_config)
+    if num_ranks == 1 and kept.num_query_heads != fitted.num_query_heads:
+        keep_projections_compact(layer.self_attn, kept, vllm_config, f"{prefix}.self_attn")
+    remove_blocks(layer, kept, widths.table, vllm_config)
     return layer
 
 
 def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: VllmConfig, prefix: str) -> None:
-    """Undo the padding of uneven groups everywhere but around the kernel, in place."""
+    """Undo the padding of uneven heads everywhere but around the kernel, in place."""
     num_heads, size = widths.num_query_heads, attention.head_dim
     hidden_size, quant_config = attention.qkv_proj.input_size, vllm_config.quant_config
     attention.num_heads = attention.total_num_heads = num_heads
@@ -132,29 +133,25 @@ def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: V
     attention.attn = UnevenHeads(attention.attn, widths.query_heads_per_kv_head)
 
 
-def remove_blocks(layer: Any, widths: LayerWidths, vllm_config: VllmConfig) -> None:
+def remove_blocks(layer: Any, widths: LayerWidths, table: TensorTable, vllm_config: VllmConfig) -> None:
     """Replace the blocks that are gone, and their norms, in place; no KV cache is kept for them."""
-    sandwich = hasattr(layer, "pre_feedforward_layernorm")  # Gemma: a norm before and after each block
-    if not widths.num_kv_heads:
-        for module in layer.self_attn.modules():
+    for block, left in (("attn", widths.num_kv_heads), ("mlp", widths.intermediate_size)):
+        if left:
+            continue
+        name = table.output(block).name.partition(".")[0]
+        for module in getattr(layer, name).modules():
             if isinstance(module, Attention):
                 del vllm_config.compilation_config.static_forward_context[module.layer_name]
-        layer.self_attn, layer.input_layernorm = RemovedBlock(), RemovedNorm()
-        if sandwich:
-            layer.post_attention_layernorm = RemovedNorm()
-    if not widths.intermediate_size:
-        layer.mlp = RemovedBlock()
-        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm")[: 2 * sandwich]:
+        setattr(layer, name, RemovedBlock())
+        for norm in table.norms[block]:
             setattr(layer, norm, RemovedNorm())
-        if not sandwich:
-            layer.post_attention_layernorm = RemovedNorm()
 
 
-def tell_padding(layers: Sequence[LayerWidths], block: int) -> None:
+def tell_padding(widths: ModelWidths, block: int) -> None:
     """Log what is added to the MLPs, once; nothing if nothing is."""
     num_ranks = get_tensor_model_parallel_world_size()
-    kept = sum(widths.intermediate_size for widths in layers)
-    built = sum(fit(widths, num_ranks, block).intermediate_size for widths in layers)
+    kept = sum(layer.intermediate_size for layer in widths.layers)
+    built = sum(fit(layer, num_ranks, block).intermediate_size for layer in widths.layers)
     if block > 1 and built > kept:
         logger.info_once(
             "MLP widths are filled up with zeros to multiples of %d: %.1f %% more channels. "
@@ -181,42 +178,42 @@ class NonUniform(CheckedLoading):
     """What every pruned family adds to vLLM's own model class."""
 
     decoder_layer: type[nn.Module]
-    packed_modules_mapping: dict[str, list[str]]
     model: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
-        layers = parse_layers(vars(config))
+        fields = plain_config(config)
+        widths = ModelWidths.of(fields)
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.is_quantised = vllm_config.quant_config is not None
-        self.expect_weights(vllm_config, layers)
         self.block = channel_block(
-            vars(config),
+            fields,
             get_tensor_model_parallel_world_size(),
             can_pad=not self.is_quantised and vllm_config.lora_config is None,
             on_cpu=current_platform.is_cpu(),
         )
         config.ddp_pad_channels_to = self.block  # what vLLM compiles is cached by the config, and shapes depend on this
-        tell_padding(layers, self.block)
+        tell_padding(widths, self.block)
 
         def build(prefix: str) -> Any:
-            widths = layers[extract_layer_index(prefix)]
             try:
                 return build_layer(self.decoder_layer, vllm_config, widths, self.block, prefix)
             except ValueError as error:
                 if not self.is_quantised:
                     raise
+                kept = widths.layers[extract_layer_index(prefix)]
                 raise SettingError(
                     f"no kernel here takes {vllm_config.quant_config.get_name()} weights of {prefix} "
-                    f"({widths.num_query_heads} query heads, {widths.num_kv_heads} KV heads, intermediate_size "
-                    f"{widths.intermediate_size}): {' '.join(str(error).split())}; prune again with --align, then "
+                    f"({kept.num_query_heads} query heads, {kept.num_kv_heads} KV heads, intermediate_size "
+                    f"{kept.intermediate_size}): {' '.join(str(error).split())}; prune again with --align, then "
                     "quantise that"
                 ) from error
 
         self.model.start_layer, self.model.end_layer, self.model.layers = make_layers(
             config.num_hidden_layers, build, prefix=maybe_prefix(prefix, "model.layers")
         )
+        self.expect_weights(vllm_config, widths, [name for name, _ in self.linear_layers()])
 
     @property
     def lora_manager(self) -> Any:
@@ -225,40 +222,18 @@ class NonUniform(CheckedLoading):
 
     @lora_manager.setter
     def lora_manager(self, manager: Any) -> None:
-        config = self.model.config
-        check_adapters(manager, self.widths, config.hidden_size, head_dim(vars(config)))
+        check_adapters(manager, self.widths, self.model.config.hidden_size)
         self._lora_manager = manager
 
     def fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a compact tensor padded to its layer's size."""
-        num_ranks = get_tensor_model_parallel_world_size()
-        if ".layers." not in name or (num_ranks == 1 and ".mlp." not in name):
-            return tensor
-        widths = self.widths[extract_layer_index(name)]
-        return pad(name, tensor, widths, fit(widths, num_ranks, self.block), head_dim(vars(self.config)))
-
-    def needed_names(self) -> Iterator[str]:
-        """Yield the names on disk of this rank's projections; vLLM itself misses the rest."""
-        for name, linear in self._projections():
-            yield f"{name}.weight"
-            if linear.bias is not None:
-                yield f"{name}.bias"
+        return pad(name, tensor, self.widths, get_tensor_model_parallel_world_size(), self.block)
 
     def check_complete(self, names: set[str]) -> None:
         super().check_complete(names)
-        for name, linear in self._projections():
+        for name, linear in self.linear_layers():
             if linear.bias is None and f"{name}.bias" in names:  # vLLM would drop it without a word
                 raise CheckpointError(f"tensor {name}.bias has no place in vLLM's {type(linear).__name__}")
-
-    def _projections(self) -> Iterator[tuple[str, Any]]:
-        """Yield each projection's name on disk, and vLLM's layer that it is a part of."""
-        for index in range(self.model.start_layer, self.model.end_layer):
-            for block, fused, output in (("self_attn", "qkv_proj", "o_proj"), ("mlp", "gate_up_proj", "down_proj")):
-                module = getattr(self.model.layers[index], block)
-                if isinstance(module, RemovedBlock):
-                    continue
-                for part in (*self.packed_modules_mapping[fused], output):
-                    yield f"model.layers.{index}.{block}.{part}", getattr(module, output if part == output else fused)
+        self.widths.check_complete(names)
 
 
 class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):

@@ -2,10 +2,10 @@
 
 vLLM builds its stock model; only the routed experts are given other storage and another kernel (`moe_layer.py`). What
 is left to do here is to refuse what cannot work, and to check every tensor before it is loaded and after.
-A family is one row at the end of this file.
+A family is one class at the end of this file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -20,13 +20,14 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
+from ddp_plugins.limits import plain_config
 from ddp_plugins.loading import CheckedLoading
 from ddp_plugins.moe_layer import RaggedExpertsConfig
-from ddp_plugins.tensor_parallel import check_expert_ranks
 from ddp_vllm.errors import SettingError
-from ddp_vllm.remote_code.widths import LayerWidths, count_experts, dense_expert_size, parse_layers
+from ddp_vllm.remote_code.widths import ModelWidths
+from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-# what vLLM keeps in one parameter, and the tensors on disk it is made of
+# what vLLM keeps in one parameter, and the tensors on disk it is made of; its own tables leave shared experts out
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -66,19 +67,18 @@ def check_settings(vllm_config: VllmConfig) -> None:
             f"data_parallel_size={parallel.data_parallel_size}: experts of different widths are not served data "
             "parallel; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
         )
-    fields = vars(vllm_config.model_config.hf_config)
-    check_expert_ranks(
+    check_tensor_parallel(
         parallel.tensor_parallel_size,
-        num_experts=count_experts(fields),
-        dense_width=dense_expert_size(fields),
-        is_expert_parallel=parallel.enable_expert_parallel,
+        plain_config(vllm_config.model_config.hf_config),
+        expert_parallel=parallel.enable_expert_parallel,
+        remedy="choose one of them" + ("" if parallel.enable_expert_parallel else ", or --enable-expert-parallel"),
     )
 
 
 @contextmanager
-def ragged_experts(vllm_config: VllmConfig, layers: Sequence[LayerWidths]) -> Iterator[None]:
-    """Let a stock model be built with our method for its routed experts."""
-    vllm_config.quant_config = RaggedExpertsConfig(layers)
+def ragged_experts(vllm_config: VllmConfig, config: Mapping[str, Any]) -> Iterator[None]:
+    """Let a stock model be built with our method for its routed experts. config: the model's, as plain data."""
+    vllm_config.quant_config = RaggedExpertsConfig.from_config(config)
     try:
         yield
     finally:
@@ -88,30 +88,33 @@ def ragged_experts(vllm_config: VllmConfig, layers: Sequence[LayerWidths]) -> It
 class NonUniformExperts(CheckedLoading):
     """What every pruned family adds to vLLM's own model class."""
 
-    named_modules: Any
-
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        layers = parse_layers(vars(vllm_config.model_config.hf_config))
+        config = plain_config(vllm_config.model_config.hf_config)
+        widths = ModelWidths.of(config)
         check_platform()
         check_settings(vllm_config)
-        with ragged_experts(vllm_config, layers):
+        with ragged_experts(vllm_config, config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self.expect_weights(vllm_config, layers)
+        self.expect_weights(vllm_config, widths, self.expert_projections())
 
-    def needed_names(self) -> Iterator[str]:
-        """Yield the names on disk of all that this rank holds.
-
-        Of linear layers vLLM misses none.
-        """
-        seen: set[int] = set()  # a tied head is the embedding, and not on disk
-        for module_name, module in self.named_modules():
-            parent, _, last = module_name.rpartition(".")
+    def expert_projections(self) -> Iterator[str]:
+        """Yield the names on disk of the projections of this rank's routed experts, but for those that are gone."""
+        for name, module in self.named_modules():
             if isinstance(module, RoutedExperts):
+                on_disk = name.rpartition(".")[0]
                 for expert in module.expert_map_manager.get_local_expert_ids():
                     if module.quant_method.widths[expert]:
                         for part in (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name):
-                            yield f"{parent}.{expert}.{part}.weight"  # parent: on disk the experts' own name
+                            yield f"{on_disk}.{expert}.{part}"
+
+    def needed_names(self) -> Iterator[str]:
+        """Yield the names on disk of all that this rank holds: here vLLM itself does not look for any of them."""
+        yield from (f"{name}.weight" for name in self.expert_projections())
+        seen: set[int] = set()  # a tied head is the embedding, and not on disk
+        for module_name, module in self.named_modules():
+            if isinstance(module, RoutedExperts):
                 continue
+            parent, _, last = module_name.rpartition(".")
             own = {name: value for name, value in module.named_parameters(recurse=False) if id(value) not in seen}
             seen.update(map(id, own.values()))
             for name in own:

@@ -4,10 +4,10 @@
 // Letters: T tokens, H hidden size, K experts a token, E experts on this rank, S rows of all of them, P = T·K pairs of
 // a token and one of its experts, w channels of an expert. A place is an expert's position in ExpertLayout.order.
 //
-// Pairs are grouped by expert. A first pass takes each row of gate and up times the tokens of its expert and leaves
+// Pairs are sorted by expert. A first pass takes each row of gate and up times the tokens of its expert and leaves
 // hidden activations; a second adds rows of the transposed down projection, each times its hidden activation; a third
 // sums a token's experts. Few tokens read the weights once, front to back, as fast as memory gives them: no software
-// prefetch and no more streams at once than needed, both were slower (LOG.md). Work is cut by rows in the first pass
+// prefetch and no more streams at once than needed, both were slower (log 74). Work is cut by rows in the first pass
 // and by columns in the second, so every number is summed by one thread in one order, whatever the number of threads.
 
 #include <immintrin.h>

@@ -3,7 +3,7 @@
 The kernel is `moe_cpu_rows.cpp`, which says how it works. It is compiled where it runs, in seconds, by the GCC (11 or
 newer) that `$CXX` names, else g++, which vLLM on a CPU needs anyway, and kept in the cache of ddp-vllm. It reads the
 rows as they were packed, so widths cost what their bytes cost. Where it cannot serve (other processors and types, no
-compiler) `moe_cpu` has other ways; so too on Intel's AMX, for whose tiles vLLM's kernel is made (not measured).
+compiler) `moe_cpu` loops over the experts; so too on Intel's AMX, whose tiles PyTorch uses and this kernel does not.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_vllm.checkpoint import sync
+from ddp_vllm.cache import cache_folder
 from ddp_vllm.errors import OutputError
-from ddp_vllm.registry import cache_folder
+from ddp_vllm.output import atomic_file
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-fPIC")
@@ -38,8 +38,17 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own logger
 
 
 def serves(w2: torch.Tensor) -> bool:
-    """Return whether the kernel can run experts with these rows, `[S, H]`; compiles it when first asked in earnest."""
-    return w2.dtype == torch.bfloat16 and w2.shape[1] % HIDDEN_ALIGNMENT == 0 and kernel() is not None
+    """Return whether the kernel can run experts with these rows, `[S, H]`, and log once why not.
+
+    The first rows of a type and size it takes make it compile.
+    """
+    if w2.dtype != torch.bfloat16:
+        _tell_loop(f"the kernel takes torch.bfloat16, and these are {w2.dtype}")
+    elif w2.shape[1] % HIDDEN_ALIGNMENT:
+        _tell_loop(f"the kernel takes hidden sizes in steps of {HIDDEN_ALIGNMENT}, and this is {w2.shape[1]}")
+    else:
+        return kernel() is not None
+    return False
 
 
 def ragged_moe(
@@ -79,15 +88,20 @@ def ragged_moe(
 def kernel() -> Callable[..., Any] | None:
     """Return the compiled kernel, or None where it does not suit the processor or cannot be compiled and loaded."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        _tell_loop("the kernel is for processors with AVX-512 BF16 and without AMX")
         return None
     try:
         run = _load().ragged_moe
     except (OSError, OutputError, ValueError) as error:  # also of no home folder, of a $CXX with half a quotation
-        reason = str(error).splitlines()[0]
-        logger.warning("experts run through vLLM's kernel, in buckets: %s cannot be used (%s)", SOURCE.name, reason)
+        _tell_loop(f"{SOURCE.name} cannot be used ({str(error).splitlines()[0]})")
         return None
     run.argtypes, run.restype = ARGUMENTS, ctypes.c_int
     return run
+
+
+@cache
+def _tell_loop(reason: str) -> None:
+    logger.warning("experts run one by one in PyTorch, which is slower: %s", reason)
 
 
 def _load() -> ctypes.CDLL:
@@ -105,16 +119,20 @@ def _load() -> ctypes.CDLL:
             return ctypes.CDLL(str(library))
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    kept = os.access(folder, os.W_OK)
-    with tempfile.TemporaryDirectory(dir=folder if kept else None) as work:
-        unlinked, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
+    if os.access(folder, os.W_OK):
+        with atomic_file(library) as temporary:
+            return _compile(compiler, temporary)
+    with tempfile.TemporaryDirectory() as work:
+        return _compile(compiler, Path(work) / library.name)
+
+
+def _compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
+    """Compile and load the library, which stays in memory when the file is renamed or goes. Raises: OSError."""
+    with tempfile.TemporaryDirectory() as work:
+        unlinked = Path(work) / "kernel.o"
         _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])
-        _run([*compiler, "-shared", str(unlinked), "-o", str(linked)])
-        loaded = ctypes.CDLL(str(linked))  # stays in memory when the file goes
-        if kept:
-            sync(linked)
-            linked.replace(library)
-    return loaded
+        _run([*compiler, "-shared", str(unlinked), "-o", str(library)])
+    return ctypes.CDLL(str(library))
 
 
 def _run(command: list[str]) -> None:

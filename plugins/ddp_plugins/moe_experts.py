@@ -113,17 +113,13 @@ def pack_expert(
 def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights `ragged_moe` reads, once all experts are packed; call it once, after loading.
 
-    On a GPU they are the same tensors; on a CPU they may be new ones in another order and shape. Rows that pad an
-    expert become zero, whatever was there: vLLM reloads weights into memory that holds anything.
+    On a GPU they are the same tensors, on a CPU copies on huge pages. Rows that pad an expert become zero, whatever
+    was there: vLLM reloads weights into memory that holds anything.
     """
     for start, width, padded in zip(layout.offsets, layout.widths, layout.padded, strict=True):
         w13[:, start + width : start + padded] = 0
         w2[start + width : start + padded] = 0
-    if w13.device.type == "cpu":
-        return moe_cpu.finish_weights(
-            layout.table(w13.device)[2].tolist(), layout.table(w13.device)[1].tolist(), w13, w2
-        )
-    return w13, w2
+    return moe_cpu.finish_weights(w13, w2) if w13.device.type == "cpu" else (w13, w2)
 
 
 def ragged_moe(
@@ -140,8 +136,8 @@ def ragged_moe(
     x_TH: bf16, fp16 or fp32, rows contiguous. w13, w2: packed, of the same dtype; faster on a CPU after
     `finish_weights`. topk_weights_TK: float32. topk_ids_TK: int32 or int64; an id of -1 adds nothing.
     expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's own.
-    Matrix products sum in float32. So does the sum over K, of terms rounded to x's dtype, as vLLM's own kernels do; of
-    terms that are not rounded in the kernel of `moe_cpu_rows`.
+    Matrix products sum in float32. So does the sum over K, of terms rounded to x's dtype as in vLLM's own kernels,
+    but for the kernel of `moe_cpu_rows`, which does not round them.
     """
     table = layout.table(x_TH.device)
     return torch.ops.ddp_vllm.ragged_moe(
@@ -165,7 +161,7 @@ def _launch(
     """
     assert x_TH.ndim == 2 and x_TH.stride(1) == 1, (x_TH.shape, x_TH.stride())
     assert w13.dtype == w2.dtype == x_TH.dtype, (w13.dtype, w2.dtype, x_TH.dtype)
-    assert w13.ndim == 1 or x_TH.shape[1] == w2.shape[1], (x_TH.shape, w2.shape)
+    assert w13.shape == (2, *w2.shape) and x_TH.shape[1] == w2.shape[1], (x_TH.shape, w13.shape, w2.shape)
     assert w13.is_contiguous() and w2.is_contiguous() and layout_3E.is_contiguous()
     assert layout_3E.dtype == torch.int32 and layout_3E.shape[0] == 3, (layout_3E.dtype, layout_3E.shape)
     assert topk_weights_TK.dtype == torch.float32 and topk_weights_TK.shape == topk_ids_TK.shape
@@ -183,7 +179,7 @@ def _fake(x_TH: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
 
 
-# not torch.library.custom_op: its checks cost about 30 µs a call (one noisy profile on 2 cores of an EPYC)
+# not torch.library.custom_op: its checks at each call are a good part of a small layer's time (log 11)
 LIBRARY = torch.library.Library("ddp_vllm", "FRAGMENT")
 LIBRARY.define("ragged_moe" + torch.library.infer_schema(_launch, mutates_args=()))
 LIBRARY.impl("ragged_moe", _launch, "CompositeExplicitAutograd")

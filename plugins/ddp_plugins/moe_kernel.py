@@ -87,7 +87,7 @@ def sort_pairs(
     ids_ptr,  # [P] int32 or int64
     place_ptr,  # [E] int32
     expert_map_ptr,  # [global experts] int32, or anything where HAS_MAP is false
-    order_ptr,  # out: [P] int32, pairs' numbers grouped by place
+    order_ptr,  # out: [P] int32, pairs' numbers, sorted by place
     first_ptr,  # out: [E] int32, where the pairs of a place start in `order`
     count_ptr,  # out: [E] int32
     num_pairs,

@@ -6,7 +6,7 @@ weights and one kernel call. Router, shared experts, dispatch and all-reduce sta
 Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K experts a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert
-from ddp_plugins.tensor_parallel import share_channels
+from ddp_plugins.padding import share_channels
 from ddp_vllm.errors import CheckpointError
-from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
 
 
 class RaggedExpertsMethod(FusedMoEMethodBase):
@@ -151,5 +151,6 @@ class RaggedExpertsConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "RaggedExpertsConfig":
-        raise NotImplementedError("no checkpoint names this method: the model class makes it of ddp_layers")
+    def from_config(cls, config: Mapping[str, Any]) -> "RaggedExpertsConfig":
+        """config: that of a pruned model, as plain data."""
+        return cls(parse_layers(config))

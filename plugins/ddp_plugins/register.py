@@ -25,8 +25,8 @@ def register() -> None:
     )
 
     from ddp_plugins.limits import Limits
-    from ddp_vllm.checkpoint import MODEL_TYPE_PREFIX
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS
+    from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
 
     class LatentAttention(ModelArchConfigConvertorBase):
         """vLLM keeps DeepSeek's latent KV cache (MLA) for model types it knows by name; ours is one of them."""

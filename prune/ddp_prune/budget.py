@@ -1,14 +1,12 @@
 """Budgets: which units share one, what each of them costs, and which stay.
 
 `units` is the paper's: one pool a module type, each unit costs 1. The other budgets are one pool over all module types.
-Units leave a list (the channels of a layer, of an expert; the heads of a layer, of a KV head) worst first, in blocks,
-so a list keeps some number of its first blocks. One greedy selection chooses that number, while searching and to round.
-Legend: L layers, U units of a layer or list, E experts, C channels; G places where a budget holds (the model, its
-layers or its experts), N units of such a place, M blocks of it; R lists, B blocks of a list.
+Legend: L layers, U units of a layer, E experts, C channels; G places where a budget holds (the model, its layers or its
+experts), N units of such a place.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
+from ddp_prune.selection import Lists, best_first, best_support, cut_lists, evenly, greedy, keeping_worth
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import Dimensions, dense_layers, unit_shapes
@@ -36,164 +35,6 @@ def keep_schedule(progress: float, keep_ratio: float) -> float:
 def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:
     """Return Σ c·s / Σ c of each place, [G]; the plain mean (Eq. 6) where all costs are equal."""
     return (score_GN * cost_GN).sum(-1) / cost_GN.sum(-1)
-
-
-def greedy(
-    worth_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G: torch.Tensor, leads_GM: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return which blocks stay, bool [G, M], at a cost of at most `budget_G` a place; ties go to the lower index.
-
-    Blocks are taken by worth for their cost until one does not fit, then whichever still fit. With equal costs that is
-    the best choice there is; with others it misses the best by less than the worth of one block, and no block left out
-    fits any more. What is left over after each place has had its share goes to the places whose next block is worth
-    most for its cost, one block each. `leads_GM`, int64: the block that has to be taken before this one.
-    """
-    cost_GM, ratio_GM = cost_GM.double(), torch.where(cost_GM > 0, worth_GM.double() / cost_GM, torch.inf)
-    order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
-    cost_GM, ratio_GM = cost_GM.gather(-1, order_GM), ratio_GM.gather(-1, order_GM)  # from here on, in this order
-    room_G1 = budget_G.double()[:, None] + 1e-9 * float(budget_G.sum())  # a share is seldom exact in binary
-    taken_GM = cost_GM.cumsum(-1) <= room_G1
-    if leads_GM is not None:
-        places_GM = torch.empty_like(order_GM).scatter_(
-            -1, order_GM, torch.arange(order_GM.shape[1]).expand_as(order_GM)
-        )
-        leads_GM = places_GM.gather(-1, leads_GM.gather(-1, order_GM))
-
-    def left_over() -> torch.Tensor:
-        return room_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
-
-    def fitting(left: torch.Tensor) -> torch.Tensor:
-        possible = ~taken_GM & (cost_GM <= left)
-        if leads_GM is None:
-            return possible
-        own = leads_GM == torch.arange(leads_GM.shape[1], device=leads_GM.device)
-        return possible & (own | taken_GM.gather(-1, leads_GM))
-
-    while (more_GM := fitting(left_over())).any():
-        taken_GM |= more_GM & (torch.where(more_GM, cost_GM, 0.0).cumsum(-1) <= left_over())
-    if len(taken_GM) > 1:
-        left = left_over().sum()
-        next_GM = fitting(left)
-        first_G1 = next_GM.int().argmax(-1, keepdim=True)
-        has_G = next_GM.any(-1)
-        order_G = torch.where(has_G, ratio_GM.gather(-1, first_G1)[:, 0], -1.0).argsort(descending=True, stable=True)
-        next_cost_G = torch.where(has_G, cost_GM.gather(-1, first_G1)[:, 0], 0.0)
-        more_G = torch.zeros_like(has_G).scatter(0, order_G, next_cost_G[order_G].cumsum(0) <= left) & has_G
-        taken_GM.scatter_(-1, first_G1, taken_GM.gather(-1, first_G1) | more_G[:, None])
-    return torch.zeros_like(taken_GM).scatter(-1, order_GM, taken_GM)
-
-
-def exact_support(worth: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the bool mask of the `kept` units of highest worth, of any shape; ties go to the lower index."""
-    flat = worth.reshape(1, -1)
-    return greedy(flat, torch.ones_like(flat), flat.new_tensor([kept])).view(worth.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lists:
-    """The units of one module type in lists, the first to stay first, cut into blocks."""
-
-    order: torch.Tensor
-    """int64 [R, U]: the units of a list."""
-    units: torch.Tensor
-    """int64 [R, B]: how many units a block has; 0: none, the block before has them."""
-    worth: torch.Tensor
-    """float64 [R, B]."""
-    cost: torch.Tensor
-    """float64 [R, B]; infinite where it has no units."""
-
-    def support(self, taken_RB: torch.Tensor) -> torch.Tensor:
-        """Return the bool mask [R, U] of the units in the taken blocks."""
-        counts_R1 = (self.units * taken_RB).sum(1, keepdim=True)
-        first_RU = torch.arange(self.order.shape[1]) < counts_R1
-        return torch.zeros_like(first_RU).scatter(1, self.order, first_RU)
-
-
-def best_first(worth_RU: torch.Tensor) -> torch.Tensor:
-    """Return the units of each list by falling worth; ties go to the lower index."""
-    return worth_RU.argsort(dim=1, descending=True, stable=True)
-
-
-def evenly(worth_RU: torch.Tensor, queries_per_kv: int) -> torch.Tensor:
-    """Return the query heads of each layer so that all KV heads lose their worst, then all their second worst, ..."""
-    worth_RKQ = worth_RU.unflatten(1, (-1, queries_per_kv))
-    order_RKQ = worth_RKQ.argsort(dim=2, descending=True, stable=True)
-    first_K1 = torch.arange(worth_RKQ.shape[1])[:, None] * queries_per_kv
-    return (order_RKQ + first_K1).transpose(1, 2).flatten(1)
-
-
-def cut_lists(
-    worth_RU: torch.Tensor,
-    order_RU: torch.Tensor,
-    cost_R: torch.Tensor,
-    *,
-    block: int = 1,
-    opening_R: torch.Tensor | None = None,
-) -> Lists:
-    """Cut lists into blocks of `block` units; units past the last whole block go.
-
-    `cost_R` is that of a unit. `opening_R` is what a list costs as soon as it keeps anything (the KV head that query
-    heads share): its first blocks are then joined into the one that is worth most for its cost, so that blocks are
-    again worth less and less for theirs.
-    """
-    num_blocks = worth_RU.shape[1] // block
-    ranked = worth_RU.double().gather(1, order_RU)[:, : num_blocks * block]
-    worth_RB = ranked.unflatten(1, (num_blocks, block)).sum(-1)
-    cost_RB = (cost_R.double()[:, None] * block).expand_as(worth_RB).clone()
-    units_RB = torch.full_like(worth_RB, block, dtype=torch.int64)
-    if opening_R is not None:
-        total_RB = cost_RB.cumsum(1) + opening_R.double()[:, None]
-        ratio_RB = worth_RB.cumsum(1) / total_RB
-        joined_R1 = num_blocks - 1 - ratio_RB.flip(1).argmax(1, keepdim=True)  # the longest of the best
-        inside = torch.arange(num_blocks) <= joined_R1
-        sums = [values.cumsum(1).gather(1, joined_R1) for values in (worth_RB, units_RB)]
-        worth_RB, units_RB = worth_RB.masked_fill(inside, 0.0), units_RB.masked_fill(inside, 0)
-        cost_RB = cost_RB.masked_fill(inside, torch.inf)
-        worth_RB[:, :1], units_RB[:, :1], cost_RB[:, :1] = *sums, total_RB.gather(1, joined_R1)
-    return Lists(order=order_RU, units=units_RB, worth=worth_RB, cost=cost_RB)
-
-
-def best_support(lists: Sequence[Lists], budget_G: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each module type the bool mask [R, U] of what stays; each has its lists place after place."""
-    num_places = len(budget_G)
-    worth_GM, cost_GM = (
-        torch.cat([getattr(part, name).reshape(num_places, -1) for part in lists], 1) for name in ("worth", "cost")
-    )
-    leads, start = [], 0
-    for part in lists:
-        num_lists, num_blocks = part.cost.shape
-        firsts = start + num_blocks * torch.arange(num_lists // num_places)
-        leads.append(firsts.repeat_interleave(num_blocks))
-        start += num_lists // num_places * num_blocks
-    taken_GM = greedy(worth_GM, cost_GM, budget_G, torch.cat(leads).expand_as(worth_GM))
-    parts = taken_GM.split([part.cost.numel() // num_places for part in lists], dim=1)
-    return [part.support(mine.reshape(part.cost.shape)) for part, mine in zip(lists, parts, strict=True)]
-
-
-def keeping_worth(saliency: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Return the saliency, scaled down for closed gates until every open one is worth more; float64, same shape.
-
-    What the search has closed comes back only where too little is open, or in place of gates without any saliency.
-    """
-    worth = saliency.double()  # in float32 saliencies that differ by more than 1e7 leave no room below them
-    open_worth, closed_worth = worth[alive & (worth > 0)], worth[~alive]
-    if len(open_worth) and len(closed_worth):
-        scale = 0.5 * open_worth.min() / closed_worth.max().clamp_min(open_worth.min())
-        worth = torch.where(alive, worth, worth * scale)
-    return worth
-
-
-def realign(gates: torch.Tensor, saliency: torch.Tensor, align: int) -> torch.Tensor:
-    """Return learned gates [..., U] with a multiple of `align` open in every list, as many in all as that allows.
-
-    Whole blocks move between lists by saliency, as if rounded so before the polish; what comes back has scale 1. It
-    costs no perplexity on SmolLM2 (log 15).
-    """
-    alive = gates > 0
-    worth_RU = keeping_worth(saliency, alive).flatten(0, -2)
-    lists = cut_lists(worth_RU, best_first(worth_RU), torch.ones(len(worth_RU)), block=align)
-    (support,) = best_support([lists], alive.sum()[None])
-    return torch.where(alive, gates, 1.0) * support.view_as(gates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,18 +250,14 @@ def _blocks(
     """
     blocks = {"experts": recipe.align} if "experts" in units else {"mlp": recipe.align * recipe.tp}
     if recipe.tp > 1:
-        check_tensor_parallel(recipe.tp, config, _layer_that_could_split(sizes, whole=shares_kv or "attn" not in units))
+
+        def could_split(num_ranks: int) -> list[LayerWidths]:
+            every = shares_kv or "attn" not in units  # KV head of a layer stays, or all of them go
+            heads = sizes.num_kv_heads if every else min(num_ranks, sizes.num_kv_heads)
+            return [LayerWidths(query_heads_per_kv_head=(sizes.queries_per_kv,) * heads, intermediate_size=0)]
+
+        check_tensor_parallel(recipe.tp, config, could_split)
         if "attn" in units:
             copies = max(1, recipe.tp // sizes.num_kv_heads)  # ranks that hold the same KV head share its query heads
             blocks["attn"] = sizes.num_kv_heads * copies if shares_kv else min(recipe.tp, sizes.num_kv_heads)
     return {kind: block for kind, block in blocks.items() if block > 1}
-
-
-def _layer_that_could_split(sizes: Dimensions, *, whole: bool) -> Callable[[int], list[LayerWidths]]:
-    """Return what gives a layer of as few KV heads as a number of devices asks for, or of all if `whole`."""
-
-    def layers(num_ranks: int) -> list[LayerWidths]:
-        heads = sizes.num_kv_heads if whole else min(num_ranks, sizes.num_kv_heads)
-        return [LayerWidths(query_heads_per_kv_head=(sizes.queries_per_kv,) * heads, intermediate_size=0)]
-
-    return layers

@@ -51,7 +51,8 @@ def recipe_options(command: Callable[..., None]) -> Callable[..., None]:
         first_sentence = docs[field.name].partition(". ")[0].removesuffix(".").replace("`", "")
         kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
         flag = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
-        text = first_sentence + ("." if kind is bool or not field.default else f". [default: {field.default}]")
+        has_default = kind is not bool and field.name != "sparsity"  # which has to be given, or a target
+        text = first_sentence + (f". [default: {field.default}]" if has_default else ".")
         command = click.option(*names, help=text, **flag)(command)
     return command
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_vllm.pages.card import model_card
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ddp_prune.budget import realign
 from ddp_prune.gates import Masks
 from ddp_prune.model import COMPANIONS, Source, check_spares_source, open_source, weight_files
+from ddp_prune.selection import realign
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, read_checkpoint, read_provenance
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import Family, unit_shapes
 from ddp_vllm.output import atomic_folder
+from ddp_vllm.pages.card import model_card
 from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, MODEL_TYPE_PREFIX
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -93,9 +93,9 @@ class Slicer:
             return None
         if projection.axis == 0:
             return tensor[keep].contiguous()
-        if kind == "bias":  # added after the gates, so neither cut nor scaled
-            return tensor
-        return (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
+        if kind == "weight":  # a bias is added after the gates, so neither cut nor scaled
+            tensor = (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
+        return tensor
 
     def _belongs(self, module: str, block: str) -> bool:
         """Say whether a module goes with a block: its projections, what else it has inside, and its norms."""
@@ -192,7 +192,7 @@ def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
         held.clear()
 
     for name, tensor in _cut_tensors(source, slicer):
-        if held and sum(map(_num_bytes, held.values())) + _num_bytes(tensor) > MAX_SHARD_BYTES:
+        if held and sum(each.nbytes for each in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
             flush()
         held[name] = tensor
     total = 0
@@ -214,10 +214,6 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
         save_file(tensors, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -52,7 +52,6 @@ def open_source(model: str) -> Source:
         family, sizes = family_of(config), dimensions_of(config)
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
-    _check_weights(folder)
     source = Source(folder=folder, config=config, family=family, sizes=sizes)
     shapes = weight_shapes(source)
     _check_names(source, shapes)
@@ -96,32 +95,26 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_shapes(source: Source) -> dict[str, list[int]]:
-    """Return the shape of every parameter of a dense model, from the headers of its weights alone."""
-    from safetensors import safe_open
+    """Return the shape of every parameter of a dense model, from the headers of its weights alone.
+
+    Raises: ModelError if there are none, or a file cannot be read, as one that is cut short.
+    """
+    from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, list[int]] = {}
-    for path in weight_files(source.folder):
-        with safe_open(path, framework="numpy") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    files = weight_files(source.folder)
+    if not files:
+        raise ModelError(f"{source.folder} holds no .safetensors weights; convert the model with save_pretrained")
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (OSError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{path} cannot be read ({reason}); download the model again") from error
     if source.config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)  # some write the embedding down twice
     return shapes
-
-
-def _check_weights(folder: Path) -> None:
-    """Read the headers of all weight files, which also tells whether a file is cut short."""
-    from safetensors import SafetensorError, safe_open
-
-    files = weight_files(folder)
-    if not files:
-        raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(f"{file} cannot be read ({reason}); download the model again") from error
 
 
 def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:

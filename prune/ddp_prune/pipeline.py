@@ -12,9 +12,6 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
-from ddp_vllm.pages.evidence import METRICS_FILE
-from ddp_vllm.pages.report import write_report
-from ddp_vllm.pages.summary import print_checkpoint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -35,11 +32,15 @@ from ddp_prune.model import (
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, fingerprint
 from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
-from ddp_prune.train import Learned, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Learned
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
 from ddp_vllm.output import check_output
+from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.pages.report import write_report
+from ddp_vllm.pages.terminal import print_checkpoint
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
@@ -71,7 +72,11 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
             stack.enter_context(run.locked())
         progress = _Progress(console, recipe, 1.0 - pools[0].keep_ratio, main)
         try:
-            gated = _load(recipe, source, head_unit, accelerator)
+            if recipe.shard:
+                model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
+            else:
+                model = load_model(source, recipe.dtype, accelerator.device)
+            gated = GatedModel(model, source.family, source.sizes, head_unit)
             learned, perplexity = _learn(gated, blocks, recipe, accelerator, run, progress)
         except torch.OutOfMemoryError as error:  # a step says it in words of its own
             raise TrainingError(
@@ -132,14 +137,6 @@ def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool],
         f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}",
         *map(describe, pools),
     ]
-
-
-def _load(recipe: Recipe, source: Source, head_unit: str, accelerator: Accelerator) -> GatedModel:
-    if recipe.shard:
-        model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
-    else:
-        model = load_model(source, recipe.dtype, accelerator.device)
-    return GatedModel(model, source.family, source.sizes, head_unit)
 
 
 def _learn(
@@ -233,11 +230,8 @@ class _Progress:
     def report(self, metrics: dict[str, float]) -> None:
         step = int(metrics["step"])
         phase = "search" if step <= self.recipe.search_steps else "polish"
-        sparsity = ", ".join(
-            f"{name.removesuffix('_sparsity')} {value:.1%}"
-            for name, value in metrics.items()
-            if name.endswith("_sparsity")
-        )
+        shares = {name: value for name, value in metrics.items() if name.endswith("_sparsity")}
+        sparsity = ", ".join(f"{name.removesuffix('_sparsity')} {value:.1%}" for name, value in shares.items())
         divergence = f"kl {metrics['kl']:.3f} " if "kl" in metrics else ""
         annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
         text = (

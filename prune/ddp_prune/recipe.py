@@ -89,7 +89,7 @@ class Recipe:
     """Folder or Hugging Face hub name of the dense model."""
 
     sparsity: float = 0.0
-    """Fraction to remove of what can be pruned, between 0 and 1; 1 − ρ of Eq. 6. By default of the units of every
+    """Fraction to remove of what can be pruned, between 0 and 1. It is 1 − ρ of Eq. 6, by default of the units of every
     module type: heads, MLP channels; of a mixture of experts, the channels of its routed experts."""
     target: float = 0.0
     """Instead of `sparsity`: what the whole model, embeddings and all, may have left of what `budget` counts."""
@@ -99,7 +99,7 @@ class Recipe:
     context_length: int = 2048
     """Tokens attended to, on which `flops` depend."""
     scope: str = "global"
-    """Where the budget holds: over the whole model, in every layer, or in every expert (Eq. 19)."""
+    """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     head_unit: str = "auto"
     """What an attention unit is: `kv-group` (a KV head with all its query heads) or `query-head`."""
     align: int = 1
@@ -130,7 +130,7 @@ class Recipe:
     """Last fraction of the steps, in which only the scales of what is kept are learned. 0 is the paper's single phase.
     Ours; the fraction was not tuned."""
     distillation: float = 2.0
-    """Weight η of KL(teacher ‖ student), Eq. 17; 0 trains on cross-entropy alone."""
+    """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
 

@@ -1,12 +1,20 @@
 """A tiny random Llama with a tokenizer trained on the spot, and conversations it can answer."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 WORDS = ["ice", "melts", "in", "the", "sun", "and", "water", "runs", "down", "hill", "to", "sea"]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes that a test starts import this checkout."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "plugins", ROOT / "benchmarks"])))
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,14 @@ from click.testing import CliRunner
 
 from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port, model_arguments
-from ddp_benchmarks.models import check_vocabularies, describe_model
+from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
-from ddp_benchmarks.results import FORMAT, check_file, read_results
 from ddp_benchmarks.sharegpt import Load, Settings, _schedule, run_benchmark
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
+from ddp_vllm.facts import describe_model
+from ddp_vllm.output import check_file
+from ddp_vllm.results import FORMAT, read_results
 from demo import is_complete
 
 ROOT = Path(__file__).parents[2]
@@ -173,9 +175,8 @@ with terminable():
     ],
 )
 def test_a_lost_terminal_stops_the_engine_unless_ignored(before: str, number: int, said: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
     command = [sys.executable, "-c", _WAIT, before]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout and run.stdout.readline() == "ready\n"
         run.send_signal(number)
         if number == signal.SIGHUP:
@@ -200,9 +201,8 @@ def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
     command.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {tmp_path}/stopped; exit 1' TERM\ntouch {tmp_path}/up\n"
                        "for i in $(seq 200); do sleep 0.1; done\n")  # fmt: skip
     command.chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
     script = [sys.executable, "-c", _DEMO, str(command)]
-    with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as demo:
+    with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
         while not (tmp_path / "up").exists():
             assert demo.poll() is None
             time.sleep(0.05)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_benchmarks.experts import SHAPES, Shape, draw_batch, draw_experts, draw_widths, even_widths, work
+from ddp_benchmarks.expert_layers import SHAPES, Shape, draw_batch, draw_experts, draw_widths, even_widths, work
 from ddp_benchmarks.kernel import BASELINES, KernelSettings, find_kernel, time_interleaved
 from ddp_vllm.cli import main
 from ddp_vllm.errors import OutputError, SettingError

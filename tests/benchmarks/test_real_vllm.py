@@ -18,7 +18,6 @@ from ddp_benchmarks.processes import group_members
 from ddp_vllm.errors import ServingError
 
 pytestmark = pytest.mark.vllm
-ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "bench", "sharegpt"]
 QUICK = ["--warmups", "1", "--no-warmup-round"]  # the default context of 2048 is cut to the model's 256
 ENGINE = ["--", "--enforce-eager", "--dtype", "float32"]
@@ -38,7 +37,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler: vLLM's sampler alone takes 15 s of two cores."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]))
 
 
 def running(text: str) -> list[int]:
@@ -63,9 +61,24 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
+def start(tiny: Path, talks: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A function that starts `bench sharegpt` of the tiny model against itself; results go to results.json."""
     processes: list[subprocess.Popen[str]] = []
-    yield processes
+    command = [*COMMAND, "--dense", str(tiny), "--pruned", str(tiny), "--dataset", str(talks)]
+    command += ["-o", str(tmp_path / "results.json"), *QUICK]
+
+    def start_one(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*command, *arguments, *ENGINE],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits none
+        )
+        processes.append(process)
+        return process
+
+    yield start_one
     for process in processes:
         process.kill()
         process.wait()
@@ -115,14 +128,12 @@ def test_our_sample_is_vllms(tiny: Path, talks: Path, tmp_path: Path) -> None:
     assert sample.output_tokens == sum(length for _, _, length in theirs)
 
 
-def test_a_model_against_itself(tiny: Path, talks: Path, tmp_path: Path) -> None:
-    output = tmp_path / "itself.json"
-    command = [*COMMAND, "--dense", str(tiny), "--pruned", str(tiny), "--dataset", str(talks), "-o", str(output)]
-    result = subprocess.run(
-        [*command, "--num-prompts", "50", "--pairs", "1", *QUICK, *ENGINE], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert "50 were asked for, but no more are usable" in " ".join(result.stdout.split())
+def test_a_model_against_itself(tiny: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start("--num-prompts", "50", "--pairs", "1")
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "50 were asked for, but no more are usable" in " ".join(printed.split())
+    output = tmp_path / "results.json"
     found = json.loads(output.read_text())
     assert found["complete"] is True
     assert [run["label"] for run in found["runs"]] == ["dense", "tiny-llama"]
@@ -133,19 +144,16 @@ def test_a_model_against_itself(tiny: Path, talks: Path, tmp_path: Path) -> None
     speeds = [run["raw"]["requests_per_second"] for run in found["runs"]]
     assert verdict["ratio"] == pytest.approx(speeds[1] / speeds[0])
     assert 0.2 < verdict["ratio"] < 5
-    assert json.loads(result.stdout.splitlines()[-1])["verdicts"][0]["sentence"] == verdict["sentence"]
+    assert json.loads(printed.splitlines()[-1])["verdicts"][0]["sentence"] == verdict["sentence"]
     assert output.with_suffix(".png").stat().st_size > 5000
     assert running(str(tiny)) == []
 
 
 def test_a_killed_server_keeps_what_was_measured(
-    tiny: Path, talks: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    tiny: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    output = tmp_path / "killed.json"
-    command = [*COMMAND, "--dense", str(tiny), "--pruned", str(tiny), "--dataset", str(talks), "-o", str(output)]
-    command += ["--mode", "serve", "--num-prompts", "8", "--request-rate", "inf,0.1", *QUICK, *ENGINE]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started.append(process)
+    output = tmp_path / "results.json"
+    process = start("--mode", "serve", "--num-prompts", "8", "--request-rate", "inf,0.1")
     wait_for(lambda: output.exists() and json.loads(output.read_text())["runs"])
     server = next(number for number in running(str(tiny)) if b"serve\0" + str(tiny).encode() in cmdline(number))
     wait_for(lambda: any(b"\0bench\0" in cmdline(number) for number in running(str(tiny))))
@@ -163,24 +171,14 @@ def test_a_killed_server_keeps_what_was_measured(
 
 
 def test_interrupt_stops_the_server_too(
-    tiny: Path, talks: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    tiny: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    output = tmp_path / "interrupted.json"
-    command = [*COMMAND, "--dense", str(tiny), "--pruned", str(tiny), "--dataset", str(talks), "-o", str(output)]
-    command += ["--mode", "serve", "--num-prompts", "4", *QUICK, *ENGINE]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits none
-    )
-    started.append(process)
+    process = start("--mode", "serve", "--num-prompts", "4")
     wait_for(lambda: running(str(tiny)))
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode != 0
-    assert json.loads(output.read_text())["reason"] == "interrupted"
+    assert json.loads((tmp_path / "results.json").read_text())["reason"] == "interrupted"
     assert running(str(tiny)) == []
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddp_benchmarks.evaluate import mean_accuracy
-from ddp_benchmarks.tasks import ACCURACY, SUITES, TASKS, choose_tasks, find_files, write_task
+from ddp_benchmarks.tasks import SUITES, choose_tasks, find_files, write_task
 from ddp_vllm.errors import SettingError, TextError
+from ddp_vllm.evaluations import ACCURACY, TASKS, mean_accuracy
 
 pytest.importorskip("lm_eval")
 ROWS: dict[str, dict[str, Any]] = {  # made up here, in the form of each task

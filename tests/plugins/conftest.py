@@ -1,81 +1,15 @@
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-Serve = Callable[..., list[dict[str, Any]]]
-LOGPROB_TOLERANCE = 1e-4
-VLLM = find_spec("vllm")  # not imported in this process
-RELOAD = "model_executor/model_loader/reload/inplace.py"  # an older vLLM updates weights in other ways
-UPDATES = ("reload", "pieces") if VLLM and (Path(str(VLLM.origin)).parent / RELOAD).exists() else ()
-
-
-def job(folder: Path, **options: Any) -> dict[str, Any]:
-    """Return what `serve` is given to serve a folder with vLLM's options."""
-    return {"folder": str(folder), "options": options}
-
-
-def assert_same(result: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert "error" not in result, result
-    assert_same_outputs(result["outputs"], reference["outputs"])
-
-
-def assert_same_outputs(outputs: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
-    for got, expected in zip(outputs, references, strict=True):
-        assert got["tokens"] == expected["tokens"]
-        if got["logprobs"] is not None:  # the job asked for none
-            assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
+from serving import Serve, serve_in_new_process
 
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Return a function that serves folders with real vLLM in a new process; it leaves no process behind."""
+    """Return a function that serves folders with real vLLM in a new process."""
+    cache = tmp_path_factory.mktemp("vllm_cache")  # a model compiled in an earlier session would prove nothing
 
-    def run(jobs: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("serve")
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        environment = {
-            **os.environ,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # new in each session: a model compiled in an earlier one would prove nothing
-            "VLLM_CACHE_ROOT": str(tmp_path_factory.getbasetemp() / "vllm_cache"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the workers of a test count their parameters
-            "TORCH_COMPILE_DISABLE": "1",  # the sampler alone compiles for 15 s (2 cores)
-            **variables,
-        }
-        script = Path(__file__).with_name("serve_tiny.py")
-        with open(folder / "log.txt", "w") as log:
-            process = subprocess.Popen(
-                [sys.executable, str(script), str(folder / "jobs.json"), str(folder / "results.json")],
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
-            try:
-                process.wait(timeout=600)
-            finally:
-                _end_group(process)
-        assert process.returncode == 0, (folder / "log.txt").read_text()[-5000:]
-        results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
-        return results
+    def run(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return serve_in_new_process(jobs, tmp_path_factory.mktemp("serve"), cache)
 
     return run
-
-
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """End whatever the session of this process still runs, such as workers of an engine that failed."""
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        return
-    process.wait()

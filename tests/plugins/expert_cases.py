@@ -39,7 +39,7 @@ CASES = {
     "many tokens an expert, the wide tiles": Case(widths=(100, 0, 31), num_tokens=150),
     "tokens and channels past several tiles": Case(widths=(300, 20), num_tokens=210, num_slots=1),
     "hidden size no multiple of a tile": Case(widths=RAGGED, num_tokens=13, hidden_size=160),
-    "hidden size vLLM's CPU kernel refuses": Case(widths=RAGGED, num_tokens=13, hidden_size=80),
+    "hidden size our CPU kernel refuses": Case(widths=RAGGED, num_tokens=13, hidden_size=80),
     "top-k no power of two": Case(widths=RAGGED, num_tokens=11, num_slots=6),
     "ids of -1": Case(widths=RAGGED, num_tokens=17, absent=0.4),
     "experts of another rank": Case(widths=RAGGED, num_tokens=17, mapped=True),

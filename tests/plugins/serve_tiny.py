@@ -1,14 +1,20 @@
 """Run real vLLM on checkpoints, one engine after the other in this process, and write down what each did.
 
+Several ranks are processes forked from it.
+
 A process of its own: vLLM's warnings, global state and compiled functions stay out of the test process.
 Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
 """
 
+import inspect
 import json
+import multiprocessing
 import pkgutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +27,12 @@ from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.sample import sampler
 
 from ddp_plugins.register import model_class
 from ddp_vllm.remote_code.configuration_ddp import CONFIGS
+from ddp_vllm.remote_code.tensors import TABLES
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -38,18 +47,23 @@ DEFAULTS: dict[str, Any] = {
 def serve(
     folder: str,
     options: dict[str, Any],
-    logprobs: int | None = 0,
     num_tokens: int = NUM_NEW_TOKENS,
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
+    forgotten: str = "",
 ) -> dict[str, Any]:
     """Ask all prompts once, then once more for each adapter (None: without one) and after each of `updates`.
 
-    logprobs: 0 for those of the chosen tokens; None for none, which saves the sampler 15 s of compilation.
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
+    forgotten: a projection that the families' tables lack.
     """
-    engine = LLM(folder, **{**DEFAULTS, **options})
-    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False)
+    options = {**DEFAULTS, **options}
+    torch.compiler.set_stance(
+        "force_eager" if options["enforce_eager"] else "default"
+    )  # vLLM's eager mode compiles some
+    with tables_without(forgotten):
+        engine = LLM(folder, **options)
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
 
     def ask(request: LoRARequest | None = None) -> list[dict[str, Any]]:
@@ -86,6 +100,18 @@ def serve(
 
 
 @contextmanager
+def tables_without(projection: str) -> Iterator[None]:
+    whole = dict(TABLES)
+    for family, table in whole.items():
+        kept = tuple(each for each in table.projections if each.name != projection)
+        TABLES[family] = replace(table, projections=kept)
+    try:
+        yield
+    finally:
+        TABLES.update(whole)
+
+
+@contextmanager
 def uninitialised_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -110,9 +136,7 @@ def counters(engine: LLM) -> dict[str, float]:
     return {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
 
 
-def chosen_logprobs(answer: Any) -> list[float] | None:
-    if answer.logprobs is None:
-        return None
+def chosen_logprobs(answer: Any) -> list[float]:
     return [chosen[token].logprob for token, chosen in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
@@ -124,15 +148,26 @@ def skip_inspection() -> None:
         ModelRegistry.register_model(loaded.__name__, loaded)
 
 
+def save_time() -> None:
+    """Do without two things that cost more than what is tested and have no part in it."""
+    # each worker would import vLLM anew; it does on a CPU for the sake of OpenMP, and forks elsewhere
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # the sampler compiles its count of likelier tokens, for longer than it takes to compile a tiny model
+    sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
+
+
 def main() -> None:
     skip_inspection()
+    save_time()
     results = []
     for job in json.loads(Path(sys.argv[1]).read_text()):
+        start = time.perf_counter()
         try:
             results.append(serve(**job))
         except Exception as error:  # the test looks at the message
             results.append({"error": f"{type(error).__name__}: {error}"})
         cleanup_dist_env_and_memory()
+        print(f"JOB {time.perf_counter() - start:.1f} s, {time.process_time():.1f}", job["folder"], flush=True)
     Path(sys.argv[2]).write_text(json.dumps(results))
 
 

@@ -29,6 +29,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(moe_cpu_rows, "FLAGS", tuple(flag for flag in moe_cpu_rows.FLAGS if flag != "-O3"))
     monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
     kernel.cache_clear()
+    moe_cpu_rows._tell_loop.cache_clear()
     yield tmp_path / "cache"
     kernel.cache_clear()
 

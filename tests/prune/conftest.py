@@ -1,7 +1,9 @@
 """A tiny random Llama of the real config class, with a real tokenizer trained on the spot, and text to learn on."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +50,35 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Pat
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """`prune` without its report: to draw that takes several times as long as six steps of the tiny model."""
     monkeypatch.setattr("ddp_prune.pipeline.write_report", lambda _checkpoint, output: output / "report.html")
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerFast:
+    """Of the tiny model; it is the test's own, to change."""
+    from ddp_prune.text import load_tokenizer
+
+    return load_tokenizer(str(tiny_model))
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast, cache: Path) -> Callable[..., Any]:
+    """Load blocks of 16 tokens, 3 of them held out, as many as there are; with an empty cache at first."""
+    from ddp_prune.text import load_blocks
+
+    def load(data: Path | str, tokenizer: Any = tokenizer, **changes: int) -> Any:
+        sizes = {"seq_len": 16, "train_blocks": 10_000, "heldout_blocks": 3, "min_train_blocks": 2, "seed": 0}
+        return load_blocks(str(data), tokenizer, **sizes | changes)
+
+    return load
+
+
+@pytest.fixture
+def write_texts(tmp_path: Path) -> Callable[[str, list[str]], Path]:
+    """Write texts as documents of a .jsonl file of that name."""
+
+    def write(name: str, texts: list[str]) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        return path
+
+    return write

@@ -40,7 +40,8 @@ from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.train import Learned, train
+from ddp_prune.train import train
+from ddp_prune.trainer import Learned
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import dimensions_of, family_of
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import baselines
-from ddp_prune import train as train_module
+from ddp_prune import trainer as trainer_module
 from ddp_prune.export import export
 from ddp_prune.gates import Masks
 from ddp_prune.model import open_source
@@ -118,7 +118,7 @@ def test_an_expert_that_never_fires_is_not_pruned_for_that(lab: Lab, monkeypatch
     assert learned.routed["experts"][IDLE] == 0 and int((learned.routed["experts"] == 0).sum()) == 1
     assert int((learned.gates["experts"][IDLE] > 0).sum()) > 0.7 * CHANNELS
     assert (learned.z["experts"][IDLE] > 0.5).all()
-    monkeypatch.setattr(train_module, "neutral_where_idle", lambda saliency, _: saliency)
+    monkeypatch.setattr(trainer_module, "neutral_where_idle", lambda saliency, _: saliency)
     assert not lab.run("unfair").gates["experts"][IDLE].any()  # without our rule it would be the first to go
 
 

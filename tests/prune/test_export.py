@@ -25,7 +25,7 @@ from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.pages.card import model_card
-from ddp_vllm.pages.summary import removed_parameters, totals
+from ddp_vllm.pages.summary import removed_parameters, units
 
 TOKENS = torch.randint(1, 320, (2, 24), generator=torch.Generator().manual_seed(0))
 LOAD = """
@@ -101,11 +101,11 @@ def test_what_is_evaluated_is_what_is_exported(case: str, head_unit: str, source
     assert (dense - evaluated).abs().max() > 0.1  # the masks do something
 
     checkpoint = read_checkpoint(tmp_path / "pruned")
-    counts, sizes = totals(checkpoint), source.sizes
+    counts, sizes = {label: left for label, _, left in units(checkpoint)}, source.sizes
     heads = gates["attn"].repeat_interleave(sizes.num_query_heads // gates["attn"].shape[1], dim=1) > 0
-    assert counts.query_heads == int(heads.sum())
-    assert counts.kv_heads == int(heads.view(sizes.num_layers, sizes.num_kv_heads, -1).any(-1).sum())
-    assert counts.channels == int((gates["mlp"] > 0).sum())
+    assert counts["query heads"] == int(heads.sum())
+    assert counts["KV heads"] == int(heads.view(sizes.num_layers, sizes.num_kv_heads, -1).any(-1).sum())
+    assert counts["MLP channels"] == int((gates["mlp"] > 0).sum())
     num_dense = load_model(source, "float32").num_parameters()
     assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
 
@@ -264,9 +264,10 @@ def test_the_model_card_states_the_widths(pruned: Path) -> None:
 
 def test_the_model_card_names_each_text_once_and_no_folder(pruned: Path, tiny_model: Path) -> None:
     recipe = {"model": "owner/tiny", "data": "/mine/a.jsonl,/mine/a.jsonl, owner/b"}
-    provenance = {"recipe": recipe, "perplexity": {"tokens": 1024, "dense": 2.0, "pruned": 3.0}}
+    perplexity = {"tokens": 1024, "dense": 2.0, "pruned": 3.0}
+    provenance = {"recipe": recipe, "texts": recipe["data"].split(","), "perplexity": perplexity}
     checkpoint = dataclasses.replace(read_checkpoint(pruned), provenance=provenance)
-    card = model_card(checkpoint, open_source(str(tiny_model)), "pruned")
+    card = model_card(checkpoint, "pruned")
     assert "text of a.jsonl, b (1,024 tokens)" in card and "/mine" not in card
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.budget import (
+from ddp_prune.budget import keep_schedule
+from ddp_prune.selection import (
     Lists,
     best_first,
     best_support,
@@ -15,7 +16,6 @@ from ddp_prune.budget import (
     evenly,
     exact_support,
     greedy,
-    keep_schedule,
     keeping_worth,
 )
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_families import CASES
+from family_cases import CASES
 from transformers import AutoModelForCausalLM
 
 from ddp_prune import loss as loss_module

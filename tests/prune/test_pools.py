@@ -183,7 +183,7 @@ def test_every_layer_splits_over_the_devices(tp: int, align: int, budget: str, h
 @pytest.mark.parametrize(("tp", "head_unit"), [(3, "kv-group"), (16, "kv-group"), (5, "query-head")])
 def test_a_size_that_cannot_work_names_the_layer_and_the_valid_sizes(tp: int, head_unit: str) -> None:
     with pytest.raises(
-        SettingError, match=rf"tensor-parallel size {tp}: .*(8 query heads|layer 0).*valid sizes: 1, 2, 4, 8"
+        SettingError, match=rf"tensor-parallel size {tp} .*(8 query heads|layer 0).*valid sizes: 1, 2, 4, 8"
     ):
         _pools(head_unit=head_unit, tp=tp)
 

@@ -215,6 +215,6 @@ def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny
     masks = str(pruned[0] / "ddp_masks.safetensors")
     arguments = ["apply", str(tiny_model), "--masks", masks, "-o", str(tmp_path / "out"), "--tp", "8"]
     assert_refused(CliRunner().invoke(main, [*arguments[:-1], "0"]), 2, "tensor-parallel size is 0", "at least 1")
-    words = ["tensor-parallel size 8: layer", "KV head", "valid sizes: 1", "prune with --tp 8"]
+    words = ["tensor-parallel size 8 does not split layer", "KV heads", "valid sizes: 1", "prune with --tp 8"]
     assert_refused(CliRunner().invoke(main, arguments), 2, *words)
     assert list(tmp_path.iterdir()) == []

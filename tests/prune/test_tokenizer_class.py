@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_prune.source import open_source
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_prune.export import export, write_masks
 from ddp_prune.gates import unit_shapes
-from ddp_prune.source import open_source
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 

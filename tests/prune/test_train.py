@@ -14,12 +14,13 @@ from ddp_prune import devices
 from ddp_prune import gates as gates_module
 from ddp_prune import run_state as run_state_module
 from ddp_prune import train as train_module
+from ddp_prune import trainer as trainer_module
 from ddp_prune.alm import learning_rate
 from ddp_prune.gates import NarrowLayers
 from ddp_prune.loss import perplexity, perplexity_of
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
-from ddp_prune.train import PRIOR_PRECISION, natural_step
+from ddp_prune.trainer import PRIOR_PRECISION, natural_step
 from ddp_vllm.errors import TrainingError
 
 
@@ -179,7 +180,7 @@ def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyP
     """16 blocks, 48 sequences: three passes, the teacher's in the first alone."""
     cached = lab.run("cached", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == STEPS + 4
-    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == 2 * STEPS
     assert_same(cached, plain)
@@ -190,7 +191,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
     room: int, forwards: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 blocks of 16 tokens with 64 float32 each."""
-    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", room)
+    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", room)
     lab.run("out", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == forwards
 
@@ -198,7 +199,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
 def test_passes_that_end_within_a_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 blocks, 4 a step: cached and new blocks meet in one micro-batch."""
     cached = lab.run("cached", blocks=BLOCKS[:10])
-    monkeypatch.setattr(train_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:10])
     for kind in ("attn", "mlp"):
         torch.testing.assert_close(cached.gates[kind], plain.gates[kind], atol=1e-4, rtol=0)

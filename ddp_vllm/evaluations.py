@@ -1,0 +1,143 @@
+"""The paper's tasks, and how lm-eval's results on them are read: by `eval`, which writes them, and by `compare`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One row of the suite."""
+
+    heading: str
+    stock: str
+    """lm-eval's own file, below its tasks folder."""
+    metric: str
+    """The metric that counts here."""
+    split: str
+    """The split lm-eval scores."""
+    file: str
+    """Name of the local file, without .jsonl."""
+    fields: tuple[str, ...]
+    """What every row of the local file must have."""
+    higher_is_better: bool = True
+
+
+# The metric of each task is the one that gives the paper's dense rows (tables "dense" and "moe"): its LLaMA-7B has
+# HellaSwag 76.00, ARC-c 44.28, ARC-e 72.10 and OBQA 44.00, which are that model's known length-normalised accuracies
+# (plain ones: about 57, 42, 75 and 34). So: acc_norm wherever lm-eval reports it, acc for the other three.
+TASKS = {
+    "boolq": Task(
+        heading="BoolQ", stock="super_glue/boolq/default.yaml", metric="acc", split="validation",
+        file="boolq_val", fields=("passage", "question", "label"),
+    ),
+    "openbookqa": Task(
+        heading="OBQA", stock="openbookqa/openbookqa.yaml", metric="acc_norm", split="test",
+        file="openbookqa_test", fields=("question_stem", "choices", "answerKey"),
+    ),
+    "rte": Task(
+        heading="RTE", stock="glue/rte/default.yaml", metric="acc", split="validation",
+        file="rte_val", fields=("sentence1", "sentence2", "label"),
+    ),
+    "winogrande": Task(
+        heading="WinoGrande", stock="winogrande/default.yaml", metric="acc", split="validation",
+        file="winogrande_val", fields=("sentence", "option1", "option2", "answer"),
+    ),
+    "hellaswag": Task(
+        heading="HellaSwag", stock="hellaswag/hellaswag.yaml", metric="acc_norm", split="validation",
+        file="hellaswag_val", fields=("label",),
+    ),
+    "piqa": Task(
+        heading="PIQA", stock="piqa/piqa.yaml", metric="acc_norm", split="validation",
+        file="piqa_val", fields=("goal", "sol1", "sol2", "label"),
+    ),
+    "mathqa": Task(
+        heading="MathQA", stock="mathqa/mathqa.yaml", metric="acc_norm", split="test",
+        file="mathqa_test", fields=("Problem", "options", "correct"),
+    ),
+    "arc_easy": Task(
+        heading="ARC-e", stock="arc/arc_easy.yaml", metric="acc_norm", split="test",
+        file="ARC-Easy_test", fields=("question", "choices", "answerKey"),
+    ),
+    "arc_challenge": Task(
+        heading="ARC-c", stock="arc/arc_challenge.yaml", metric="acc_norm", split="test",
+        file="ARC-Challenge_test", fields=("question", "choices", "answerKey"),
+    ),
+    "wikitext": Task(
+        heading="WikiText-2", stock="wikitext/wikitext.yaml", metric="word_perplexity", split="test",
+        file="wikitext2_test_docs", fields=("page",), higher_is_better=False,
+    ),
+    "c4": Task(
+        heading="C4", stock="c4/c4.yaml", metric="word_perplexity", split="validation",
+        file="c4_sample", fields=("text",), higher_is_better=False,
+    ),
+}  # fmt: skip
+ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better)
+"""The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
+
+
+def default_output(model: str) -> Path:
+    """Return where results go: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
+    return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{_folder_name(model)}")
+
+
+def against_output(model: str, output: Path) -> Path:
+    """Return where the results of the model to compare with go if those of the other are to go to `output`."""
+    return output / f"against-{_folder_name(model)}"
+
+
+def _folder_name(model: str) -> str:
+    return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "--")
+
+
+def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
+    """Return (value, standard error) of one task by the metric that counts here, or None if it was not run."""
+    found = results["results"].get(name, {})
+    value = found.get(f"{TASKS[name].metric},none")
+    error = found.get(f"{TASKS[name].metric}_stderr,none")
+    return None if value is None else (float(value), float(error) if isinstance(error, int | float) else None)
+
+
+def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
+
+    Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out. For the
+    interval each task is given one more row lost and one more won (Bonett and Price, J. Educ. Behav. Stat. 37, 2012):
+    a few rows that all changed alike, or not at all, are no proof that others would.
+    """
+    ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
+    if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
+        return None
+    means, variances = [], []
+    for name, rows in ours.items():
+        differences = [after - before for after, before in zip(rows, theirs[name], strict=True)]
+        means.append(fmean(differences))
+        variances.append(pvariance([*differences, 1.0, -1.0]) / (len(differences) + 2))
+    return fmean(means), 1.96 * sum(variances) ** 0.5 / len(means)
+
+
+def points(difference: float, half_width: float) -> str:
+    """Write a difference of accuracies with its 95 % interval in percentage points."""
+    return f"{100 * difference:+.1f} ± {100 * half_width:.1f}".replace("-", "−")
+
+
+def in_points(difference: float, half_width: float) -> str:
+    """Say a difference of accuracies in words."""
+    value = f"{points(difference, half_width)} points"
+    return value if abs(difference) > half_width else f"no measurable difference ({value})"
+
+
+def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the unweighted mean of the accuracies, as the paper averages, with its standard error and its tasks."""
+    scores = {name: score(results, name) for name, task in TASKS.items() if task.higher_is_better}
+    present = {name: value for name, value in scores.items() if value}
+    if not present:
+        return None
+    errors = [error or 0.0 for _, error in present.values()]
+    return {
+        "value": sum(value for value, _ in present.values()) / len(present),
+        "stderr": sum(error**2 for error in errors) ** 0.5 / len(present),
+        "tasks": list(present),
+    }

@@ -1,0 +1,92 @@
+"""The model card that a pruned checkpoint carries: what was removed, what it cost, how to serve it."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.pages.page import Table, markdown_table
+from ddp_vllm.pages.summary import has_experts, routing_notes, size_table, texts_of
+from ddp_vllm.remote_code.widths import dense_expert_size
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
+
+TEXT = """# {name}
+
+{dense} with structure removed by ddp-vllm: {units} that
+learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
+rest are folded into the weights. Weights were frozen throughout.
+
+```bash
+pip install ".[serve]"  # in a clone of ddp-vllm
+vllm serve ./{name} --trust-remote-code
+```
+
+In plain transformers, with no ddp-vllm installed:
+`AutoModelForCausalLM.from_pretrained("./{name}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
+reads the config first, whose class is in this folder, and without it asks on stdin.
+
+{sizes}
+
+{quality}
+
+Tensor-parallel sizes that split every layer without padding: {tp}.
+
+## Widths
+
+{layers}
+"""
+
+
+def model_card(checkpoint: Checkpoint, name: str) -> str:
+    """Return the Markdown of the card; `name` is the folder's."""
+    data = ModelCardData(
+        library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation", license=None
+    )
+    provenance = checkpoint.provenance
+    dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "its dense model")
+    if dense.count("/") == 1 and not dense.startswith((".", "/", "~")) and not Path(dense).exists():  # a hub name
+        data.base_model = dense
+    experts = has_experts(checkpoint)
+    text = TEXT.format(
+        name=name,
+        dense=dense.rstrip("/").rsplit("/", 1)[-1],
+        sizes=markdown_table(size_table(checkpoint)),
+        units="channels of the routed experts" if experts else "attention heads and MLP channels",
+        quality="\n\n".join([_quality(checkpoint), *(f"Note: {note}." for note in routing_notes(checkpoint))]),
+        tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers))),
+        layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
+    )
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _layer_widths(checkpoint: Checkpoint) -> Table:
+    rows = [
+        [index, " ".join(map(str, layer.query_heads_per_kv_head)) or "–", layer.intermediate_size or "–"]
+        for index, layer in enumerate(checkpoint.layers)
+    ]
+    return Table(headings=["layer", "query heads for each KV head", "MLP channels"], rows=rows, is_text=True)
+
+
+def _expert_widths(checkpoint: Checkpoint) -> Table:
+    rows = [
+        [index, " ".join(map(str, layer.expert_intermediate_sizes))]
+        for index, layer in enumerate(checkpoint.layers)
+        if layer.expert_intermediate_sizes is not None
+    ]
+    heading = f"channels left of {dense_expert_size(checkpoint.config):,}, expert by expert"
+    return Table(headings=["layer", heading], rows=rows, is_text=True)
+
+
+def _quality(checkpoint: Checkpoint) -> str:
+    provenance = checkpoint.provenance
+    quality = provenance.get("perplexity")
+    if not quality:
+        return "Quality was not measured when this checkpoint was written."
+    where = ""
+    if "applied_to" in provenance:
+        learned_on = provenance.get("recipe", {}).get("model", "another model")
+        where = f" Measured on {learned_on}, where the masks were learned."
+    return (
+        f"Perplexity on held-out text of {texts_of(provenance)} "
+        f"({quality['tokens']:,} tokens): dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}.{where}"
+    )

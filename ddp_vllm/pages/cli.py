@@ -1,0 +1,68 @@
+"""The verbs inspect, report and compare. What draws and reads is imported when one of them runs, not before."""
+
+from pathlib import Path
+
+import click
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.errors import SettingError
+from ddp_vllm.output import check_file
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def inspect(folder: Path) -> None:
+    """Check a pruned checkpoint and show what each layer has left."""
+    checkpoint = read_checkpoint(folder)
+    from rich.console import Console
+
+    from ddp_vllm.pages.terminal import print_checkpoint
+
+    print_checkpoint(checkpoint, Console())
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write. [default: FOLDER itself]")
+def report(folder: Path, output: Path | None) -> None:
+    """Draw what was removed: report.html, and its pictures and numbers in report/.
+
+    `prune` does this by itself; FOLDER is any pruned checkpoint.
+    """
+    checkpoint = read_checkpoint(folder)
+    from ddp_vllm.pages.report import write_report
+
+    click.echo(f"written: {write_report(checkpoint, output or folder)}")
+
+
+@click.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
+@click.option(
+    "--results", multiple=True, type=click.Path(path_type=Path), help="Results outside the folders; repeatable."
+)
+@click.option("--dense", metavar="MODEL", help="The dense model. [default: the one of the recipe]")
+@click.option("--overwrite", is_flag=True, help="Replace the page.")
+def compare(
+    folders: tuple[Path, ...], output: Path, results: tuple[Path, ...], dense: str | None, overwrite: bool
+) -> None:
+    """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
+
+    \b
+    ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
+
+    Results of bench and eval are found in each folder and its eval folder, or passed with --results.
+    """
+    markdown = output.with_suffix(".md")
+    if markdown == output:
+        raise SettingError(f"{output} is where the Markdown goes; call the page {output.with_suffix('.html')}")
+    for path in (output, markdown):
+        check_file(path, overwrite=overwrite)
+    from ddp_vllm.pages.compare import write_comparison
+    from ddp_vllm.pages.measurements import collect
+
+    comparison = collect(folders, results=results, dense=dense)
+    write_comparison(comparison, output, markdown)
+    for note in comparison.notes:
+        click.echo(note, err=True)
+    click.echo(f"{output} and {markdown}")

@@ -1,0 +1,175 @@
+"""What a checkpoint says about its own making, and the numbers behind the pictures of a report.
+
+Legend: L layers, U units of a layer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint
+from ddp_vllm.errors import CheckpointError
+from ddp_vllm.pages.page import Table
+from ddp_vllm.pages.summary import times_chosen
+
+METRICS_FILE = "ddp_metrics.jsonl"
+"""What `prune` logged, a JSON object a step; in the pruned folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a checkpoint says about its making, beside its widths."""
+
+    checkpoint: Checkpoint
+    gates: Mapping[str, NDArray[np.float32]]
+    """Final gates a module type, 0 where the unit is gone: [L, U], of routed experts [routed layers, E, C]; empty
+    without a masks file."""
+    searched: Mapping[str, NDArray[np.float32]]
+    """The same before rounding and polish (z)."""
+    metrics: Sequence[Mapping[str, float]]
+    """One object a step; empty if the masks were applied, not learned, here."""
+    block_losses: Mapping[str, Sequence[float]]
+    """Loss of each held-out block, `dense` and `pruned`, in nats a token; empty if quality was not measured."""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Say what a unit of each module type is."""
+        heads = "KV groups" if self.checkpoint.provenance.get("head_unit") != "query-head" else "query heads"
+        names = {"attn": heads, "mlp": "MLP channels", "experts": "expert channels"}
+        return {kind: names.get(kind, kind) for kind in self.gates}
+
+
+def gather(checkpoint: Checkpoint) -> Evidence:
+    """Read masks and metrics. Raises: CheckpointError if they cannot be read or are of other widths."""
+    folder = checkpoint.folder
+    try:
+        tensors = load_file(folder / MASKS_FILE) if (folder / MASKS_FILE).exists() else {}
+        evidence = Evidence(
+            checkpoint=checkpoint,
+            gates={name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")},
+            searched={name.removesuffix(".z"): value for name, value in tensors.items() if name.endswith(".z")},
+            metrics=_read_metrics(folder / METRICS_FILE),
+            block_losses=_block_losses(checkpoint.provenance),
+        )
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
+    kept = {
+        "mlp": [layer.intermediate_size for layer in checkpoint.layers],
+        "experts": [list(row) for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes) is not None],
+    }
+    gates = evidence.gates
+    if any((gates[kind] > 0).sum(-1).tolist() != widths for kind, widths in kept.items() if kind in gates):
+        raise CheckpointError(
+            f"{folder}: {MASKS_FILE} and config.json are of different checkpoints; run ddp-vllm apply again"
+        )
+    return evidence
+
+
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return one object a step, none if the masks were not learned here. Raises: OSError, ValueError."""
+    if not path.exists():
+        return []
+    metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if not all(isinstance(step, dict) and "step" in step for step in metrics):
+        raise ValueError(f"a line of {path.name} states no step")
+    return metrics
+
+
+def _block_losses(provenance: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Raises: ValueError if a perplexity comes without them, or the two are not of the same blocks."""
+    if not (quality := provenance.get("perplexity")):
+        return {}
+    try:
+        dense, pruned = ([float(loss) for loss in quality["block_losses"][name]] for name in ("dense", "pruned"))
+    except (TypeError, KeyError):
+        dense = pruned = []
+    if not dense or len(dense) != len(pruned):
+        raise ValueError("its perplexity does not come with the loss of each block")
+    return {"dense": dense, "pruned": pruned}
+
+
+def kept_scales(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the gates of the units that stay, flat."""
+    return values[values > 0].astype(np.float64)
+
+
+def expert_widths(checkpoint: Checkpoint) -> NDArray[np.float64]:
+    """Return [L, E] channels left, not a number in layers without routed experts."""
+    sizes = [layer.expert_intermediate_sizes for layer in checkpoint.layers]
+    num_experts = next(len(row) for row in sizes if row is not None)
+    return np.array([row if row is not None else [np.nan] * num_experts for row in sizes], dtype=np.float64)
+
+
+def expert_use(checkpoint: Checkpoint) -> NDArray[np.float64] | None:
+    """Return [L, E], how often the router chose each expert while learning, 1 for an even share; None if unknown."""
+    if not (chosen := times_chosen(checkpoint.provenance)):
+        return None
+    use = np.full_like(expert_widths(checkpoint), np.nan)
+    for layer, counts in chosen.items():
+        use[layer] = np.array(counts) / max(1e-9, float(np.mean(counts)))
+    return use
+
+
+def bin_edges(gates: NDArray[np.float64]) -> list[float]:
+    """Return the edges of a histogram: steps of 0.05 from 0 past the highest gate, of more where it is far out."""
+    top = max(1.5, float(gates.max(initial=0.0)))
+    edges: list[float] = np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1)).tolist()
+    return edges
+
+
+def tables(evidence: Evidence) -> dict[str, Table]:
+    """Return the numbers behind the page by the name of their CSV file."""
+    gates, provenance = evidence.gates, evidence.checkpoint.provenance
+    pairs = zip(*evidence.block_losses.values(), strict=True)
+    found: dict[str, Sequence[Mapping[str, Any]]] = {
+        "widths": [
+            {
+                "layer": index,
+                "kv_heads": layer.num_kv_heads,
+                "query_heads": layer.num_query_heads,
+                "intermediate_size": layer.intermediate_size,
+            }
+            for index, layer in enumerate(evidence.checkpoint.layers)
+        ],
+        "heads": [
+            {"layer": index} | {f"unit_{unit}": _short(gate) for unit, gate in enumerate(gates_U)}
+            for index, gates_U in enumerate(gates["attn"].tolist() if "attn" in gates else ())
+        ],
+        "experts": _experts(evidence.checkpoint) if "experts" in gates else (),
+        "gates": [each for kind, values in gates.items() for each in _histogram(kind, kept_scales(values))],
+        "curves": evidence.metrics,
+        "rounding": [{"module_type": kind, **change} for kind, change in provenance.get("rounding", {}).items()],
+        "perplexity": [{"block": block, "dense_loss": a, "pruned_loss": b} for block, (a, b) in enumerate(pairs)],
+    }
+    return {name: Table.of(records) for name, records in found.items() if records}
+
+
+def _experts(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    use_LE = expert_use(checkpoint)
+    return [
+        {
+            "layer": index,
+            "expert": expert,
+            "intermediate_size": width,
+            "times_even_share": "" if use_LE is None else _short(use_LE[index, expert]),
+        }
+        for index, layer in enumerate(checkpoint.layers)
+        for expert, width in enumerate(layer.expert_intermediate_sizes or ())
+    ]
+
+
+def _histogram(kind: str, scales: NDArray[np.float64]) -> list[dict[str, Any]]:
+    edges = bin_edges(scales)
+    bins = zip(edges, edges[1:], np.histogram(scales, edges)[0].tolist(), strict=False)
+    return [{"module_type": kind, "scale_from": _short(a), "scale_to": _short(b), "units": n} for a, b, n in bins]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,101 @@
+"""A page: a title, what it comes to, sections, and where its numbers are from; as HTML or as Markdown.
+
+What a page says is plain data here. How it looks is in `page.html.j2` and `style.css`, and nowhere else. The HTML is
+one file: no script, font or picture is loaded from anywhere. Shapes and labels, not colours, carry meaning.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Headings and rows of cells; the first column is text."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    is_text: bool = False
+    """Every column is text, none is numbers."""
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> "Table":
+        """Return a row a record, with the columns of the first."""
+        headings = list(records[0])
+        return cls(headings=headings, rows=[[record.get(name, "") for name in headings] for record in records])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A drawing inside the page."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    """An SVG element of ours, which is not escaped."""
+    png: bytes
+    """The same, to be kept beside the page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table or pictures, under a heading if there is one."""
+
+    heading: str
+    table: Table | None = None
+    pictures: Sequence[Picture] = ()
+    remark: str = ""
+    folded: bool = False
+    """Shown when the reader opens it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """Everything on a page, top to bottom."""
+
+    title: str
+    lead: Sequence[tuple[str, str]]
+    """(whom it is about, sentence); the first may be empty."""
+    sections: Sequence[Section]
+    footer: Sequence[str]
+    """Where, with what and on what the numbers were measured, and what is missing."""
+    files: Sequence[str] = field(default=())
+    """What lies beside the page, relative to it."""
+
+
+def to_html(page: Page) -> str:
+    """Return the whole page as one self-contained file."""
+    environment = Environment(
+        loader=PackageLoader("ddp_vllm.pages", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["unescaped"] = Markup
+    return environment.get_template("page.html.j2").render(page=page)
+
+
+def to_markdown(page: Page) -> str:
+    """Return the sentences and tables of a page in Markdown; pictures are left out."""
+    lines = [f"- **{name}**: {sentence}" if name else sentence for name, sentence in page.lead] + [""]
+    for section in page.sections:
+        if section.table:
+            lines += [f"### {section.heading}", "", markdown_table(section.table), "", section.remark, ""]
+    return "\n".join([*lines, *(f"- {line}" for line in page.footer), ""])
+
+
+def markdown_table(table: Table) -> str:
+    """Return the lines of a table in Markdown, columns of numbers to the right."""
+    rule = "|".join("---" if table.is_text or not column else "--:" for column in range(len(table.headings)))
+    lines = [f"| {' | '.join(map(_cell, row))} |" for row in (table.headings, *table.rows)]
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|")

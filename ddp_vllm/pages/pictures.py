@@ -1,0 +1,218 @@
+"""The pictures of the pages: black, grey and shapes only, narrow enough that their text can be read on a phone.
+
+Every `draw_` function fills a figure of matplotlib, and `render` makes a picture of it. Legend: L layers, U units of a
+layer.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from ddp_vllm.pages.evidence import bin_edges
+from ddp_vllm.pages.page import Picture
+
+WIDTH = 4.3  # inches: 9 pt text is then 11 px on a screen of 390 px
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "axes.linewidth": 0.8,
+    "text.parse_math": False,  # a $ in a name is a dollar
+}
+GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(bad="white")  # white: removed
+MOST_CROSSES = 2500  # beyond that white cells must do
+LINES = ("-", "--", ":", "-.")
+MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")  # of pruned models; the dense one is a circle
+LAMBDAS = {"lambda1": "λ1", "lambda2": "λ2", "lambda3": "λ3"}
+Curves = Sequence[Mapping[str, float]]
+
+
+def render(draw: Callable[[Figure], None], *, name: str, title: str, caption: str, height: float) -> Picture:
+    """Return what `draw` draws, `height` inches high, for the page and as PNG."""
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        draw(figure)
+        vector, raster = io.StringIO(), io.BytesIO()
+        figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(raster, format="png", dpi=200)
+    return Picture(name=name, title=title, caption=caption, svg=_inline(vector.getvalue()), png=raster.getvalue())
+
+
+def _inline(svg: str) -> str:
+    """Return what stands in the page: as wide as there is room, and without identifiers that clash."""
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :])  # known to every HTML parser
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r' height="[\d.]+pt"', "", svg, count=1)
+    return re.sub(r'(<svg [^>]*?) width="[^"]*"', r"\1", svg)
+
+
+def height_of_map(units: int) -> float:
+    """Return a height in inches at which the units of a heatmap can be told apart."""
+    return float(np.clip(1.1 + 0.13 * units, 1.6, 4.8))
+
+
+def draw_heatmaps(
+    figure: Figure, *, values: Mapping[str, NDArray[np.float64]], unit_label: str, together: int = 1
+) -> None:
+    """Draw [L, U] arrays below each other, label -> values: layers from left to right, units upwards.
+
+    The darker the higher; crossed out where the value is 0, empty where it is not a number. Lines part units that
+    belong `together` (query heads of a KV head).
+    """
+    for axes, (label, values_LU) in zip(_panels(figure, len(values)), values.items(), strict=True):
+        shown = np.ma.masked_invalid(np.ma.masked_equal(values_LU.T, 0.0))
+        scale = Normalize(0.0, max(float(np.nanmax(values_LU)), 1e-9))
+        image = axes.imshow(shown, cmap=GREYS, norm=scale, aspect="auto", origin="lower", interpolation="none")
+        _cross_out(axes, values_LU)
+        for edge in range(together, values_LU.shape[1], together) if together > 1 else ():
+            axes.axhline(edge - 0.5, color="0.5", linewidth=0.5)
+        axes.set(xlabel="layer", ylabel=unit_label)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        figure.colorbar(image, ax=axes, label=label, pad=0.02)
+
+
+def _cross_out(axes: Axes, values_LU: NDArray[np.float64]) -> None:
+    layers, units = values_LU.shape
+    gone_layer, gone_unit = np.nonzero(values_LU == 0)
+    if len(gone_layer) <= MOST_CROSSES:
+        cell = min(200 / layers, 72 * height_of_map(units) * 0.6 / units)  # points
+        size = min(20.0, (0.6 * cell) ** 2)
+        axes.scatter(gone_layer, gone_unit, marker="x", s=size, color="0.25", linewidths=0.7)
+
+
+def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
+    """Draw what each layer's MLP keeps over the outline of its `dense` width."""
+    (axes,) = _panels(figure, 1)
+    layers = range(len(kept_L))
+    axes.bar(layers, kept_L, width=0.8, color="0.45", label="kept")
+    axes.bar(layers, dense, width=0.8, facecolor="none", edgecolor="black", linewidth=0.7, label="dense")
+    axes.set(xlabel="layer", ylabel="MLP channels")
+    axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    _legend(figure, axes)
+
+
+def draw_histograms(
+    figure: Figure, *, kept: Mapping[str, NDArray[np.float64]], searched: Mapping[str, NDArray[np.float64]]
+) -> None:
+    """Draw the gates of kept units, one panel a module type; `searched` are the same before rounding and polish."""
+    for axes, (label, gates) in zip(_panels(figure, len(kept)), kept.items(), strict=True):
+        bins = bin_edges(gates)
+        axes.hist(gates, bins=bins, color="0.6", label="final")
+        if label in searched:
+            axes.hist(searched[label], bins=bins, histtype="step", color="black", label="after the search")
+        axes.axvline(1.0, color="black", linestyle=":", linewidth=1)
+        axes.set(xlabel=f"scale of kept {label}", ylabel="units")
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    _legend(figure, axes)
+
+
+def panels_of_curves(curves: Curves) -> list[tuple[str, dict[str, str]]]:
+    """Return what can be drawn from the metrics of a run: (label of the axis, metric -> its name), a panel each."""
+    kinds = [name.removesuffix("_sparsity") for name in curves[0] if name.endswith("_sparsity")]
+    panels = [
+        ("nats a token", {"loss": "loss", "ce": "cross-entropy"}),
+        ("KL, nats a token", {"kl": "KL to dense"}),
+        ("sparsity", {f"{kind}_sparsity": kind for kind in kinds}),
+        ("μ", {"mu": "μ"}),
+        *((label, {f"{kind}_{metric}": kind for kind in kinds}) for metric, label in LAMBDAS.items()),
+    ]
+    there = [(label, {each: name for each, name in found.items() if each in curves[0]}) for label, found in panels]
+    return [(label, metrics) for label, metrics in there if metrics]
+
+
+def height_of_curves(curves: Curves) -> float:
+    return 0.4 + 1.15 * len(panels_of_curves(curves))
+
+
+def draw_curves(figure: Figure, *, curves: Curves, target: float | None, rounded_after: int | None) -> None:
+    """Draw losses, sparsity, μ and (where there are some) λ over the steps; noisy ones as they are and smoothed."""
+    panels = panels_of_curves(curves)
+    steps = np.array([step["step"] for step in curves])
+    for axes, (label, metrics) in zip(_panels(figure, len(panels), sharex=True), panels, strict=True):
+        for (metric, name), line in zip(metrics.items(), LINES, strict=False):
+            values = np.array([step.get(metric, np.nan) for step in curves])
+            if "token" in label:
+                axes.plot(steps, values, color="0.75", linewidth=0.7)
+                values = smooth(values)
+            axes.plot(steps, values, color="black", linestyle=line, linewidth=1.2, label=name)
+        if label == "sparsity" and target is not None:
+            axes.axhline(target, color="black", linestyle=":", linewidth=1, label="target")
+        if rounded_after is not None:
+            axes.axvline(rounded_after + 0.5, color="0.4", linestyle="-", linewidth=0.8)
+        axes.set_ylabel(label)
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            axes.legend(framealpha=0.85, edgecolor="none", fontsize=8, handlelength=2.2)
+    axes.set_xlabel("step")
+    figure.align_ylabels()
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the running mean over a twentieth of the steps; shorter at both ends."""
+    window = np.ones(max(1, len(values) // 20) | 1)
+    mean: NDArray[np.float64] = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+    return mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A model between speed and quality."""
+
+    name: str
+    is_dense: bool
+    ratio: tuple[float, float, float]
+    """How many times faster than the dense model, and the ends of the 95 % interval."""
+    accuracy: float
+    """In percent."""
+    reach: float
+    """Half the 95 % interval of the accuracy."""
+
+
+def draw_points(figure: Figure, *, points: Sequence[Point], speed: str) -> None:
+    """Draw accuracy against speed with intervals, and the line through what no other model beats in both."""
+    (axes,) = _panels(figure, 1)
+    front = _pareto(points)
+    axes.plot([point.ratio[0] for point in front], [point.accuracy for point in front], color="0.6", ls="--", zorder=0)
+    for number, point in enumerate(points):
+        ratio, low, high = point.ratio
+        marker = "o" if point.is_dense else MARKERS[(number - 1) % len(MARKERS)]
+        fill = "white" if point.is_dense else "black"
+        axes.errorbar(
+            ratio, point.accuracy, xerr=[[ratio - low], [high - ratio]], yerr=point.reach, label=point.name,
+            fmt=marker, color="black", markerfacecolor=fill, markersize=6, capsize=3,
+        )  # fmt: skip
+    axes.set(xlabel=f"{speed}, times better than dense", ylabel="mean accuracy, %")
+    axes.margins(0.15)
+    figure.legend(loc="outside lower center", ncols=1 if len(points) < 4 else 2, frameon=False)
+
+
+def _pareto(points: Sequence[Point]) -> list[Point]:
+    """Return the points that no other beats in both speed and accuracy, fastest first."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (-point.ratio[0], -point.accuracy)):
+        if not front or point.accuracy > front[-1].accuracy:
+            front.append(point)
+    return front
+
+
+def _panels(figure: Figure, number: int, **options: Any) -> Sequence[Axes]:
+    """Return axes below each other."""
+    axes: Sequence[Axes] = figure.subplots(number, squeeze=False, **options)[:, 0]
+    return axes
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)

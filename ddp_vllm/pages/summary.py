@@ -1,0 +1,138 @@
+"""What was removed from a checkpoint: units, parameters, FLOPs and KV cache, and what to know about its routing."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.costs import prices, whole_model
+from ddp_vllm.families import dense_layers
+from ddp_vllm.pages.page import Table
+from ddp_vllm.remote_code.widths import LayerWidths
+
+Size = tuple[str, int, int]
+"""What is counted, how much of it the dense model has, how much is left."""
+CONTEXT_LENGTH = 2048  # tokens a FLOP count attends to, where the recipe states none
+
+_UNITS: dict[str, Callable[[LayerWidths], int]] = {
+    "KV heads": lambda layer: layer.num_kv_heads,
+    "query heads": lambda layer: layer.num_query_heads,
+    "MLP channels": lambda layer: layer.intermediate_size,
+}
+_UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
+    "experts": lambda layer: sum(map(bool, layer.expert_intermediate_sizes or ())),
+    "expert channels": lambda layer: sum(layer.expert_intermediate_sizes or ()),
+}
+
+
+def has_experts(checkpoint: Checkpoint) -> bool:
+    """Say whether routed experts were pruned, and nothing else."""
+    return checkpoint.widths.table.has_experts
+
+
+def units(checkpoint: Checkpoint) -> list[Size]:
+    """Count each kind of unit that can be pruned in such a model, over all layers."""
+    dense = dense_layers(checkpoint.config)
+    kinds = _UNITS_OF_EXPERTS if has_experts(checkpoint) else _UNITS
+    return [(label, sum(map(count, dense)), sum(map(count, checkpoint.layers))) for label, count in kinds.items()]
+
+
+def footprint(checkpoint: Checkpoint) -> list[Size]:
+    """Count the whole model's parameters, a token's FLOPs, and a token's bytes of KV cache at 16 bits."""
+    context = _context(checkpoint)
+    parameters = checkpoint.num_parameters
+    found = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
+    for budget, label in (("flops", f"FLOPs a token at {context:,}"), ("kv-bytes", "KV-cache bytes a token")):
+        left = whole_model(budget, checkpoint.config, checkpoint.layers, checkpoint.shapes, context)
+        found.append((label, round(left + _removed(budget, checkpoint)), round(left)))
+    return found
+
+
+def without_embeddings(checkpoint: Checkpoint) -> Size:
+    """Count the parameters that are no embeddings."""
+    embeddings = sum(prod(shape) for name, shape in checkpoint.shapes.items() if "embed" in name or "lm_head" in name)
+    left = checkpoint.num_parameters - embeddings
+    return "… without embeddings", left + removed_parameters(checkpoint), left
+
+
+def removed_parameters(checkpoint: Checkpoint) -> int:
+    """Return how many parameters of the dense model are gone, from the widths alone (biases included if kept ones are).
+
+    Beside what units cost, a removed block takes its norms and its output bias.
+    """
+    priced = int(_removed("params", checkpoint))
+    if has_experts(checkpoint):
+        return priced
+    without_attention = sum(not layer.num_kv_heads for layer in checkpoint.layers)
+    without_mlp = sum(not layer.intermediate_size for layer in checkpoint.layers)
+    of_heads = {
+        name.split(".")[-2]: prod(shape)
+        for name, shape in checkpoint.shapes.items()
+        if ".self_attn." in name and "_norm." in name
+    }
+    attention = _vectors("attn", checkpoint) + sum(of_heads.values())
+    return priced + attention * without_attention + _vectors("mlp", checkpoint) * without_mlp
+
+
+def _vectors(block: str, checkpoint: Checkpoint) -> int:
+    """Return the parameters in a block's norms and output bias."""
+    table = checkpoint.widths.table
+    bias = f".{table.output(block).name}.bias"
+    count = len(table.norms[block]) + any(name.endswith(bias) for name in checkpoint.shapes)
+    return int(checkpoint.config["hidden_size"]) * count
+
+
+def _removed(budget: str, checkpoint: Checkpoint) -> float:
+    """Return what the units that are gone cost, as `budget` counts."""
+    config = checkpoint.config
+    layers = prices(budget, config, checkpoint.shapes, _context(checkpoint))
+    pairs = zip(layers, dense_layers(config), checkpoint.layers, strict=True)
+    return sum(price.of(dense) - price.of(kept) for price, dense, kept in pairs)
+
+
+def _context(checkpoint: Checkpoint) -> int:
+    return int(checkpoint.provenance.get("recipe", {}).get("context_length", CONTEXT_LENGTH))
+
+
+def size_table(checkpoint: Checkpoint) -> Table:
+    """Return what is left of each kind of unit, and of what they cost."""
+    rows = [
+        [label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"]
+        for label, dense, left in (*units(checkpoint), *footprint(checkpoint))
+    ]
+    return Table(headings=["", "dense", "pruned", "removed"], rows=rows)
+
+
+def routing_notes(checkpoint: Checkpoint) -> list[str]:
+    """Return a sentence for each thing about the routing that a reader should know; none for a dense model."""
+    notes, chosen = [], checkpoint.config.get("num_experts_per_tok", 0)
+    counts = times_chosen(checkpoint.provenance)
+    idle = {index: row.count(0) for index, row in counts.items() if 0 in row}
+    if idle:
+        layers = ", ".join(f"{index} ({number} of {len(counts[index])})" for index, number in idle.items())
+        notes.append(
+            f"experts that no token of the text was sent to, in layers {layers}; nothing was learned about "
+            "them and they counted as average, so other text may miss what they lost"
+        )
+    left = {
+        index: sum(map(bool, layer.expert_intermediate_sizes))
+        for index, layer in enumerate(checkpoint.layers)
+        if layer.expert_intermediate_sizes is not None
+    }
+    if few := [f"{index} ({number} left)" for index, number in left.items() if number < chosen]:
+        notes.append(
+            f"fewer experts left than the {chosen} each token is sent to, in layers {', '.join(few)}; the router still "
+            "scores removed ones, and what it sends there adds nothing"
+        )
+    return notes
+
+
+def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
+    """Return how often each expert was chosen while learning, layer -> counts; {} if unknown."""
+    return {int(layer): counts for layer, counts in provenance.get("routing", {}).get("chosen", {}).items()}
+
+
+def texts_of(provenance: Mapping[str, Any]) -> str:
+    """Return the names of the texts that were learned on, each once and without the folders of whoever had them."""
+    names = [name.rsplit("/", 1)[-1] for name in provenance.get("texts") or ["unknown origin"]]
+    return ", ".join(dict.fromkeys(names))

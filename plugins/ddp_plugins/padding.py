@@ -1,0 +1,122 @@
+"""The widths a layer has inside vLLM: on disk they are compact, in memory some grow by a few zero rows.
+
+vLLM gives every rank the same number of KV heads, query heads and MLP channels. What does not divide is filled up
+with zero rows, which add nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column of
+`down_proj`. Matrix libraries ask for more: rows that start at round addresses, and few different widths. So MLP
+channels are filled up to whole blocks on one rank as well; attention heads are not, they are round already.
+Routed experts have storage and a kernel of ours: their shares may differ.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.tensors import LAYERS
+from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+
+CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
+CPU_CHANNEL_BLOCK = 128  # every width is compiled for every new number of tokens, so few widths start faster (log 91)
+MIN_WIDTH = 1024  # of a rank's share of the dense width; in a smaller model the zeros would weigh
+
+
+def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, on_cpu: bool) -> int:
+    """Return what the number of MLP channels of every layer and rank is filled up to a multiple of; 1: nothing is.
+
+    config: the checkpoint's, as plain data. Its `ddp_pad_channels_to` (`--hf-overrides`) goes before our own choice.
+    can_pad: the weights may grow; quantised ones, and those that adapters are added to, may not.
+    Raises: SettingError for a block that is no positive integer.
+    """
+    block = config.get("ddp_pad_channels_to")
+    if block is None:
+        ours = CPU_CHANNEL_BLOCK if on_cpu else CHANNEL_BLOCK
+        block = ours if config["intermediate_size"] >= MIN_WIDTH * num_ranks else 1
+    elif type(block) is not int or block < 1:
+        raise SettingError(f"ddp_pad_channels_to is {block!r}; it must be a positive integer, 1 for no padding")
+    return block if can_pad else 1
+
+
+def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
+    """Return the smallest widths, at least `widths`, that vLLM can share out over `num_ranks`.
+
+    Every KV head then serves equally many query heads. block: each rank's number of channels is a multiple of it.
+    """
+    num_kv_heads, queries_per_kv = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
+    if num_kv_heads >= num_ranks:
+        num_kv_heads = _round_up(num_kv_heads, num_ranks)
+    elif num_kv_heads:  # several ranks hold a copy of the same KV head and share its query heads
+        num_kv_heads = next(n for n in range(num_kv_heads, num_ranks + 1) if num_ranks % n == 0)
+        queries_per_kv = _round_up(queries_per_kv, num_ranks // num_kv_heads)
+    return LayerWidths(
+        query_heads_per_kv_head=(queries_per_kv,) * num_kv_heads,
+        intermediate_size=_round_up(widths.intermediate_size, num_ranks * block),
+    )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def pad(name: str, tensor: torch.Tensor, widths: ModelWidths, num_ranks: int, block: int = 1) -> torch.Tensor:
+    """Return a tensor at the width its layer has in memory, new rows or columns zero.
+
+    On one rank attention stays compact: there only the kernel wants evened-out heads (`dense.UnevenHeads`).
+    name: on disk. tensor: compact, of a shape that `widths` has checked. block: as in `fit`.
+    """
+    expected = widths.expected(name)
+    if expected is None:
+        return tensor
+    number, module = name.removeprefix(f"{LAYERS}.").rpartition(".")[0].split(".", 1)
+    found = widths.table.find(module)
+    assert found is not None, name
+    projection, layer = found[0], widths.layers[int(number)]
+    if projection.block == "attn" and num_ranks == 1:
+        return tensor
+    fitted = fit(layer, num_ranks, block)
+    if all(fitted.num_units(unit) == layer.num_units(unit) for unit in projection.units):
+        return tensor
+    axis, size = expected[0], widths.head_dim if projection.block == "attn" else 1
+    runs = tensor.split([layer.num_units(unit) * size for unit in projection.units], axis)
+    spread = [
+        _spread(run.unflatten(axis, (-1, size)), axis, _places(unit, layer, fitted), fitted.num_units(unit))
+        for unit, run in zip(projection.units, runs, strict=True)
+    ]
+    return torch.cat(spread, axis)
+
+
+def _places(unit: str, layer: LayerWidths, fitted: LayerWidths) -> Sequence[int]:
+    """Return where each unit of a kind goes among the fitted ones; a query head stays with its KV head."""
+    if unit != "query_head":
+        return range(layer.num_units(unit))
+    queries_per_kv = max(fitted.query_heads_per_kv_head, default=0)
+    counts = enumerate(layer.query_heads_per_kv_head)
+    return [kv_head * queries_per_kv + head for kv_head, count in counts for head in range(count)]
+
+
+def _spread(units: torch.Tensor, axis: int, places: Sequence[int], length: int) -> torch.Tensor:
+    """Put the units along `axis` at `places` among `length`, the others zero; merge each unit's own axis, the next."""
+    shape = list(units.shape)
+    shape[axis] = length
+    wide = units.new_zeros(shape)
+    chosen = slice(len(places)) if isinstance(places, range) else list(places)  # a slice is copied much faster
+    wide.movedim(axis, 0)[chosen] = units.movedim(axis, 0)
+    return wide.flatten(axis, axis + 1)
+
+
+def share_channels(widths: Sequence[int], rank: int, num_ranks: int, block: int) -> list[range]:
+    """Return the channels of each routed expert that one rank owns.
+
+    block: channels are dealt in blocks of the kernel's alignment, so that all ranks together pad no more rows than
+        one rank would. Blocks left over go to the ranks in turn, from expert to expert: no rank owns two more than
+        another.
+    """
+    shares, first = [], 0  # first: whose turn it is
+    for width in widths:
+        each, left = divmod(-(-width // block), num_ranks)
+        turn = (rank - first) % num_ranks
+        start = each * turn + min(turn, left)
+        stop = start + each + (turn < left)
+        shares.append(range(min(start * block, width), min(stop * block, width)))
+        first = (first + left) % num_ranks
+    return shares

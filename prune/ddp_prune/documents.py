@@ -1,0 +1,122 @@
+"""Rows of any supported text as documents: a file or a hub dataset in, one text a row out.
+
+A local file may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst; any other name is a dataset
+of the hub, which is streamed. A row has a text, or a conversation, which the tokenizer's chat template makes a text.
+"""
+
+import glob
+import hashlib
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ddp_vllm.cache import cache_folder
+from ddp_vllm.errors import TextError
+
+READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+COMPRESSIONS = (".gz", ".xz", ".zst")
+ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
+
+
+def open_rows(name: str) -> Any:
+    """Return the rows of a file, a `datasets.Dataset`, or of a hub dataset, an `IterableDataset` that is streamed.
+
+    name: a path; or `name` or `name:configuration` on the hub. Raises: TextError, and what `reading` turns into one.
+    """
+    import datasets
+
+    path = Path(name)
+    if path.exists() or _kind(path):
+        return _read_file(path)
+    hub_name, _, configuration = name.partition(":")
+    return datasets.load_dataset(hub_name, configuration or None, split="train", streaming=True)
+
+
+@contextmanager
+def reading(data: str) -> Iterator[None]:
+    """Raise TextError for what `datasets` raises in the block: dozens of kinds, from pyarrow's to the hub's."""
+    try:
+        yield
+    except TextError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        raise TextError(f"{data} cannot be read as text ({reason}); give a hub dataset or a {_kinds()} file") from error
+
+
+def _kinds() -> str:
+    return "/".join(kind for kind in READERS if kind != ".raw") + f" (plain or {', '.join(COMPRESSIONS)})"
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+    return READERS.get(suffixes[-1]) if suffixes else None
+
+
+def _read_file(path: Path) -> Any:
+    import datasets
+
+    if not path.is_file():
+        raise TextError(f"{path} is not a file; give a {_kinds()} file or a hub dataset")
+    if path.stat().st_size == 0:
+        raise TextError(f"{path} is empty; give a file with text")
+    kind = _kind(path)
+    if kind is None:
+        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {_kinds()} file")
+    options = {"sample_by": "document"} if kind == "text" else {}
+    # datasets tells files apart by name and time, those it unpacks by name alone
+    cache, file = str(cache_folder() / "datasets" / content_of(path)), str(path)
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs, the error below says
+    if kind == "parquet" and path.suffix in COMPRESSIONS:  # its reader needs a file it can seek in
+        file = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=cache)).extract(file)
+    read = getattr(datasets.Dataset, f"from_{kind}")  # load_dataset would tell the hub about every local file
+    return read(glob.escape(file), cache_dir=cache, **options)  # a name with [ would be taken for a pattern
+
+
+def content_of(path: Path) -> str:
+    """Return a hash of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
+    """Return a row's text, or its conversation by the chat template; as plain text where that refuses its turns.
+
+    Raises: TextError, naming `data`, if it has neither.
+    """
+    if isinstance(row.get("text"), str):
+        return str(row["text"])
+    turns = row.get("conversations") or row.get("messages")
+    if turns is None:
+        if row.keys() & {"text", "conversations", "messages"}:
+            return ""
+        raise TextError(f"{data} has no column text, conversations or messages, only {', '.join(row)}; rename one")
+    said = [(turn.get("from") or turn.get("role"), _words(turn.get("value") or turn.get("content"))) for turn in turns]
+    messages = [{"role": ROLES.get(speaker, "user"), "content": words} for speaker, words in said if words]
+    if tokenizer.chat_template:
+        for arrange in (list, _alternating):
+            with suppress(TemplateError):  # what a template raises that refuses these roles in this order
+                if turns := arrange(messages):
+                    return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def _words(content: str | list[dict[str, Any]] | None) -> str:
+    """Return what a turn says; of a list of parts, as OpenAI's format has them, those that are text."""
+    if isinstance(content, list):
+        return "\n\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return content or ""
+
+
+def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out what the assistant says first, and make one turn of neighbours in the same role."""
+    rest = itertools.dropwhile(lambda message: message["role"] == "assistant", messages)
+    return [
+        {"role": role, "content": "\n\n".join(message["content"] for message in turn)}
+        for role, turn in itertools.groupby(rest, key=lambda message: message["role"])
+    ]

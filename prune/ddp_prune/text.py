@@ -1,0 +1,270 @@
+"""Text in, blocks of tokens out: read, hold some out, take excerpts in turn, tokenise, pack, cache.
+
+The documents of lowest hash are held out, so they are the same for any seed and any number of steps.
+A short run must not spend itself on the few documents it meets first. So documents take turns: each gives an excerpt of
+about one block, then each another. Sources of different kinds take turns as well.
+Where the tokenizer begins every text with BOS, so does every block: models of such a family (Llama-3, Mistral, Gemma)
+never saw a text without it, and lean on it as the place where attention goes that finds nothing.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_prune.documents import content_of, document, open_rows, reading
+from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
+from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.output import atomic_file
+
+VERSION = 2  # of what cached blocks mean
+EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
+NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles those of a stream among as many
+FEW = 4  # times the held-out text; where one excerpt of each document is less, every piece counts as a document
+POOL = 16  # times the held-out text; what is read of a stream to choose it from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Packed text."""
+
+    train: torch.Tensor
+    """int64 [num_blocks, seq_len]"""
+    heldout: torch.Tensor
+    """int64 [heldout_blocks, seq_len], of documents that `train` does not hold; of other excerpts if they are few."""
+    found: int
+    """Tokens read; reading stops when the run has enough."""
+
+
+def load_tokenizer(model: str) -> Any:
+    """Return a model's tokenizer. Raises: ModelError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"{model} has no tokenizer that loads ({reason}); put tokenizer.json beside the model"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {model} has no EOS token, which separates documents; set eos_token in it")
+    return tokenizer
+
+
+def load_blocks(
+    data: str, tokenizer: Any, *, seq_len: int, train_blocks: int, heldout_blocks: int, min_train_blocks: int, seed: int
+) -> Blocks:
+    """Read, tokenise and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
+
+    data: hub datasets or files, separated by commas, which take turns; one that is named twice has two turns.
+    Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
+    With a tokenizer that begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text; else text alone.
+    Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks + heldout_blocks` blocks, or has a
+        source of which all is held out; OutputError if the cache cannot be written.
+    """
+    sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
+    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.npy"
+    blocks = _saved(path)
+    if blocks is None:
+        check_cache()  # `datasets` would blame the text
+        begin = leading_bos(tokenizer)
+        width = seq_len - len(begin)  # of a block's text
+        heldout, train = _read(data, tokenizer, EXCERPT * seq_len, heldout_blocks * width, train_blocks * width, seed)
+        found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * width
+        if len(train) < min_train_blocks * width:
+            raise TextError(
+                f"{data} holds {found:,} tokens, but one step and the held-out text need {need:,}; "
+                "give more text or lower --batch-size or --seq-len"
+            )
+        blocks = np.concatenate([heldout, train[: len(train) // width * width]]).reshape(-1, width)
+        blocks = np.hstack([np.tile(np.asarray(begin, np.int32), (len(blocks), 1)), blocks])
+        _save(path, blocks)
+    tokens = torch.from_numpy(blocks.astype(np.int64))
+    return Blocks(train=tokens[heldout_blocks:], heldout=tokens[:heldout_blocks], found=blocks.size)
+
+
+def leading_bos(tokenizer: Any) -> list[int]:
+    """Return [BOS] if the tokenizer begins every text with it, else []."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("x")["input_ids"][:1] == [bos] else []
+
+
+def sources_of(data: str) -> list[str]:
+    """Return the names in a comma-separated list; a file's own name may hold commas. Raises: TextError."""
+    names = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
+    if not all(names):
+        raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
+    return [os.path.normpath(name) if os.path.exists(name) else name for name in names]
+
+
+def _read(
+    data: str, tokenizer: Any, size: int, heldout_tokens: int, train_tokens: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens to hold out and tokens to learn on; sources and their documents take turns."""
+    names = sources_of(data)
+    turns = {name: names.count(name) for name in names}
+    rows, by_hash = dict[str, Any](), dict[str, Any]()
+    for name, count in turns.items():
+        with reading(name):
+            heldout = math.ceil(EXCERPT * heldout_tokens * count / len(names))
+            rows[name], by_hash[name] = open_source(name, tokenizer, seed, size=size, heldout=heldout)
+    with reading(data):
+        tokens, hidden = hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
+        for name in turns if len(turns) > 1 else ():  # one alone is too short, as `load_blocks` will say
+            _check_rest(name, (cut(row["text"], size) for row in by_hash[name]), hidden)
+        excerpts = {name: excerpts_of(rows[name], size, seed, hidden) for name in turns}
+        return tokens, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+
+
+def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int) -> tuple[Any, Any]:
+    """Return the documents of a source, shuffled by `seed`, and those that may be held out, of lowest hash first.
+
+    Both are `IterableDataset`s of one column, text. Of a stream, only the first documents may be held out.
+    size: characters of an excerpt. heldout: characters to hold out; where `FEW` applies, pieces count as documents.
+    """
+    import datasets
+
+    def texts(rows: Any) -> Any:
+        stream = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
+        return stream.map(lambda row: {"text": document(row, tokenizer, name)}).select_columns(["text"])
+
+    rows = pool = open_rows(name)
+    if isinstance(rows, datasets.IterableDataset):
+        pool = datasets.Dataset.from_dict({"text": _first(texts(rows), size, POOL * heldout)})
+    first = _first(texts(pool), size, FEW * heldout)
+    if sum(min(len(text), size) for text in first) < FEW * heldout:
+        pieces = [piece for text in first for piece in cut(text, size)]
+        rows = pool = datasets.Dataset.from_dict({"text": pieces or [""]})  # an empty one cannot be streamed
+    places = {hash_of(row["text"]): place for place, row in enumerate(texts(pool))}
+    return texts(rows.shuffle(seed=seed)), texts(pool.select([places[number] for number in sorted(places)]))
+
+
+def _first(rows: Iterable[dict[str, str]], size: int, enough: int) -> list[str]:
+    """Return the first documents, until one excerpt of each makes `enough` characters."""
+    first, found = [], 0
+    for row in rows:
+        first.append(row["text"])
+        found += min(len(row["text"]), size)
+        if found >= enough:
+            break
+    return first
+
+
+def hash_of(text: str) -> int:
+    """Return 64 bits of a text's SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+
+
+def take_turns(texts: dict[str, Any], turns: dict[str, int]) -> Iterator[str]:
+    """Yield texts of `IterableDataset`s, `turns` of each in a row; one that ends leaves the turns to the others."""
+    import datasets
+
+    several = datasets.Features({"text": datasets.List(datasets.Value("large_string"))})
+    batches = [
+        stream.map(lambda batch: {"text": [batch["text"]]}, batched=True, batch_size=turns[name], features=several)
+        for name, stream in texts.items()
+    ]
+    for batch in datasets.interleave_datasets(batches, stopping_strategy="all_exhausted_without_replacement"):
+        yield from batch["text"]
+
+
+def hold_out(documents: Iterable[str], tokenizer: Any, size: int, wanted: int) -> tuple[np.ndarray, set[str]]:
+    """Return up to `wanted` tokens, an excerpt of each document, and all pieces of these documents."""
+    tokens, hidden = np.empty(0, np.int32), set[str]()
+    for text in documents:
+        pieces = cut(text, size)
+        if not hidden.issuperset(pieces):  # else it is a copy of one in another source
+            hidden.update(pieces)
+            excerpt = pieces[hash_of(text) % len(pieces)]
+            tokens = np.concatenate([tokens, pack([excerpt], tokenizer, wanted - len(tokens))])
+        if len(tokens) >= wanted:
+            break
+    return tokens, hidden
+
+
+def _check_rest(name: str, documents: Iterable[list[str]], hidden: set[str]) -> None:
+    """Refuse a source of which nothing would be learned on. Raises: TextError."""
+    found = False
+    for pieces in documents:
+        if not hidden.issuperset(pieces):
+            return
+        found = found or bool(pieces)
+    if not found:
+        raise TextError(f"{name} holds no text; leave it out, or give another file")
+    raise TextError(
+        f"all of {name} is held out, so nothing of it would be learned on; give more of it, leave it out, "
+        "or set a lower heldout_blocks in a recipe"
+    )
+
+
+def excerpts_of(documents: Any, size: int, seed: int, hidden: set[str]) -> Any:
+    """Return a piece of every document, then another of every one that has more, but none that is hidden.
+
+    Documents do not all begin at their beginning. They take turns in thousands, so that each is read once.
+    """
+
+    def in_turn(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+        columns = []
+        for text in batch["text"]:
+            pieces = cut(text, size)
+            start = (hash_of(text) + seed) % max(1, len(pieces))
+            columns.append(pieces[start:] + pieces[:start])
+        across = itertools.chain.from_iterable(itertools.zip_longest(*columns))
+        return {"text": [piece for piece in across if piece is not None and piece not in hidden]}
+
+    return documents.map(in_turn, batched=True, batch_size=NEIGHBOURS)
+
+
+def cut(text: str, size: int) -> list[str]:
+    """Cut a text at blanks into equal pieces of about `size` characters; the empty text into none, a piece into one."""
+    count = max(1, round(len(text) / size))
+    starts = (len(text) * number // count for number in range(1, count))
+    blanks = ((start, text.find(" ", start, start + size // 5)) for start in starts)
+    borders = [0, *(start if blank < 0 else blank for start, blank in blanks), len(text)]
+    return [text[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
+
+
+def pack(texts: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
+    """Return the tokens of texts, EOS after each, up to `wanted`; int32."""
+    rest, found, stream = iter(texts), 0, [np.empty(0, np.int32)]
+    while found < wanted and (batch := list(itertools.islice(rest, 64))):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            stream.append(np.asarray([*ids, tokenizer.eos_token_id], np.int32))
+            found += len(stream[-1])
+    return np.concatenate(stream)[:wanted]
+
+
+def _key(data: str, tokenizer: Any, *sizes: int) -> str:
+    """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, BOS, the sizes."""
+    settings = [VERSION, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
+    for path in map(Path, sources_of(data)):
+        settings.append([path.name, content_of(path)] if path.is_file() else str(path))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))
+    return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
+
+
+def _saved(path: Path) -> np.ndarray | None:
+    """Return what `_save` wrote; None if there is nothing, or what a machine that lost its power left of it."""
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _save(path: Path, blocks: np.ndarray) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as temporary, open(temporary, "wb") as file:
+            np.save(file, blocks.astype(np.int32))
+    except OSError as error:
+        raise unwritable_cache(cache_folder(), error) from error

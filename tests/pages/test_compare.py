@@ -1,0 +1,246 @@
+"""Whose results are these: by the folder they lie in, by the resolved folder they store, by a name only elsewhere."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from written_folders import write_bench, write_evaluation, write_model
+
+from ddp_vllm.cli import main
+from ddp_vllm.errors import SettingError
+from ddp_vllm.facts import describe_model
+from ddp_vllm.pages.compare import headline
+from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
+from ddp_vllm.results import verdicts
+
+HALF = [(1, 5), (1, 9)]
+FASTER, SLOWER = [(1.0, 1.5), (1.0, 1.52)], [(1.0, 0.5), (1.0, 0.52)]
+
+
+def write_dense(folder: Path, accuracy: float = 0.8) -> Path:
+    write_evaluation(write_model(folder, widths=[(2, 16), (2, 16)], origin=None), accuracy, answers=True)
+    return folder
+
+
+def write_pruned(folder: Path, dense: Path | str) -> Path:
+    return write_model(folder, widths=HALF, origin=str(dense))
+
+
+def edit(path: Path, **facts: Any) -> Path:
+    """Change what results store about their last model."""
+    content = json.loads(path.read_text())
+    (content["models"][-1] if "models" in content else content["ddp_vllm"]["model"]).update(facts)
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("stored", ["resolved", "relative"])
+def test_a_dense_and_a_pruned_folder_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
+    """An older version stored paths as they were given."""
+    monkeypatch.chdir(tmp_path)
+    dense = write_dense(Path("dense/llama"), 0.7)
+    pruned = write_pruned(Path("pruned/llama"), dense)
+    evaluation = write_evaluation(pruned, 0.5, answers=True)
+    bench = write_bench(pruned / "sharegpt.json", dense, pruned, FASTER)
+    if stored == "relative":
+        edit(evaluation, model=str(pruned))
+        edit(dense / "eval" / "results.json", model=str(dense))
+        edit(bench, model=str(pruned))
+    comparison = collect([pruned])
+    assert comparison.notes == ()
+    assert comparison.dense and comparison.dense.accuracy and comparison.dense.accuracy[0] == pytest.approx(0.7)
+    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.5 / 0.7)
+    assert (difference(comparison.pruned[0], comparison.dense) or (0,))[0] == pytest.approx(-0.2)
+    assert len(comparison.pruned[0].speeds) == 1
+
+
+def test_an_evaluation_of_the_pruned_model_is_never_the_dense_ones(tmp_path: Path) -> None:
+    dense = write_model(tmp_path / "dense" / "llama", widths=[(2, 16), (2, 16)], origin=None)
+    pruned = write_pruned(tmp_path / "pruned" / "llama", dense)
+    write_evaluation(pruned, 0.5)
+    comparison = collect([pruned])
+    assert comparison.dense and comparison.dense.quality is None
+    assert comparison.notes[-1].startswith("the dense model was not evaluated on the same rows")
+
+
+def write_bench_of_two(path: Path, dense: Path, first: Path, second: Path) -> Path:
+    """Write a bench of two pruned folders of one name, labelled as `bench sharegpt` does."""
+    one, other = (
+        json.loads(write_bench(path, dense, pruned, speeds).read_text())
+        for pruned, speeds in ((first, FASTER), (second, SLOWER))
+    )
+    for number, each in enumerate((one, other), 1):
+        each["models"][1]["label"] = f"{first.name} ({number})"
+        for run in each["runs"]:
+            if run["label"] != "dense":
+                run["label"] = f"{first.name} ({number})"
+                run["engine"] = {"peak_memory_bytes": number * 2**30}
+    one["models"].append(other["models"][1])
+    one["runs"] += [run for run in other["runs"] if run["label"] != "dense"]
+    one["verdicts"] = verdicts(one)
+    path.write_text(json.dumps(one))
+    return path
+
+
+def test_two_folders_of_one_name_in_one_bench(tmp_path: Path) -> None:
+    dense = write_dense(tmp_path / "base")
+    first, second = (write_pruned(tmp_path / name / "pruned", dense) for name in "ab")
+    bench = write_bench_of_two(first / "sharegpt.json", dense, first, second)
+    for folder, ratio, memory in ((first, 1.51, 1), (second, 0.51, 2)):
+        comparison = collect([folder], results=[bench])
+        (entry,) = comparison.pruned
+        (speed,) = entry.speeds
+        assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(ratio, abs=1e-3)
+        assert engine_fact(entry, comparison, "peak_memory_bytes") == memory * 2**30
+    first.rename(tmp_path / "a" / "other")
+    (entry,) = collect([second], results=[tmp_path / "a" / "other" / "sharegpt.json"]).pruned
+    assert [speed["label"] for speed in entry.speeds] == ["pruned (2)"]
+
+
+def test_two_folders_of_one_name_and_unknown_place_are_not_guessed(tmp_path: Path) -> None:
+    dense = write_dense(tmp_path / "base")
+    first, second = (write_pruned(tmp_path / name / "pruned", dense) for name in "ab")
+    bench = write_bench_of_two(tmp_path / "bench.json", dense, first, second)
+    content = json.loads(bench.read_text())
+    for model, name in zip(content["models"][1:], "ab", strict=True):
+        model["model"] = f"{name}/pruned"  # as an older version stored it
+    bench.write_text(json.dumps(content))
+    assert collect([second], results=[bench]).pruned[0].speeds == ()
+
+
+def test_a_folder_called_dot_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = write_dense(tmp_path / "base")
+    pruned = write_pruned(tmp_path / "half", dense)
+    monkeypatch.chdir(pruned)
+    evaluation = write_evaluation(Path(), 0.6)
+    bench = write_bench(Path("sharegpt.json"), dense, pruned, FASTER)
+    assert json.loads(evaluation.read_text())["ddp_vllm"]["model"]["model"] == str(pruned)
+    assert describe_model(".").name == "half"
+    monkeypatch.chdir(tmp_path)
+    assert collect([pruned]).notes == ()
+    edit(pruned / evaluation, model=".")  # as an older version stored it
+    edit(pruned / bench, model=".")
+    assert collect([pruned]).notes == ()
+
+
+def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) -> None:
+    dense = write_dense(tmp_path / "base")
+    old = write_pruned(tmp_path / "half", dense)
+    write_evaluation(old, 0.6)
+    write_bench(old / "sharegpt.json", dense, old, FASTER)
+    renamed = old.rename(tmp_path / "first-try")
+    assert collect([renamed]).notes == ()
+    new = write_pruned(tmp_path / "half", dense)
+    kept, fresh = collect([renamed, new]).pruned
+    assert kept.quality and kept.speeds
+    assert fresh.quality is None and fresh.speeds == ()
+
+
+def test_results_of_another_machine_are_known_by_name(tmp_path: Path) -> None:
+    dense = write_dense(tmp_path / "base")
+    pruned = write_pruned(tmp_path / "half", dense)
+    evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
+    bench = write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
+    edit(evaluation, model="/gpu/half")
+    edit(bench, model="/gpu/half")
+    assert collect([pruned], results=[evaluation, bench]).notes == ()
+    other = write_pruned(tmp_path / "there" / "half", dense)
+    edit(evaluation, model=str(other))  # a folder of that name on this machine, but another
+    assert collect([pruned], results=[evaluation, bench]).notes[0].startswith("half was not evaluated")
+
+
+def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
+    one, other = write_dense(tmp_path / "one"), write_dense(tmp_path / "other", 0.4)
+    first, second = write_pruned(tmp_path / "a", one), write_pruned(tmp_path / "b", other)
+    write_bench(second / "sharegpt.json", other, second, FASTER)
+    with pytest.raises(SettingError, match=f"different models \\({one}, {other}\\).*--dense"):
+        collect([first, second])
+    notes = collect([first, second], dense=str(one)).notes
+    assert f"b was measured against {other}, not {one}" in notes
+    with pytest.raises(SettingError, match="is pruned itself"):
+        collect([first], dense=str(second))
+
+
+def test_one_parent_written_in_two_ways_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = write_dense(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    collect([write_pruned(tmp_path / "a", "./base"), write_pruned(tmp_path / "b", dense)])
+
+
+def test_dense_results_under_the_output_of_eval_are_found(tmp_path: Path) -> None:
+    """`eval half --against base -o half/eval`, where base can't be written."""
+    dense = write_dense(tmp_path / "base", 0.8)
+    pruned = write_pruned(tmp_path / "half", dense)
+    write_evaluation(pruned, 0.6)
+    (dense / "eval").rename(pruned / "eval" / "against-base")
+    comparison = collect([pruned])
+    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
+
+
+def test_a_file_found_and_passed_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = write_dense(tmp_path / "base")
+    pruned = write_pruned(tmp_path / "half", dense)
+    bench = write_bench(pruned / "sharegpt.json", dense, pruned, FASTER)
+    monkeypatch.chdir(tmp_path)
+    comparison = collect([pruned], results=[Path("half/sharegpt.json"), bench])
+    assert len(comparison.benches) == len(comparison.pruned[0].speeds) == 1
+
+
+def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -> None:
+    """`prune --overwrite` puts another model where the old one was measured."""
+    dense = write_dense(tmp_path / "base")
+    pruned = write_model(tmp_path / "half", widths=[(2, 16), (1, 5)], origin=str(dense))
+    write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
+    evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
+    before = describe_model(str(pruned)).parameters
+    shutil.rmtree(pruned)
+    write_pruned(pruned, dense)
+    comparison = collect([pruned], results=[tmp_path / "bench.json", evaluation])
+    (entry,) = comparison.pruned
+    assert entry.speeds == () and entry.quality is None and comparison.benches == ()
+    now = describe_model(str(pruned)).parameters
+    note = f"results of half with {before:,} parameters are left out: it has {now:,} now"
+    assert comparison.notes.count(note) == 1 and any("was not measured" in each for each in comparison.notes)
+
+
+def test_of_several_results_at_a_load_the_latest_that_ended_counts(tmp_path: Path) -> None:
+    dense = write_dense(tmp_path / "base")
+    pruned = write_pruned(tmp_path / "half", dense)
+    for name, started, complete, speeds in (
+        ("z", "2026-01-01T00:00:00Z", True, SLOWER),
+        ("a", "2026-02-01T00:00:00Z", True, FASTER),
+        ("b", "2026-03-01T00:00:00Z", False, SLOWER),
+    ):
+        path = write_bench(pruned / f"{name}.json", dense, pruned, speeds)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": started, "complete": complete}))
+    comparison = collect([pruned])
+    (speed,) = comparison.pruned[0].speeds
+    assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(1.51, abs=1e-3)
+    assert [bench["started"] for bench in comparison.benches] == ["2026-02-01T00:00:00Z"]
+
+
+def test_a_dense_model_of_the_hub_is_known_once_it_was_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    home = tmp_path / "hub" / "models--org--base"
+    write_model(home / "snapshots" / "abc", widths=[(2, 16), (2, 16)], origin=None)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc")
+    comparison = collect([write_pruned(tmp_path / "half", "org/base")])
+    assert comparison.dense and comparison.dense.facts.name == "org/base"
+    assert "% fewer parameters" in headline(comparison.pruned[0], comparison)
+
+
+def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
+    pruned = write_pruned(tmp_path / "half", write_dense(tmp_path / "base"))
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.md")])
+    assert result.exit_code == 2 and "call the page" in result.output and "page.html" in result.output
+    assert not (tmp_path / "page.md").exists()
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert not (tmp_path / "page.md").read_text().startswith("<")

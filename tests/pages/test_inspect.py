@@ -1,0 +1,46 @@
+"""What `inspect` prints of a checkpoint written by hand."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
+from ddp_vllm.pages.summary import removed_parameters, units
+
+
+def _inspect(folder: Path) -> str:
+    result = CliRunner().invoke(main, ["inspect", str(folder)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
+    text = _inspect(trained)
+    for index, (kv_heads, query_heads, channels) in enumerate([("4", "8", "93"), ("4", "6", "57"), ("–", "–", "23")]):
+        assert re.search(rf"{index} │ +{kv_heads} │ +{query_heads} │ +{channels} │", text), text
+    for label, dense, left in units(read_checkpoint(trained)):
+        assert re.search(rf"{label} +{left:,} of +{dense:,} +{100 * (1 - left / dense):.1f}% removed", text)
+    assert re.search(r"held-out perplexity +dense \d+\.\d\d → pruned \d+\.\d\d \(256 tokens\)", text)
+    assert "sparsity was 25.0% before; 115 more dropped, 2 revived" in text
+
+
+def test_what_is_gone_is_counted_with_its_norms(trained: Path) -> None:
+    """Hidden size 16, heads of 8: a query head costs q and o, a KV head k and v, a channel three vectors."""
+    removed = (24 - 14) * 2 * 8 * 16 + (12 - 8) * 2 * 8 * 16 + (288 - 173) * 3 * 16
+    assert removed_parameters(read_checkpoint(trained)) == removed + 16  # layer 2 has no attention, and no norm of it
+
+
+def test_inspect_names_a_folder_as_it_is(trained: Path, tmp_path: Path) -> None:
+    """rich takes what is in brackets for a style."""
+    assert "out[v2]: what is left" in _inspect(Path(shutil.copytree(trained, tmp_path / "out[v2]")))
+
+
+@pytest.mark.parametrize("verb", ["inspect", "report"])
+def test_a_dense_folder_is_refused(tmp_path: Path, verb: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(main, [verb, str(tmp_path)])
+    assert result.exit_code == 7 and "not a pruned checkpoint" in result.stderr

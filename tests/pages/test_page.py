@@ -1,0 +1,181 @@
+"""The page: what it says, that it loads nothing, and that it never mixes what can't be compared."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_folders import write_bench, write_evaluation, write_model
+
+from ddp_vllm.errors import CheckpointError, TextError
+from ddp_vllm.pages.compare import page_of
+from ddp_vllm.pages.measurements import Comparison, collect, retained
+from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
+from ddp_vllm.pages.paper import paper_model
+
+
+def write_html(comparison: Comparison) -> str:
+    return to_html(page_of(comparison))
+
+
+def write_markdown(comparison: Comparison) -> str:
+    return to_markdown(page_of(comparison))
+
+
+def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
+    write_evaluation(dense, 0.8, answers=True)
+    for accuracy, sentence in ((0.6, "−20.0 ± 5.8 points"), (0.79, "no measurable difference (−1.0 ± 2.3 points)")):
+        write_evaluation(pruned, accuracy, answers=True)
+        comparison = collect([pruned])
+        for text in (write_html(comparison), write_markdown(comparison)):
+            assert f"accuracy {sentence}" in text and "same questions, 95 %" in text
+
+
+def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
+    comparison = collect([pruned])
+    assert comparison.notes == ()
+    assert [entry.facts.kv_bytes_per_token for entry in comparison.entries] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
+    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
+    for text in (write_html(comparison), write_markdown(comparison)):
+        assert "1.50× [1.45, 1.55] faster, offline" in text
+        assert "75.0 % of the dense accuracy" in text
+        assert "50.0 % less KV cache a token" in text
+        assert "30.00" in text  # the perplexity
+        assert "arXiv" not in text  # the paper did not prune this model
+
+
+def test_at_a_rate_the_page_tells_the_time_per_token(pruned: Path, dense: Path) -> None:
+    """There requests/s are what arrives; in the picture offline goes first, then all at once."""
+    (pruned / "sharegpt.json").unlink()
+    served = pruned / "sharegpt-serve.json"
+    write_bench(served, dense, pruned, [(0.25, 0.25)] * 3, "0.25 requests/s")
+    text = write_markdown(collect([pruned]))
+    assert "time per output token: 1.5000× [1.5000, 1.5000] faster (only 3 pairs), 0.25 requests/s" in text
+    assert "| time per output token, 0.25 requests/s | 1 | 1.5000× [1.5000, 1.5000] |" in text
+    assert "<svg" in (page := write_html(collect([pruned]))) and "time per output token, times better" in page
+    write_bench(pruned / "burst.json", dense, pruned, [(1, 1.2)] * 3, "all at once, 4 in flight")
+    served.rename(pruned / "a.json")  # read before it
+    (entry,) = collect([pruned]).pruned
+    assert [speed["load"] for speed in entry.speeds] == ["0.25 requests/s", "all at once, 4 in flight"]
+    assert entry.speed and entry.speed["load"] == "all at once, 4 in flight"
+
+
+@pytest.mark.parametrize(("gpus", "shown"), [([], True), (["NVIDIA H100"], False)])
+def test_memory_that_vllm_reserves_on_a_gpu_is_not_the_models(pruned: Path, gpus: list[str], shown: bool) -> None:
+    file = pruned / "sharegpt.json"
+    content = json.loads(file.read_text())
+    content["hardware"]["gpus"] = gpus
+    file.write_text(json.dumps(content))
+    text = write_markdown(collect([pruned]))
+    assert ("| peak memory, GiB | 1.00 | 1.00 |" in text) == shown == ("peak memory" in text)
+    assert "| weights in memory, GiB | 0.25 | 0.25 |" in text
+    assert "| tokens the KV cache holds | 46,592 | 46,592 |" in text
+
+
+def test_page_is_well_formed_and_loads_nothing(pruned: Path) -> None:
+    class Reader(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open_tags: list[str] = []
+            self.loads: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            if tag not in ("meta", "br", "use", "path", "rect", "circle"):
+                self.open_tags.append(tag)
+            self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value]
+
+        def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value]
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag in self.open_tags:
+                while self.open_tags.pop() != tag:
+                    pass
+
+    page = write_html(collect([pruned]))
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open_tags == []
+    assert all(value.startswith("#") for value in reader.loads)
+    assert "<script" not in page
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert "<svg" in page
+
+
+def test_names_are_escaped(tmp_path: Path, dense: Path) -> None:
+    folder = write_model(tmp_path / "<b>a&b", widths=[(1, 5), (1, 9)], origin=str(dense))
+    page = write_html(collect([folder]))
+    assert "&lt;b&gt;a&amp;b" in page
+    assert "<b>" not in page
+
+
+def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
+    (pruned / "eval" / "results.json").unlink()
+    write_evaluation(pruned, 0.9, limit=10)
+    comparison = collect([pruned])
+    assert retained(comparison.pruned[0], comparison.dense) is None
+    assert "not evaluated on the same rows" in comparison.notes[0]
+    write_evaluation(dense, 0.9, limit=10, name="again")
+    comparison = collect([pruned])
+    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(1)
+    assert "100.0 % of the dense accuracy (first 10 rows of each task)" in write_markdown(comparison)
+
+
+def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:
+    folder = write_model(tmp_path / "new", widths=[(1, 5), (1, 9)], origin=str(dense))
+    comparison = collect([folder])
+    assert f"new was not evaluated: ddp-vllm eval {folder}" in comparison.notes
+    assert f"new was not measured: ddp-vllm bench sharegpt --dense {dense} --pruned {folder}" in comparison.notes
+    page = write_html(comparison)
+    assert "<svg" not in page  # one point is no picture
+    assert "new was not measured" in page
+
+
+def test_a_dense_model_of_the_hub_is_found_where_eval_puts_it(
+    tmp_path: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`eval DIR --against org/base` writes the dense model's results to ./eval-org--base."""
+    monkeypatch.chdir(tmp_path)
+    results = json.loads((tmp_path / "base" / "eval" / "results.json").read_text())
+    results["ddp_vllm"]["model"] = {"model": "org/base", "name": "org/base", "pruned": False}
+    (tmp_path / "eval-org--base").mkdir()
+    (tmp_path / "eval-org--base" / "results.json").write_text(json.dumps(results))
+    comparison = collect([pruned], dense="org/base")
+    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("asked", [{"target": 1e6, "budget": "params"}, {"sparsity": 0.2, "budget": "params"}])
+def test_a_run_that_counted_no_units_removed_no_share_of_them(tmp_path: Path, asked: dict[str, Any]) -> None:
+    folder = write_model(tmp_path / "q", widths=[(1, 5), (1, 9)], origin="Qwen/Qwen3-4B", asked=asked)
+    comparison = collect([folder])
+    assert comparison.pruned[0].sparsity is None
+    assert "| units removed | – | – |" in write_markdown(comparison)
+
+
+def test_paper_stands_beside_its_own_models_only(tmp_path: Path) -> None:
+    assert paper_model("Qwen/Qwen3-4B") is not None
+    assert paper_model("meta-llama/Llama-2-7b-hf") is paper_model("./models/llama-2-7b/")
+    assert paper_model("Qwen/Qwen3-4B-Instruct-2507") is None
+    folder = write_model(tmp_path / "q", widths=[(1, 5), (1, 9)], origin="Qwen/Qwen3-4B")
+    markdown = write_markdown(collect([folder]))
+    assert "| 50 % | 47.63 | – |" in markdown
+
+
+def test_bad_input(tmp_path: Path, dense: Path, pruned: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a pruned checkpoint"):
+        collect([dense])
+    with pytest.raises(CheckpointError, match="two folders are called half"):
+        collect([pruned, pruned])
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(TextError, match="no results file"):
+        collect([pruned], results=[tmp_path / "other.json"])
+    with pytest.raises(TextError, match="cannot be read"):
+        collect([pruned], results=[tmp_path / "missing.json"])
+
+
+def test_a_bar_in_a_cell_is_no_end_of_the_cell() -> None:
+    table = Table(headings=["", "a|b"], rows=[["x", "1|2"]])
+    assert markdown_table(table) == "|  | a\\|b |\n|---|--:|\n| x | 1\\|2 |"
+    assert markdown_table(Table(headings=["a", "b"], rows=[], is_text=True)) == "| a | b |\n|---|---|"

@@ -1,0 +1,217 @@
+"""The report of a pruned checkpoint: its numbers are the checkpoint's, its pictures are there, nothing is fetched."""
+
+import csv
+import io
+import json
+import math
+import shutil
+import statistics
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from matplotlib.image import imread
+from safetensors.numpy import load_file, save_file
+from written_folders import write_masks, write_weights
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
+from ddp_vllm.pages.pictures import draw_widths, render, smooth
+
+FIGURES = ["heads", "widths", "gates", "curves"]
+
+
+class _Page(HTMLParser):
+    """What a browser would load, and what it would show."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures: list[str] = []
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attributes}
+        if tag == "figure":
+            self.figures.append(values["id"])
+        if tag == "a":
+            self.links.append(values["href"])
+        elif tag != "use":
+            self.loaded += [values[name] for name in ("src", "href", "xlink:href") if name in values]
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def pruned(trained: Path) -> Path:
+    """The trained folder, with its report."""
+    result = CliRunner().invoke(main, ["report", str(trained)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"written: {trained / 'report.html'}\n"
+    return trained
+
+
+def _table(folder: Path, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO((folder / "report" / f"{name}.csv").read_text())))
+
+
+def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
+    text = (pruned / "report.html").read_text()
+    page = _Page(text)
+    assert page.open == [] and page.figures == FIGURES
+    assert "http" not in text and "@import" not in text and "<script" not in text and "url(#" in text
+    assert all(source.startswith(("data:", "#")) for source in page.loaded) and page.loaded
+    assert {link.removeprefix("report/") for link in page.links} == {
+        path.name for path in (pruned / "report").iterdir()
+    }
+    assert "a<b: what was removed" in page.text  # names are escaped
+    for label in ("layer", "query head", "MLP channels", "λ1", "target", "KL, nats a token"):
+        assert label in page.text
+    for name in FIGURES:
+        pixels = imread(pruned / "report" / f"{name}.png")
+        assert pixels.shape[1] > 800 and 0.01 < (pixels[..., :3].mean(-1) < 0.5).mean() < 0.6  # neither empty nor black
+        assert abs(pixels[..., 0] - pixels[..., 1]).max() < 0.02  # no colour carries meaning
+
+
+def test_numbers_are_those_of_the_checkpoint(pruned: Path) -> None:
+    checkpoint = read_checkpoint(pruned)
+    rows = _table(pruned, "widths")
+    for row, layer in zip(rows, checkpoint.layers, strict=True):
+        assert int(row["intermediate_size"]) == layer.intermediate_size
+        assert (int(row["kv_heads"]), int(row["query_heads"])) == (layer.num_kv_heads, layer.num_query_heads)
+    masks = load_file(pruned / "ddp_masks.safetensors")
+    heads = np.array([[float(row[f"unit_{unit}"]) for unit in range(8)] for row in _table(pruned, "heads")])
+    np.testing.assert_allclose(heads, masks["attn.gates"], rtol=1e-5)
+    counts = dict.fromkeys(("attn", "mlp"), 0)
+    for row in _table(pruned, "gates"):
+        counts[row["module_type"]] += int(row["units"])
+    assert counts == {"attn": 14, "mlp": 173}  # nothing falls outside the bins
+    metrics = [json.loads(line) for line in (pruned / "ddp_metrics.jsonl").read_text().splitlines()]
+    curves = _table(pruned, "curves")
+    assert [float(row["mlp_lambda1"]) for row in curves] == [row["mlp_lambda1"] for row in metrics]
+    rounding = {row["module_type"]: row for row in _table(pruned, "rounding")}
+    assert int(rounding["mlp"]["dropped"]) == checkpoint.provenance["rounding"]["mlp"]["dropped"]
+
+
+def test_perplexities_come_with_the_noise_over_blocks(pruned: Path) -> None:
+    rows = _table(pruned, "perplexity")
+    assert len(rows) == 16
+    dense, kept = ([float(row[f"{name}_loss"]) for row in rows] for name in ("dense", "pruned"))
+    quality = read_checkpoint(pruned).provenance["perplexity"]
+    assert quality["pruned"] == pytest.approx(math.exp(statistics.fmean(kept)))
+    ratio = quality["pruned"] / quality["dense"]
+    error = ratio * statistics.stdev(b - a for a, b in zip(dense, kept, strict=True)) / 4
+    text = _Page((pruned / "report.html").read_text()).text
+    assert f"{ratio:.2f}± {error:.2f}" in text
+    assert f"{quality['dense']:.2f}± {quality['dense'] * statistics.stdev(dense) / 4:.2f}" in text
+
+
+def test_report_of_applied_masks_shows_what_there_is(tmp_path: Path) -> None:
+    heads, channels = np.ones((3, 4)), np.ones((3, 96))
+    heads[1] = 0.0
+    channels[0, 5:] = 0.0
+    widths = [5, 96, 96]
+    layers = [
+        {"query_heads_per_kv_head": [2] * int(heads[layer].sum()), "intermediate_size": width}
+        for layer, width in enumerate(widths)
+    ]
+    config = {"model_type": "ddp_llama", "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config |= {"head_dim": 8, "intermediate_size": 96, "num_hidden_layers": 3, "ddp_layers": layers}
+    write_weights(tmp_path / "cut", config, layers)
+    write_masks(tmp_path / "cut", {"attn": heads, "mlp": channels}, {"head_unit": "kv-group"})
+    before = {path.name for path in (tmp_path / "cut").iterdir()}
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "cut"), "-o", str(tmp_path / "elsewhere")])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "cut").iterdir()} == before
+    page = _Page((tmp_path / "elsewhere" / "report.html").read_text())
+    assert page.figures == ["heads", "widths", "gates"]
+    assert [row["intermediate_size"] for row in _table(tmp_path / "elsewhere", "widths")] == ["5", "96", "96"]
+    assert "KV groups of 2 query heads" in page.text and "perplexity" not in page.text.lower()
+
+
+def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
+    """Layers 0 and 2 have routed experts, layer 1 has none."""
+    gates, chosen = np.zeros((2, 8, 24)), {"0": [58, 27, 55, 59, 23, 63, 59, 40], "2": [82, 31, 63, 29, 52, 47, 44, 0]}
+    sizes = [[24, 12, 0, 7, 1, 20, 24, 8], [0, 3, 24, 24, 10, 11, 0, 24]]
+    for layer, row in enumerate(sizes):
+        for expert, width in enumerate(row):
+            gates[layer, expert, :width] = 1.0
+    attention = {"query_heads_per_kv_head": [2, 2]}
+    layers = [
+        {**attention, "intermediate_size": 0, "expert_intermediate_sizes": sizes[0]},
+        {**attention, "intermediate_size": 40},
+        {**attention, "intermediate_size": 0, "expert_intermediate_sizes": sizes[1]},
+    ]
+    config = {"model_type": "ddp_qwen3_moe", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [1], "ddp_layers": layers}
+    write_weights(tmp_path / "out", config, layers)
+    write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}}, searched=True)
+    (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    page = _Page((tmp_path / "out" / "report.html").read_text())
+    assert page.figures == ["experts", "gates", "curves"] and "× even share" in page.text
+    rows = _table(tmp_path / "out", "experts")
+    assert [row["layer"] for row in rows] == ["0"] * 8 + ["2"] * 8
+    for row in rows:
+        layer, expert = int(row["layer"]), int(row["expert"])
+        assert int(row["intermediate_size"]) == sizes[layer // 2][expert]
+        counts = chosen[str(layer)]
+        assert float(row["times_even_share"]) == pytest.approx(counts[expert] * 8 / sum(counts), rel=1e-5)
+    result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
+    assert (
+        result.exit_code == 0 and "7/8" in result.stdout and "in layers 2 (1 of 8)" in " ".join(result.stdout.split())
+    )
+
+
+def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pruned, tmp_path / "copy"))
+    result = CliRunner().invoke(main, ["report", str(folder), "-o", str(folder / "config.json")])
+    assert result.exit_code == 5 and "cannot be written" in result.stderr and result.stderr.count("\n") == 1
+    masks = load_file(folder / "ddp_masks.safetensors")
+    masks["mlp.gates"][2, masks["mlp.gates"][2].argmax()] = 0.0
+    save_file(masks, folder / "ddp_masks.safetensors", {"ddp": "{}"})
+    result = CliRunner().invoke(main, ["report", str(folder)])
+    assert result.exit_code == 7 and "different checkpoints" in result.stderr
+    for line in ("{", "[1]", '{"loss": 1}'):
+        (folder / "ddp_metrics.jsonl").write_text(line)
+        result = CliRunner().invoke(main, ["report", str(folder)])
+        assert result.exit_code == 7 and "cannot be read" in result.stderr, line
+
+
+def test_a_perplexity_without_the_loss_of_each_block_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
+    quality = read_checkpoint(trained).provenance["perplexity"]
+    for losses in (None, {"dense": [1.0]}, {"dense": [1.0], "pruned": []}, {"dense": 1.0, "pruned": 2.0}):
+        provenance = {"perplexity": quality | {"block_losses": losses}}
+        save_file(
+            load_file(trained / "ddp_masks.safetensors"),
+            folder / "ddp_masks.safetensors",
+            {"ddp": json.dumps(provenance)},
+        )
+        result = CliRunner().invoke(main, ["report", str(folder)])
+        assert result.exit_code == 7 and "loss of each block" in result.stderr, losses
+
+
+def test_pictures_repeat_to_the_byte() -> None:
+    draw = partial(draw_widths, kept_L=[3, 0, 7], dense=8)
+    first, second = (render(draw, name="widths", title="", caption="", height=2.0) for _ in range(2))
+    assert first == second
+
+
+def test_running_mean_keeps_constants_and_length() -> None:
+    assert smooth(np.full(50, 3.0)).tolist() == pytest.approx([3.0] * 50)
+    assert smooth(np.array([1.0])).tolist() == [1.0]

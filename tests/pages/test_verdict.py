@@ -1,0 +1,59 @@
+"""Pairs to ratio, interval and sentence; the known answers are scipy's `stats.t.interval` and `stats.t.ppf`."""
+
+import random
+from math import exp
+
+import pytest
+
+from ddp_vllm.results import judge, t_quantile
+
+
+@pytest.mark.parametrize(("degrees", "value"), [(1, 12.7062), (4, 2.7764), (30, 2.0423), (31, 2.0395), (200, 1.9719)])
+def test_quantiles_are_students(degrees: int, value: float) -> None:
+    assert t_quantile(degrees) == pytest.approx(value, abs=1e-4)
+
+
+def test_interval_of_five_known_pairs() -> None:
+    verdict = judge([10, 10, 10, 10, 10], [12, 12.5, 13, 12.2, 12.8])
+    assert verdict.ratio == pytest.approx(1.2494558, abs=1e-6)
+    assert (verdict.low, verdict.high) == pytest.approx((1.1992921, 1.3017177), abs=1e-5)
+    assert verdict.sentence == "1.25× [1.20, 1.30] faster"
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    generator = random.Random(1)
+    hits = 0
+    for _ in range(4000):
+        dense = [exp(generator.gauss(0, 0.1)) for _ in range(5)]
+        pruned = [1.3 * exp(generator.gauss(0, 0.1)) for _ in range(5)]
+        verdict = judge(dense, pruned)
+        hits += verdict.low <= 1.3 <= verdict.high
+    assert 0.94 <= hits / 4000 <= 0.96  # three standard deviations of the estimate are 0.0103
+
+
+def test_pairing_removes_what_slows_both() -> None:
+    machine = [1.0, 0.5, 0.8, 0.3, 0.9]  # ever busier or idler
+    verdict = judge(machine, [1.2 * speed for speed in machine])
+    assert verdict.ratio == pytest.approx(1.2)
+    assert (verdict.low, verdict.high) == pytest.approx((1.2, 1.2), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("pruned", "sentence"),
+    [
+        ([0.99, 1.01, 1.0, 1.02, 0.98], "no measurable difference (1.00× [0.98, 1.02])"),
+        ([0.80, 0.81, 0.79, 0.80, 0.80], "0.80× [0.79, 0.81], slower"),
+        ([1.3, 1.31], "1.30× [1.24, 1.37] faster (only 2 pairs)"),
+        ([1.20, 1.5, 1.40], "1.36× [1.02, 1.81] faster (only 3 pairs)"),  # wider above than below; ± 0.39 would reach 1
+        ([1.02, 1.03, 1.04, 1.05, 1.0], "1.028× [1.004, 1.052] faster"),  # two decimals would show 1.00
+        ([1.2, 1.2002, 1.1999, 1.2001, 1.1998], "1.2000× [1.1998, 1.2002] faster"),
+        ([1.0, 1.0, 1.0, 1.0, 1.0], "no measurable difference (1.0000× [1.0000, 1.0000])"),
+        ([1.3], "1.30× in one pair, which says nothing about the spread; measure 5 pairs"),
+    ],
+)
+def test_sentences(pruned: list[float], sentence: str) -> None:
+    assert judge([1.0] * len(pruned), pruned).sentence == sentence
+
+
+def test_one_pair_has_no_interval_in_json() -> None:
+    assert judge([1.0], [1.5]).to_json()["low"] is None

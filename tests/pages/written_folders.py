@@ -1,0 +1,178 @@
+"""Folders as `prune`, `eval` and `bench` leave them, written by hand: tiny, and with the results a test asks for."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from ddp_vllm.facts import describe_model
+from ddp_vllm.results import FORMAT, verdicts
+
+MACHINE = {"hardware": {"gpus": [], "cores": 2, "cpu": "a CPU"}, "versions": {"torch": "2.13"}}
+Layer = Mapping[str, Any]
+"""An entry of `ddp_layers`."""
+
+
+def write_weights(folder: Path, config: Mapping[str, Any], layers: Sequence[Layer]) -> None:
+    """Write config and zero weights of a model of these widths, of Llama's or Qwen3-MoE's tensors."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {"model.embed_tokens": (16, config["hidden_size"])}
+    for index, layer in enumerate(layers):
+        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in _shapes(config, layer)}
+    save_file({f"{name}.weight": np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / WEIGHTS)
+
+
+WEIGHTS = "model.safetensors"
+
+
+def _shapes(config: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    if heads := layer["query_heads_per_kv_head"]:
+        yield "input_layernorm", (hidden,)
+        for name, units in (("q", sum(heads)), ("k", len(heads)), ("v", len(heads))):
+            yield f"self_attn.{name}_proj", (units * head_dim, hidden)
+        yield "self_attn.o_proj", (hidden, sum(heads) * head_dim)
+    mlps = {"mlp": layer["intermediate_size"]}
+    for expert, width in enumerate(layer.get("expert_intermediate_sizes") or ()):
+        mlps[f"mlp.experts.{expert}"] = width
+    if any(mlps.values()):
+        yield "post_attention_layernorm", (hidden,)
+    for name, width in mlps.items():
+        if width:
+            yield from ((f"{name}.{part}_proj", (width, hidden)) for part in ("gate", "up"))
+            yield f"{name}.down_proj", (hidden, width)
+
+
+def write_model(
+    folder: Path, *, widths: list[tuple[int, int]], origin: str | None, asked: dict[str, Any] | None = None
+) -> Path:
+    """Write a tiny model, pruned to (KV heads, MLP channels) a layer; dense if there is no origin."""
+    config: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "head_dim": 4}
+    config |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16, "dtype": "bfloat16"}
+    layers = [{"query_heads_per_kv_head": [2] * kv, "intermediate_size": mlp} for kv, mlp in widths]
+    if origin is not None:
+        config |= {"model_type": "ddp_llama", "ddp_layers": layers}
+    write_weights(folder, config, layers)
+    if origin is not None:
+        provenance = {"recipe": {"model": origin, **(asked or {"sparsity": 0.5})}}
+        write_masks(folder, {}, provenance)
+    return folder
+
+
+def write_masks(
+    folder: Path, gates: Mapping[str, Any], provenance: Mapping[str, Any], *, searched: bool = False
+) -> None:
+    """Write a masks file: gates of each module type, and, if they were searched for, what they were before rounding."""
+    masks = {f"{kind}.gates": np.asarray(values, np.float32) for kind, values in gates.items()}
+    if searched:
+        masks |= {f"{kind}.z": np.clip(values, 0.01, None).astype(np.float32) for kind, values in gates.items()}
+    save_file(
+        masks or {"attn.saliency": np.zeros(1, np.float32)},
+        folder / "ddp_masks.safetensors",
+        {"ddp": json.dumps(provenance)},
+    )
+
+
+def write_trained(folder: Path) -> Path:
+    """Write a checkpoint as `prune` leaves it, with the evidence of a short run.
+
+    3 layers, of 8 query heads in 4 KV heads and of 96 channels; 14 heads and 173 channels stay, layer 2 has no
+    attention.
+    """
+    generator = np.random.default_rng(0)
+    heads, channels = np.zeros((3, 8)), np.zeros((3, 96))
+    heads[0], heads[1, 1:7] = generator.uniform(0.8, 1.3, 8), generator.uniform(0.5, 1.1, 6)
+    for layer, width in enumerate((93, 57, 23)):
+        channels[layer, generator.permutation(96)[:width]] = generator.uniform(0.3, 1.6, width)
+    layers = [
+        {
+            "query_heads_per_kv_head": [count for count in (heads[layer] > 0).reshape(4, 2).sum(1).tolist() if count],
+            "intermediate_size": int((channels[layer] > 0).sum()),
+        }
+        for layer in range(3)
+    ]
+    config = {"model_type": "ddp_llama", "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config |= {"head_dim": 8, "intermediate_size": 96, "num_hidden_layers": 3, "ddp_layers": layers}
+    write_weights(folder, config, layers)
+    losses = {name: generator.normal(mean, 0.3, 16).tolist() for name, mean in (("dense", 6.5), ("pruned", 6.6))}
+    quality = {name: float(np.exp(np.mean(values))) for name, values in losses.items()}
+    provenance = {
+        "ddp_vllm": "0.1.0",
+        "head_unit": "query-head",
+        "recipe": {"model": "owner/tiny", "sparsity": 0.4, "context_length": 2048, "data": "a.jsonl", "alm": {"mu": 1}},
+        "search_steps": 6,
+        "texts": ["/mine/a.jsonl"],
+        "rounding": {
+            "attn": {"raw_sparsity": 0.0, "revived": 0, "dropped": 10},
+            "mlp": {"raw_sparsity": 0.25, "revived": 2, "dropped": 115},
+        },
+        "perplexity": {**quality, "tokens": 256, "block_losses": losses},
+    }
+    write_masks(folder, {"attn": heads, "mlp": channels}, provenance, searched=True)
+    metrics = [_step(step, generator) for step in range(1, 11)]
+    (folder / "ddp_metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    return folder
+
+
+def _step(step: int, generator: np.random.Generator) -> dict[str, float]:
+    names = ("loss", "ce", "kl", "attn_sparsity", "mlp_sparsity", "mu", "attn_lambda1", "mlp_lambda1")
+    return {"step": step, **{name: float(generator.uniform(0.1, 1)) for name in names}, "tokens": 32.0}
+
+
+def write_evaluation(
+    folder: Path, accuracy: float, *, limit: int | None = None, name: str = "results", answers: bool = False
+) -> Path:
+    """Write results as `eval` does: two accuracies and a perplexity; with `answers`, those of 100 rows."""
+    results = {
+        "results": {
+            "piqa": {"acc_norm,none": accuracy, "acc_norm_stderr,none": 0.01},
+            "boolq": {"acc,none": accuracy, "acc_stderr,none": 0.01},
+            "wikitext": {"word_perplexity,none": 30.0, "word_perplexity_stderr,none": "N/A"},
+        },
+        "n-samples": {"piqa": {"original": 9, "effective": 9}},
+        "date": 1.0,
+        "ddp_vllm": {
+            "model": describe_model(str(folder)).to_json(),
+            "settings": {"limit": limit, "max_length": 2048, "backend": "hf"},
+            "data": "hub",
+            **MACHINE,
+        },
+    }
+    if answers:
+        rows = [float(row < 100 * accuracy) for row in range(100)]
+        results["ddp_vllm"]["answers"] = {"piqa": rows, "boolq": rows}
+    path = folder / "eval" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(results))
+    return path
+
+
+def write_bench(
+    path: Path, dense: Path, pruned: Path, speeds: list[tuple[float, float]], load: str = "offline"
+) -> Path:
+    """Write results as `bench sharegpt` does, from (dense, pruned) requests/s; tokens come half as fast again."""
+    engine = {"peak_memory_bytes": 2**30, "weights_gib": 0.25, "kv_cache_tokens": 46592.0}
+    runs = [
+        {
+            "round": turn,
+            "label": label,
+            "load": load,
+            "metrics": {"requests_per_second": value}
+            | ({"p50_tpot_ms": 30 if label == "dense" else 20} if load != "offline" else {}),
+            "engine": engine,
+        }
+        for turn, pair in enumerate(speeds)
+        for label, value in zip(("dense", pruned.name), pair, strict=True)
+    ]
+    models = [{"label": "dense", **describe_model(str(dense)).to_json()}]
+    models += [{"label": pruned.name, **describe_model(str(pruned)).to_json()}]
+    results: dict[str, Any] = {"format": FORMAT, "complete": True, "reason": None, "started": "2026", **MACHINE}
+    results |= {"settings": {"mode": "offline", "pairs": len(speeds), "seed": 0}, "models": models, "runs": runs}
+    results["sample"] = {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}
+    results["verdicts"] = verdicts(results)
+    path.write_text(json.dumps(results))
+    return path

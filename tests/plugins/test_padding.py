@@ -1,0 +1,135 @@
+"""Padding for several ranks adds zeros and nothing else."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_plugins.padding import channel_block, fit, pad, share_channels
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.tensors import DENSE, FUSED, TensorTable
+from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+
+LAYER = "model.layers.0"
+HEAD_DIM = 4
+HIDDEN_SIZE = 6
+
+
+def widths(*query_heads_per_kv_head: int, intermediate_size: int = 17) -> LayerWidths:
+    return LayerWidths(query_heads_per_kv_head=query_heads_per_kv_head, intermediate_size=intermediate_size)
+
+
+def model(layer: LayerWidths, table: TensorTable = DENSE) -> ModelWidths:
+    return ModelWidths(table=table, layers=(layer,), head_dim=HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    ("kept", "num_ranks", "expected"),
+    [
+        ((3, 2, 1), 1, ((3, 3, 3), 17)),  # one rank: query heads are evened out for the kernel only
+        ((3, 2, 1), 2, ((3, 3, 3, 3), 18)),  # three KV heads over two ranks: one is added
+        ((3,), 2, ((4,), 18)),  # one KV head on both ranks, its query heads split in halves
+        ((1, 1, 1), 4, ((1, 1, 1, 1), 20)),  # fewer KV heads than ranks, and 3 does not divide 4
+        ((2, 2), 8, ((4, 4), 24)),  # two KV heads, four ranks each
+        ((), 4, ((), 20)),  # no attention: none is added
+    ],
+)
+def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: tuple[tuple[int, ...], int]) -> None:
+    fitted = fit(widths(*kept), num_ranks)
+    assert (fitted.query_heads_per_kv_head, fitted.intermediate_size) == expected
+    assert fitted.num_query_heads % num_ranks == 0
+
+
+@given(st.lists(st.integers(1, 6), max_size=8), st.integers(0, 40), st.integers(1, 12))
+def test_what_splits_evenly_is_what_needs_no_padding(kept: list[int], channels: int, num_ranks: int) -> None:
+    """The rule that `prune --tp` and the card go by, against the widths that are really built."""
+    layer = widths(*kept, intermediate_size=channels)
+    assert layer.splits_over(num_ranks) == (fit(layer, num_ranks) == layer or num_ranks == 1)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])  # Phi-3 keeps q, k, v in one tensor
+def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
+    kept = widths(3, 1)
+    q, k = torch.randn(4 * HEAD_DIM, HIDDEN_SIZE), torch.randn(2 * HEAD_DIM, HIDDEN_SIZE)
+    num_ranks = 4  # two KV heads on two ranks each, so each serves 4 query heads instead of 3
+    if fused:
+        qkv = pad(f"{LAYER}.self_attn.qkv_proj.weight", torch.cat([q, k, k]), model(kept, FUSED), num_ranks)
+        padded = qkv[: 8 * HEAD_DIM].unflatten(0, (2, 4, HEAD_DIM))
+        assert torch.equal(qkv[8 * HEAD_DIM :], torch.cat([k, k]))
+    else:
+        padded = pad(f"{LAYER}.self_attn.q_proj.weight", q, model(kept), num_ranks).unflatten(0, (2, 4, HEAD_DIM))
+        o = pad(f"{LAYER}.self_attn.o_proj.weight", q.T, model(kept), num_ranks)
+        assert torch.equal(o, padded.flatten(0, 2).T)
+    heads = q.unflatten(0, (4, HEAD_DIM))
+    assert torch.equal(padded[0, :3], heads[:3]) and torch.equal(padded[1, 0], heads[3])
+    assert not padded[0, 3].any() and not padded[1, 1:].any()
+
+
+@pytest.mark.parametrize(("num_ranks", "block", "expected"), [(4, 1, 8), (1, 16, 16), (2, 4, 8)])
+def test_padded_mlp_computes_the_same(num_ranks: int, block: int, expected: int) -> None:
+    kept, x = widths(1, intermediate_size=5), torch.randn(7, HIDDEN_SIZE)
+    gate, bias, down = torch.randn(5, HIDDEN_SIZE), torch.randn(5), torch.randn(HIDDEN_SIZE, 5)
+    gate_padded = pad(f"{LAYER}.mlp.gate_proj.weight", gate, model(kept), num_ranks, block)
+    bias_padded = pad(f"{LAYER}.mlp.gate_proj.bias", bias, model(kept), num_ranks, block)
+    down_padded = pad(f"{LAYER}.mlp.down_proj.weight", down, model(kept), num_ranks, block)
+    assert gate_padded.shape == (expected, HIDDEN_SIZE)
+    gates = torch.cat([gate, 2 * gate])
+    fused = pad(f"{LAYER}.mlp.gate_up_proj.weight", gates, model(kept, FUSED), num_ranks, block)
+    assert torch.equal(fused, torch.cat([gate_padded, 2 * gate_padded]))
+    padded = (x @ gate_padded.T + bias_padded) @ down_padded.T
+    torch.testing.assert_close(padded, (x @ gate.T + bias) @ down.T)
+
+
+def test_tensors_that_pruning_leaves_alone_pass_through() -> None:
+    kept, norm, bias = model(widths(3, 1)), torch.randn(HEAD_DIM), torch.randn(HIDDEN_SIZE)
+    assert pad(f"{LAYER}.self_attn.q_norm.weight", norm, kept, 2) is norm
+    assert pad(f"{LAYER}.self_attn.o_proj.bias", bias, kept, 2) is bias  # of the hidden state
+    gate, q = torch.randn(17, HIDDEN_SIZE), torch.randn(4 * HEAD_DIM, HIDDEN_SIZE)
+    assert pad(f"{LAYER}.mlp.gate_proj.weight", gate, kept, 1) is gate
+    assert pad(f"{LAYER}.self_attn.q_proj.weight", q, kept, 1, 64) is q  # uneven heads, evened out around the kernel
+    assert pad("model.embed_tokens.weight", gate, kept, 2) is gate
+
+
+@pytest.mark.parametrize(
+    ("channels", "num_ranks", "block", "expected"),
+    [
+        (17, 1, 1, 17),
+        (17, 1, 8, 24),
+        (24, 1, 8, 24),
+        (17, 2, 8, 32),
+        (0, 2, 64, 0),
+        (1, 1, 64, 64),
+    ],
+)
+def test_every_rank_has_whole_blocks_of_channels(channels: int, num_ranks: int, block: int, expected: int) -> None:
+    assert fit(widths(1, intermediate_size=channels), num_ranks, block).intermediate_size == expected
+
+
+def test_which_block_channels_are_filled_up_to() -> None:
+    """Ours where a model is large enough for it; the user's goes before; 1 where weights cannot be padded."""
+
+    def choose(size: int, num_ranks: int = 1, *, can_pad: bool = True, on_cpu: bool = False, **config: Any) -> int:
+        return channel_block({"intermediate_size": size, **config}, num_ranks, can_pad=can_pad, on_cpu=on_cpu)
+
+    assert choose(1536) == 64 and choose(1536, on_cpu=True) == 128
+    assert choose(1536, can_pad=False) == 1
+    assert choose(1536, 2) == choose(1536, 2, on_cpu=True) == 1  # a share of 768 is too small
+    assert choose(11008, 8) == 64 and choose(512) == 1
+    assert choose(512, 4, ddp_pad_channels_to=16) == 16
+    assert choose(1536, on_cpu=True, ddp_pad_channels_to=1) == 1
+    for block in (0, -8, 2.0, "64", True):
+        with pytest.raises(SettingError, match="ddp_pad_channels_to"):
+            choose(512, ddp_pad_channels_to=block)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_ranks_share_the_channels_of_experts_evenly_and_pad_no_more_than_one_rank(num_ranks: int) -> None:
+    expert_widths = [0, 1, 2, 5, 17, 31, 33, 64, 16, 48, 15, 512, 0]
+    shares = [share_channels(expert_widths, rank, num_ranks, 16) for rank in range(num_ranks)]
+    for expert, width in enumerate(expert_widths):
+        assert sorted(channel for share in shares for channel in share[expert]) == list(range(width))
+    blocks = [sum(-(-len(share) // 16) for share in of_rank) for of_rank in shares]
+    assert sum(blocks) == sum(-(-width // 16) for width in expert_widths)
+    assert max(blocks) - min(blocks) <= 1

@@ -1,0 +1,230 @@
+"""Rows of any file as documents: every format, conversations by the chat template, bad text refused in one line.
+
+A conversation that a template refuses is made to alternate if that helps, and is plain text if not, never a run's end.
+The templates are short forms of published ones, with the conditions that raise.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_prune.documents import document
+from ddp_vllm.errors import TextError
+
+DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
+
+
+def _compress_zst(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.compress(data)
+
+
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": _compress_zst,
+}  # fmt: skip
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows in the format and compression that the name asks for."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    kind = Path(path.name.removesuffix(compression)).suffix
+    if kind == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        sink = pyarrow.BufferOutputStream()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+        data = sink.getvalue().to_pybytes()
+    elif kind == ".json":
+        data = json.dumps(rows).encode()
+    else:
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(COMPRESSIONS[compression](data))
+    return path
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
+def test_every_format_gives_the_same_blocks(
+    kind: str, compression: str, load: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"text": text} for text in DOCUMENTS]
+    expected = load(_write(tmp_path / "plain.jsonl", rows))
+    blocks = load(_write(tmp_path / f"other{kind}{compression}", rows))
+    assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
+    assert blocks.found == expected.found == expected.train.numel() + expected.heldout.numel()
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_text_file_is_one_document(
+    compression: str, load: Callable[..., Any], write_texts: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also where paragraphs are apart, which `datasets` would take for lines."""
+    text = "\n\n".join(DOCUMENTS)
+    file = tmp_path / f"book.txt{compression}"
+    file.write_bytes(COMPRESSIONS[compression](text.encode()))
+    assert torch.equal(load(file).train, load(write_texts("book.jsonl", [text])).train)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json.xz", "a.parquet", "a.parquet.gz"])
+def test_new_text_in_a_file_of_old_name_and_time_is_read(
+    name: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    found = []
+    for animal in ("fox", "cat"):
+        path = _write(tmp_path / name, [{"text": text.replace("fox", animal)} for text in DOCUMENTS])
+        os.utime(path, (10**9, 10**9))
+        found.append(tokenizer.decode(load(path).train.flatten()))
+    assert "fox" in found[0] and "cat" in found[1] and "fox" not in found[1]
+
+
+@pytest.mark.parametrize("name", ["plain [v2].jsonl", "what?.jsonl", "all*.jsonl", "[a-z].jsonl"])
+def test_a_file_name_is_no_pattern(
+    name: str, load: Callable[..., Any], write_texts: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Files that the pattern would match lie beside it."""
+    expected = load(write_texts("plain.jsonl", DOCUMENTS))
+    (tmp_path / "others").mkdir()
+    for other in ("plain v.jsonl", "whats.jsonl", "all more.jsonl", "q.jsonl"):
+        write_texts(f"others/{other}", ["of somebody else"] * 60)
+    blocks = load(write_texts(f"others/{name}", DOCUMENTS))
+    assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
+
+
+def test_local_text_is_read_without_network(
+    load: Callable[..., Any], write_texts: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(*address: Any, **_: Any) -> Any:
+        asked.append(address)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    assert load(write_texts("plain.jsonl", DOCUMENTS)).found > 0
+    assert not asked
+
+
+BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, what the line must say
+    "empty": ("a.txt", b"", ["is empty"]),
+    "empty document": ("a.jsonl", b'{"text": ""}\n', ["0 tokens"]),
+    "only blanks": ("a.jsonl", b"\n\n \n", ["a.jsonl"]),
+    "binary": ("a.jsonl", b"\x00\xff\xfe{\x9d" * 50, ["cannot be read"]),
+    "binary text": ("a.txt", b"\x00\xff\xfe\x9d" * 500, ["cannot be read"]),
+    "no parquet": ("a.parquet", b"PAR1 but no more", ["cannot be read"]),
+    "no gzip": ("a.jsonl.gz", b'{"text": "plain"}\n', ["cannot be read"]),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], ["cannot be read"]),
+    "unknown ending": ("a.docx", b"words", ["unknown ending", ".docx", ".jsonl"]),
+    "unknown compression": ("a.jsonl.bz2", bz2.compress(b'{"text": "x"}\n'), ["unknown ending", ".bz2", "zst"]),
+    "missing column": ("a.jsonl", b'{"body": "words", "id": 1}\n', ["no column text", "body", "id"]),
+    "column of numbers": ("a.jsonl", b'{"text": 5}\n', ["text"]),
+    "malformed turns": ("a.jsonl", b'{"conversations": ["hello", "you"]}\n', ["a.jsonl"]),
+    "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "need 80", "--seq-len"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_text_is_one_line(case: str, load: Callable[..., Any], tmp_path: Path, cache: Path) -> None:
+    name, content, words = BAD[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError) as caught:
+        load(tmp_path / name)
+    message = str(caught.value)
+    assert name in message and "\n" not in message and ";" in message
+    assert all(word in message for word in words), message
+    assert not (cache / "tokens").exists()
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "nowhere/none.txt", "."])
+def test_a_missing_file_is_not_looked_for_on_the_hub(name: str, load: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="not a file"):
+        load(tmp_path / name)
+
+
+MISTRAL = (  # Mixtral-8x7B-Instruct-v0.1, and Llama-2-chat but for its system turn
+    "{{ '<s>' }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + '</s>' }}"
+    "{% endif %}{% endfor %}"
+)
+GEMMA = (  # Gemma-2-it
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
+)
+LENIENT = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+CASES: dict[str, tuple[str, list[tuple[str, str]], str]] = {  # template, turns, text
+    "as it is": (MISTRAL, [("human", "a"), ("gpt", "b")], "<s>[INST] a [/INST]b</s>"),
+    "assistant first": (MISTRAL, [("gpt", "x"), ("human", "a"), ("gpt", "b")], "<s>[INST] a [/INST]b</s>"),
+    "twice the assistant first": (GEMMA, [("gpt", "x"), ("gpt", "y"), ("human", "a")], "<user>a\n"),
+    "neighbours": (
+        GEMMA,
+        [("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")],
+        "<user>a\n\nb\n<assistant>c\n\nd\n",
+    ),
+    "neighbours after an empty turn": (GEMMA, [("human", "a"), ("gpt", ""), ("human", "b")], "<user>a\n\nb\n"),
+    "system refused": (GEMMA, [("system", "s"), ("human", "a"), ("gpt", "b")], "s\n\na\n\nb"),
+    "system is no user": (MISTRAL, [("system", "s"), ("human", "a"), ("gpt", "b")], "s\n\na\n\nb"),
+    "only the assistant": (MISTRAL, [("gpt", "x"), ("gpt", "y")], "x\n\ny"),
+    "lenient, assistant first": (LENIENT, [("gpt", "x"), ("human", "a")], "<assistant>x<user>a"),
+    "lenient, neighbours": (LENIENT, [("human", "a"), ("human", "b")], "<user>a<user>b"),
+    "lenient, system": (LENIENT, [("system", "s"), ("human", "a")], "<system>s<user>a"),
+    "other assistants": (
+        LENIENT,
+        [("user", "a"), ("chatgpt", "b"), ("human", "c"), ("bing", "d"), ("someone", "e"), ("bard", "f")],
+        "<user>a<assistant>b<user>c<assistant>d<user>e<assistant>f",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_conversation_under_a_template(case: str, tokenizer: Any) -> None:
+    tokenizer.chat_template, turns, expected = CASES[case]
+    row = {"conversations": [{"from": speaker, "value": value} for speaker, value in turns]}
+    assert document(row, tokenizer, "chat.jsonl") == expected
+
+
+def test_a_conversation_is_the_same_in_either_format(tokenizer: Any) -> None:
+    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    openai = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert [document(row, tokenizer, "chat") for row in (sharegpt, openai)] == ["a\n\nb"] * 2  # it has no template
+    tokenizer.chat_template = LENIENT
+    assert [document(row, tokenizer, "chat") for row in (sharegpt, openai)] == ["<user>a<assistant>b"] * 2
+
+
+def test_a_turn_of_several_parts_says_what_is_text(tokenizer: Any) -> None:
+    tokenizer.chat_template = LENIENT
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "url": "cat.png"}, {"type": "text", "text": "b"}]
+    picture = {"role": "user", "content": [{"type": "image_url", "url": "dog.png"}]}
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
+    row = {"messages": [{"role": "user", "content": parts}, picture, answer]}
+    assert document(row, tokenizer, "chat.jsonl") == "<user>a\n\nb<assistant>c"
+
+
+def test_conversations_of_a_file_go_through_the_chat_template(
+    load: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    """Parts of other kinds beside text make a column that `datasets` fills with what is missing."""
+    parts = [{"type": "text", "text": "hello"}, {"type": "image_url", "url": "cat.png"}]
+    rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": text}]} for text in DOCUMENTS]
+    tokenizer.chat_template = LENIENT
+    assert "<user>document" in tokenizer.decode(load(_write(tmp_path / "plain.jsonl", rows)).train.flatten())
+    rows = [{"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]} for text in DOCUMENTS]
+    found = tokenizer.decode(load(_write(tmp_path / "parts.jsonl", rows)).train.flatten())
+    assert "<user>hello\n\ndocument" in found and "cat" not in found
+
+
+@pytest.mark.parametrize("row", [{"text": None, "id": 1}, {"conversations": None}, {"messages": []}])
+def test_a_row_may_be_empty(row: dict[str, Any], tokenizer: Any) -> None:
+    assert document(row, tokenizer, "a.jsonl") == ""

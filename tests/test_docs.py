@@ -1,0 +1,66 @@
+"""Documents that say what the code says: the command reference, and links that lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_vllm import __version__
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/*/README.md")])
+
+
+def test_the_command_reference_is_that_of_the_commands() -> None:
+    """`python docs/make_commands.py` writes it anew."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "make_commands.py"), "--check"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {target}"
+
+
+def test_the_log_is_numbered_newest_first_in_short_entries() -> None:
+    text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    entries = re.split(r"^## (\d+)\. ", text, flags=re.MULTILINE)[1:]
+    numbers = [int(number) for number in entries[::2]]
+    assert numbers == list(range(numbers[0], 0, -1))
+    for number, entry in zip(numbers, entries[1::2], strict=True):
+        lines = [line for line in entry.splitlines()[1:] if line.strip()]
+        assert 1 <= len(lines) <= 6, f"entry {number} has {len(lines)} lines"
+
+
+def test_code_cites_entries_that_exist() -> None:
+    newest = int(re.findall(r"^## (\d+)\. ", (ROOT / "docs" / "log.md").read_text(encoding="utf-8"), re.MULTILINE)[0])
+    files = [f for room in ("ddp_vllm", "prune", "plugins", "benchmarks") for f in (ROOT / room).rglob("*.[pc]*")]
+    cited = [
+        (file.name, int(number))
+        for file in files
+        if file.suffix in (".py", ".cpp")
+        for number in re.findall(r"\(log (\d+)", file.read_text(encoding="utf-8"))
+    ]
+    assert cited and all(1 <= number <= newest for _, number in cited)
+    assert not [file.name for file in files if file.suffix in (".py", ".cpp") and "(log)" in file.read_text()]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_the_changelog_knows_the_version() -> None:
+    assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,177 @@
+"""Whatever is written appears whole or not at all, and nothing of others is touched."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ddp_vllm.errors import OutputError
+from ddp_vllm.output import atomic_file, atomic_folder, check_output, locked, write_text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as we write them, in a folder of its own."""
+    folder = tmp_path / "here" / "pruned"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"old": 1}')
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    return folder
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "deep" / "out") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").write_text("1")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert (tmp_path / "deep" / "out" / "sub" / "a").read_text() == "1"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
+    with pytest.raises(error), atomic_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ddp_vllm.output import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").mkdir()
+    (folder / "half" / "model.safetensors").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for _ in range(2):  # a hundred gigabytes each, of a large model
+        assert subprocess.run([sys.executable, "-c", KILLED, str(output)]).returncode == -signal.SIGKILL
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", ".out.tmp"]
+    with atomic_folder(output) as folder:
+        (folder / "config.json").write_text("{}")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/config.json"]
+
+
+def test_what_was_put_aside_goes_with_the_next(folder: Path) -> None:
+    """A process killed between the two renames leaves the old folder and the new one, both whole."""
+    shutil.copytree(folder, folder.with_name(".pruned.old"))
+    with atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(OutputError, match=r"another process writes .*out; wait"), atomic_folder(tmp_path / "out"):
+            pass
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o700, 0o600)), (0o002, (0o775, 0o664))])
+def test_who_may_read_is_what_the_user_set(umask: int, modes: tuple[int, int], tmp_path: Path) -> None:
+    """safetensors writes files that only their owner may read, whatever the umask."""
+    before = os.umask(umask)
+    try:
+        with atomic_folder(tmp_path / "out") as folder:
+            save_file({"x": np.ones(1)}, folder / "model.safetensors")
+            (folder / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    written = [tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1]]
+
+
+def test_an_error_leaves_the_old_folder_as_it_was(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError), atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+        raise ValueError
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_overwrite_replaces_the_whole_folder(folder: Path) -> None:
+    with pytest.raises(OutputError, match="--overwrite"), atomic_folder(folder):
+        pass
+    with atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_overwrite_leaves_folders_alone_that_hold_no_model(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for output in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(OutputError, match="leaves it alone"):
+            check_output(output, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty", overwrite=True)
+    check_output(tmp_path / "new", overwrite=False)
+
+
+def test_output_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "file" / "out"):
+        pass
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_link_is_no_output(overwrite: bool, tmp_path: Path) -> None:
+    """The rename at the end would replace the link, not the folder it points to."""
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for _ in range(2):  # to nothing, then to an empty folder
+        with pytest.raises(OutputError, match="is a link"):
+            check_output(tmp_path / "link", overwrite=overwrite)
+        (tmp_path / "disk").mkdir(exist_ok=True)
+
+
+def test_what_the_system_refuses_is_an_output_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot be written .*too long"):
+        check_output(tmp_path / ("x" * 300), overwrite=False)
+    (tmp_path / ".out.tmp").write_text("a file where the temporary folder should be")
+    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "out"):
+        pass
+
+
+def test_a_planted_link_is_neither_followed_nor_removed(tmp_path: Path) -> None:
+    """In a folder that others may write to."""
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "thesis.txt").write_text("years of work")
+    for name in (".out.tmp", ".out.old", ".out.lock"):
+        (tmp_path / name).symlink_to(tmp_path / "others" / ("thesis.txt" if name == ".out.lock" else ""))
+        with pytest.raises(OutputError), atomic_folder(tmp_path / "out"):
+            pass
+        assert (tmp_path / "others" / "thesis.txt").read_text() == "years of work"
+        (tmp_path / name).unlink()
+
+
+def test_a_lock_is_held_by_one_and_gone_after(tmp_path: Path) -> None:
+    with locked(tmp_path / "lock", "taken"):
+        with pytest.raises(OutputError, match="taken"), locked(tmp_path / "lock", "taken"):
+            pass
+        assert (tmp_path / "lock").exists()
+    assert not (tmp_path / "lock").exists()
+    with locked(tmp_path / "lock", "taken"):
+        pass
+
+
+def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:
+    write_text("old", tmp_path / "new folder" / "file")
+    with pytest.raises(ValueError), atomic_file(tmp_path / "new folder" / "file") as temporary:
+        temporary.write_text("half")
+        raise ValueError
+    assert (tmp_path / "new folder" / "file").read_text() == "old"
+    write_text("new", tmp_path / "new folder" / "file")
+    assert [(path.name, path.read_text()) for path in (tmp_path / "new folder").iterdir()] == [("file", "new")]

@@ -1,0 +1,61 @@
+"""The one rule for tensor-parallel sizes, and the one message."""
+
+import re
+
+import pytest
+
+from ddp_vllm.errors import SettingError
+from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.tensor_parallel import check_tensor_parallel, tensor_parallel_sizes
+
+DENSE = {"num_attention_heads": 12}
+EXPERTS = {"num_attention_heads": 16, "num_experts": 8, "moe_intermediate_size": 64}
+
+
+def layer(*query_heads_per_kv_head: int, intermediate_size: int = 32) -> LayerWidths:
+    return LayerWidths(query_heads_per_kv_head=query_heads_per_kv_head, intermediate_size=intermediate_size)
+
+
+def test_the_dense_models_query_heads_divide() -> None:
+    assert tensor_parallel_sizes(DENSE) == [1, 2, 3, 4, 6, 12]
+    check_tensor_parallel(6, DENSE)
+    message = (
+        "tensor-parallel size 5 does not divide the 12 query heads of the dense model, as vLLM asks; "
+        "valid sizes: 1, 2, 3, 4, 6, 12; choose one of them"
+    )
+    with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
+        check_tensor_parallel(5, DENSE)
+    with pytest.raises(SettingError, match="is 0; it must be at least 1"):
+        check_tensor_parallel(0, DENSE)
+
+
+def test_where_nothing_may_be_padded_the_first_layer_that_does_not_split_is_named() -> None:
+    config, layers = {"num_attention_heads": 8}, [layer(2, 2, 2, 2), layer(2, 2)]
+    assert tensor_parallel_sizes(config, layers) == [1, 2, 4]
+    message = (
+        "tensor-parallel size 8 does not split layer 1 without padding (2 KV heads for [2, 2] query heads, 32 "
+        "channels); valid sizes: 1, 2, 4; prune again"
+    )
+    with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
+        check_tensor_parallel(8, config, layers, remedy="prune again")
+    layers += [layer(2, 1)]
+    check_tensor_parallel(1, config, layers)
+    with pytest.raises(SettingError, match=r"size 2 does not split layer 2 .*valid sizes: 1; choose"):
+        check_tensor_parallel(2, config, layers)
+
+
+def test_layers_may_depend_on_the_size() -> None:
+    def halves(num_ranks: int) -> list[LayerWidths]:
+        return [layer(2, 2, intermediate_size=32 if num_ranks == 2 else 31)]
+
+    assert tensor_parallel_sizes({"num_attention_heads": 4}, halves) == [1, 2]
+
+
+def test_experts_are_cut_or_dealt_out() -> None:
+    assert tensor_parallel_sizes(EXPERTS) == [1, 2, 4, 8, 16]
+    assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}) == [1, 2]  # 3 divides no 64 channels
+    assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}, expert_parallel=True) == [1, 2, 3, 6]
+    with pytest.raises(SettingError, match=r"size 3 does not divide the 64 channels of a dense expert.*sizes: 1, 2;"):
+        check_tensor_parallel(3, EXPERTS | {"num_attention_heads": 6})
+    with pytest.raises(SettingError, match=r"size 16 needs an expert for each device, and a layer has 8; .* 4, 8;"):
+        check_tensor_parallel(16, EXPERTS, expert_parallel=True)
