@@ -6,6 +6,7 @@ A process of its own: vLLM's warnings, global state and compiled functions stay 
 Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
 """
 
+import gc
 import inspect
 import json
 import multiprocessing
@@ -27,8 +28,10 @@ from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
+from vllm.v1.engine import core
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.sample import sampler
+from vllm.v1.worker import gpu_worker
 
 from ddp_plugins.register import model_class
 from ddp_vllm.remote_code.configuration_ddp import CONFIGS
@@ -40,7 +43,8 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 192,
     "skip_tokenizer_init": True,
     "gpu_memory_utilization": 0.3,  # of main memory; by default vLLM wants nearly all of it free
-    "num_gpu_blocks_override": 16,  # to fill a KV cache of a GiB takes longer than all else
+    "kv_cache_memory_bytes": 1 << 30,  # stated, so that no warm-up finds it out
+    "num_gpu_blocks_override": 16,  # of it: to fill a GiB takes longer than all else
 }
 
 
@@ -51,18 +55,16 @@ def serve(
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
     forgotten: str = "",
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Ask all prompts once, then once more for each adapter (None: without one) and after each of `updates`.
 
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
-    forgotten: a projection that the families' tables lack.
+    forgotten: a projection that the families' tables lack. compiled: let torch compile what vLLM asks it to.
     """
-    options = {**DEFAULTS, **options}
-    torch.compiler.set_stance(
-        "force_eager" if options["enforce_eager"] else "default"
-    )  # vLLM's eager mode compiles some
+    torch.compiler.set_stance("default" if compiled else "force_eager")  # vLLM compiles some in its eager mode too
     with tables_without(forgotten):
-        engine = LLM(folder, **options)
+        engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
 
@@ -149,26 +151,35 @@ def skip_inspection() -> None:
 
 
 def save_time() -> None:
-    """Do without two things that cost more than what is tested and have no part in it."""
+    """Do without what costs more than what is tested and has no part in it."""
     # each worker would import vLLM anew; it does on a CPU for the sake of OpenMP, and forks elsewhere
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     # the sampler compiles its count of likelier tokens, for longer than it takes to compile a tiny model
     sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
+    # an engine collects garbage eight times, and vLLM's modules each time: they stay frozen, the engine does not
+    gc.freeze()
+    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
+
+
+def num_ranks(job: dict[str, Any]) -> int:
+    options = job["options"]
+    return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
 
 
 def main() -> None:
     skip_inspection()
     save_time()
-    results = []
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    results: dict[int, Any] = {}
+    for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork
         start = time.perf_counter()
         try:
-            results.append(serve(**job))
+            results[number] = serve(**jobs[number])
         except Exception as error:  # the test looks at the message
-            results.append({"error": f"{type(error).__name__}: {error}"})
+            results[number] = {"error": f"{type(error).__name__}: {error}"}
         cleanup_dist_env_and_memory()
-        print(f"JOB {time.perf_counter() - start:.1f} s, {time.process_time():.1f}", job["folder"], flush=True)
-    Path(sys.argv[2]).write_text(json.dumps(results))
+        print(f"{jobs[number]['folder']}: {time.perf_counter() - start:.1f} s", flush=True)
+    Path(sys.argv[2]).write_text(json.dumps([results[number] for number in range(len(jobs))]))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ def serve_in_new_process(jobs: Sequence[dict[str, Any]], folder: Path, cache: Pa
     environment = {
         **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CACHE_ROOT": str(cache),
         "VLLM_NO_USAGE_STATS": "1",
