@@ -24,13 +24,12 @@ SERVED = {name: case for name, case in CASES.items() if case.hidden_size % HIDDE
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fresh(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and no memory of what was compiled; what is compiled now is compiled quickly."""
     monkeypatch.setattr(moe_cpu_rows, "FLAGS", tuple(flag for flag in moe_cpu_rows.FLAGS if flag != "-O3"))
-    monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
     kernel.cache_clear()
     moe_cpu_rows._tell_loop.cache_clear()
-    yield tmp_path / "cache"
+    yield cache
     kernel.cache_clear()
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_prune.source import open_source
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_prune.export import export, write_masks
-from ddp_prune.gates import unit_shapes
+from ddp_prune.model import open_source
+from ddp_vllm.families import unit_shapes
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
@@ -62,8 +62,8 @@ FRESH = """
 import json, sys
 from pathlib import Path
 from ddp_prune.export import apply_masks
-from ddp_prune.source import open_source
-from ddp_prune.tokens import load_tokenizer
+from ddp_prune.model import open_source
+from ddp_prune.text import load_tokenizer
 dense, masks, pruned, text = sys.argv[1:]
 tokenizer = load_tokenizer(str(open_source(dense).folder))
 apply_masks(dense, Path(masks), Path(pruned), overwrite=False)
