@@ -73,11 +73,11 @@ class LayerWidths:
         """
         if num_ranks == 1 or self.num_kv_heads == 0:
             return self.intermediate_size % num_ranks == 0
-        group, copies = self.query_heads_per_kv_head[0], num_ranks // self.num_kv_heads
+        queries, copies = self.query_heads_per_kv_head[0], num_ranks // self.num_kv_heads
         if self.num_kv_heads >= num_ranks:
             split = self.num_kv_heads % num_ranks == 0
         else:
-            split = num_ranks % self.num_kv_heads == 0 and group % copies == 0
+            split = num_ranks % self.num_kv_heads == 0 and queries % copies == 0
         return split and len(set(self.query_heads_per_kv_head)) == 1 and self.intermediate_size % num_ranks == 0
 
     def to_json(self) -> dict[str, Any]:
