@@ -1,4 +1,1 @@
-"""What vLLM loads to serve pruned checkpoints; nothing here imports `ddp_prune` or `ddp_benchmarks`.
-
-ARCHITECTURE.md has the reading order.
-"""
+"""What vLLM loads to serve pruned checkpoints; README.md has the reading order."""
