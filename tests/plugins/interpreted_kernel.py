@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from ddp_plugins import moe_kernel
 from ddp_plugins.moe_kernel import EXACT, FEW, MANY, MANY_IN_REGISTERS, SOME, SOME_IN_REGISTERS, Tiles, choose_tiles
 
-SMALL = Tiles(
-    pairs=16, columns=16, down_columns=16, depth=32, warps=1, stages=1, programs=1
-)  # many tiles even of small experts
+# several tiles even of small experts
+SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1, programs=1)
 
 
 def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:

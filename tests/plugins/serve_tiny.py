@@ -1,14 +1,21 @@
 """Run real vLLM on checkpoints, one engine after the other in this process, and write down what each did.
 
+Several ranks are processes forked from it.
+
 A process of its own: vLLM's warnings, global state and compiled functions stay out of the test process.
 Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
 """
 
+import gc
+import inspect
 import json
+import multiprocessing
 import pkgutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +27,16 @@ from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes, mlp_widths
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.plugins import load_general_plugins
+from vllm.v1.engine import core
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.sample import sampler
+from vllm.v1.worker import gpu_worker
 
 from ddp_plugins.register import model_class
 from ddp_vllm.remote_code.configuration_ddp import CONFIGS
+from ddp_vllm.remote_code.tensors import TABLES
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -31,25 +44,29 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 192,
     "skip_tokenizer_init": True,
     "gpu_memory_utilization": 0.3,  # of main memory; by default vLLM wants nearly all of it free
-    "num_gpu_blocks_override": 16,  # to fill a KV cache of a GiB takes longer than all else
+    "kv_cache_memory_bytes": 1 << 30,  # stated, so that no warm-up finds it out
+    "num_gpu_blocks_override": 16,  # of it: to fill a GiB takes longer than all else
 }
 
 
 def serve(
     folder: str,
     options: dict[str, Any],
-    logprobs: int | None = 0,
     num_tokens: int = NUM_NEW_TOKENS,
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
+    forgotten: str = "",
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Ask all prompts once, then once more for each adapter (None: without one) and after each of `updates`.
 
-    logprobs: 0 for those of the chosen tokens; None for none, which saves the sampler 15 s of compilation.
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
+    forgotten: a projection that the families' tables lack. compiled: let torch compile what vLLM asks it to.
     """
-    engine = LLM(folder, **{**DEFAULTS, **options})
-    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs, detokenize=False)
+    torch.compiler.set_stance("default" if compiled else "force_eager")  # vLLM compiles some in its eager mode too
+    with tables_without(forgotten):
+        engine = LLM(folder, **{**DEFAULTS, **options})
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
 
     def ask(request: LoRARequest | None = None) -> list[dict[str, Any]]:
@@ -86,6 +103,18 @@ def serve(
 
 
 @contextmanager
+def tables_without(projection: str) -> Iterator[None]:
+    whole = dict(TABLES)
+    for family, table in whole.items():
+        kept = tuple(each for each in table.projections if each.name != projection)
+        TABLES[family] = replace(table, projections=kept)
+    try:
+        yield
+    finally:
+        TABLES.update(whole)
+
+
+@contextmanager
 def uninitialised_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -110,30 +139,52 @@ def counters(engine: LLM) -> dict[str, float]:
     return {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
 
 
-def chosen_logprobs(answer: Any) -> list[float] | None:
-    if answer.logprobs is None:
-        return None
+def chosen_logprobs(answer: Any) -> list[float]:
     return [chosen[token].logprob for token, chosen in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
 def skip_inspection() -> None:
-    """Hand vLLM all classes but Llama's: it would import itself again in a new process to look at each, for 5-10 s."""
+    """Hand vLLM all classes: to look at one that it knows by name, it would import itself again in a new process.
+
+    It does so in `test_over_http`.
+    """
     load_general_plugins()
-    for config in CONFIGS[1:]:
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+    for config in CONFIGS:
         loaded = pkgutil.resolve_name(model_class(config))
         ModelRegistry.register_model(loaded.__name__, loaded)
 
 
+def save_time() -> None:
+    """Do without what costs more than what is tested and has no part in it."""
+    # each worker would import vLLM anew; it does on a CPU for the sake of OpenMP, and forks elsewhere
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # the sampler compiles its count of likelier tokens, for longer than it takes to compile a tiny model
+    sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
+    # an engine collects garbage eight times, and vLLM's modules each time: they stay frozen, the engine does not
+    gc.freeze()
+    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
+
+
+def num_ranks(job: dict[str, Any]) -> int:
+    options = job["options"]
+    return options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+
+
 def main() -> None:
     skip_inspection()
-    results = []
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    save_time()
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    results: dict[int, Any] = {}
+    for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork
+        start = time.perf_counter()
         try:
-            results.append(serve(**job))
+            results[number] = serve(**jobs[number])
         except Exception as error:  # the test looks at the message
-            results.append({"error": f"{type(error).__name__}: {error}"})
+            results[number] = {"error": f"{type(error).__name__}: {error}"}
         cleanup_dist_env_and_memory()
-    Path(sys.argv[2]).write_text(json.dumps(results))
+        print(f"{jobs[number]['folder']}: {time.perf_counter() - start:.1f} s", flush=True)
+    Path(sys.argv[2]).write_text(json.dumps([results[number] for number in range(len(jobs))]))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**OWN_WIDTH, "num_experts": NUM_EXPERTS, "head_dim": 32, "mlp_only_layers": [1]},
     # a shared expert with a gate of its own, biases in attention
     "qwen2_moe": {**OWN_WIDTH, "num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 40},
-    # other names on disk; routing weights that sum to one; one tensor is embedding and head; a hidden size that vLLM's
-    # CPU kernel cannot serve, so that the packed rows are run as they were loaded
+    # other names on disk; routing weights that sum to one; one tensor is embedding and head; a hidden size that our CPU
+    # kernel does not take
     "mixtral": {
         "intermediate_size": EXPERT_WIDTH,
         "num_local_experts": NUM_EXPERTS,
