@@ -83,6 +83,7 @@ def _index(weight_map: Any) -> Callable[[Path], None]:
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
     "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
@@ -133,6 +134,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     "a bias that one layer has": (
         _weights(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(12, np.float32)})),
         ["layer 2", "q_proj.bias"],
+    ),
+    "a bias without its weight": (
+        _weights(lambda w: w.update({UP_PROJ.replace("weight", "bias"): w.pop(UP_PROJ)[:, 0]})),
+        ["layer 0", "up_proj"],
     ),
     "names of another family": (
         _weights(lambda w: [w.update({n.replace("gate_proj", "w1"): w.pop(n)}) for n in list(w) if "gate_proj" in n]),

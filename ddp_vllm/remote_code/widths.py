@@ -290,7 +290,7 @@ class ModelWidths:
         present: list[set[str]] = [set() for _ in self.layers]
         for name in names:
             if (match := _TENSOR.search(name)) and int(match[1]) < len(present):
-                present[int(match[1])] |= {match[2]} | ({f"{match[2]}.bias"} if match[3] == "bias" else set())
+                present[int(match[1])].add(f"{match[2]}.bias" if match[3] == "bias" else match[2])
         alike: dict[bool, set[str]] = {True: set(), False: set()}  # with routed experts and without
         for layer, modules in zip(self.layers, present, strict=True):
             alike[layer.expert_intermediate_sizes is not None] |= {m for m in modules if ".experts." not in m}
