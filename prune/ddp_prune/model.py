@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def _download(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=[*COMPANIONS, *WEIGHTS], ignore_patterns=COPIES))
     except Exception as error:  # the hub's client raises many kinds, of several libraries
-        reason = str(error).strip().split("\n")[0][:200]
+        reason = shorten(str(error).strip().split("\n")[0], 200)
         raise ModelError(
             f"{model} is no folder here and cannot be downloaded ({reason}); check name and network"
         ) from error

@@ -207,6 +207,8 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
             raise SettingError(f"alm is {alm!r}; it must be a table, [alm]")
         _check_known(f"[alm] of {where}", alm, AlmSettings)
         values["alm"] = AlmSettings(**alm)
+        if values["alm"] != AlmSettings() and values.get("controller") != "alm":
+            raise SettingError(f'the table [alm] of {where} is for controller = "alm"; set that, or leave it out')
     if missing := {"model", "sparsity"} - set(values) - ({"sparsity"} if "target" in values else set()):
         name = min(missing)
         instead = ", or a target such as --target-params 5.5B," if name == "sparsity" else ""

@@ -113,6 +113,13 @@ def test_toml_is_overridden_by_the_command_line(tmp_path: Path) -> None:
     assert {name: getattr(recipe, name) for name in expected} == expected
 
 
+def test_settings_of_the_papers_search_ask_for_it(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('model = "m"\nsparsity = 0.2\n[alm]\nwarmup = 0.1\n')
+    with pytest.raises(SettingError, match=r'\[alm\] of .*r.toml is for controller = "alm"'):
+        load_recipe(tmp_path / "r.toml", {})
+    assert load_recipe(tmp_path / "r.toml", {"controller": "alm"}).alm.warmup == 0.1
+
+
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     recipe = Recipe(**GIVEN, steps=7, data="a.jsonl", alm=AlmSettings(mu_end=0.1))
     settings = recipe.to_dict()
