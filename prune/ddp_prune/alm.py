@@ -100,8 +100,7 @@ class AlmTrainer(Trainer):
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
         self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(accelerator.device)
-        alm = recipe.alm
-        gentle = [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
+        alm, gentle = recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [*self.z.values()], "base": alm.learning_rate},
@@ -145,7 +144,7 @@ class AlmTrainer(Trainer):
         values = super().measure(step)
         if not self.polishing:
             mu = self._sharpness(step)
-            values |= {"mu": mu}
+            values["mu"] = mu
             values |= {f"{kind}_score": float(self.score(z.detach(), mu).mean()) for kind, z in self.z.items()}
         return values | self.multipliers.values()
 

@@ -165,16 +165,11 @@ def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blo
     source = open_source(recipe.model)
     check_spares_source(output, source)
     check_index(source.folder)
-    longest = source.config.get("max_position_embeddings")
-    if isinstance(longest, int) and recipe.seq_len > longest:
-        raise SettingError(
-            f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,} positions; lower --seq-len"
-        )
+    if recipe.seq_len > (longest := source.config.get("max_position_embeddings") or math.inf):
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,} positions; lower it")
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     if recipe.scope == "expert" and not source.sizes.num_experts:
-        raise SettingError(
-            f"scope is 'expert', but {recipe.model} is no mixture of experts; choose 'global' or 'layer'"
-        )
+        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
     pools = make_pools(source.config, weight_shapes(source), source.sizes, head_unit, recipe)
     blocks = load_blocks(
         recipe.data,

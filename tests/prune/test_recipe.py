@@ -121,7 +121,7 @@ def test_settings_of_the_papers_search_ask_for_it(tmp_path: Path) -> None:
 
 
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
-    recipe = Recipe(**GIVEN, steps=7, data="a.jsonl", alm=AlmSettings(mu_end=0.1))
+    recipe = Recipe(**GIVEN, steps=7, data="a.jsonl", controller="alm", alm=AlmSettings(mu_end=0.1))
     settings = recipe.to_dict()
     table = settings.pop("alm")
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
