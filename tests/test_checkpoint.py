@@ -196,6 +196,14 @@ def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) 
         read_checkpoint(folder)
 
 
+def test_what_a_quantiser_adds_to_some_layers_is_none_of_ours(folder: Path) -> None:
+    """It leaves a layer as it is, and gives another more tensors: bitsandbytes' states, scales of the KV cache."""
+    more = ("model.layers.2.mlp.down_proj.weight.absmax", "model.layers.2.self_attn.attn.k_scale")
+    _weights(lambda w: w.update({name: np.zeros(3, np.float32) for name in more}))(folder)
+    _weights(lambda w: w.update({f"{DOWN_PROJ}_packed": w.pop(DOWN_PROJ)}))(folder)
+    read_checkpoint(folder)
+
+
 @pytest.mark.parametrize("case", CORRUPTIONS)
 def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
     corrupt, words = CORRUPTIONS[case]

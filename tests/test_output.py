@@ -71,6 +71,14 @@ def test_what_was_put_aside_goes_with_the_next(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_what_was_put_aside_stays_while_there_is_nothing_else(folder: Path) -> None:
+    """Killed between the two renames: the next attempt fails as well, and the old folder is still all there is."""
+    folder.rename(folder.with_name(".pruned.old"))
+    with pytest.raises(ValueError), atomic_folder(folder):
+        raise ValueError
+    assert (folder.with_name(".pruned.old") / "config.json").read_text() == '{"old": 1}'
+
+
 def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "out") as folder:
         (folder / "config.json").write_text("{}")

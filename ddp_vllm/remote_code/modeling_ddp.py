@@ -37,7 +37,7 @@ from .configuration_ddp import (
     DDPQwen3Config,
     DDPSmolLM3Config,
 )
-from .tensors import TensorTable
+from .tensors import Projection
 from .widths import LayerWidths, ModelWidths, WidthsError, folder_tensors
 
 
@@ -101,60 +101,46 @@ def uneven_attention(
 ALL_ATTENTION_FUNCTIONS.register("ddp_uneven", uneven_attention)
 
 
-def _resize(linear: nn.Linear, *, in_features: int | None = None, out_features: int | None = None) -> nn.Linear:
-    weight = linear.weight
-    return nn.Linear(
-        in_features or linear.in_features,
-        out_features or linear.out_features,
-        bias=linear.bias is not None,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
-
-
-def narrow_layer(layer: Any, widths: LayerWidths, layer_idx: int, table: TensorTable) -> None:
+def narrow_layer(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
     """Give one stock decoder layer the widths it has left, in place; a removed block takes its norms with it."""
-    if widths.num_kv_heads:
-        narrow_attention(layer.self_attn, widths)
-    else:
+    own = widths.layers[layer_idx]
+    left = {"attn": own.num_kv_heads, "mlp": own.intermediate_size}
+    if not own.num_kv_heads:
         layer.self_attn = RemovedAttention(layer_idx)
-    if widths.intermediate_size:
-        narrow_mlp(layer.mlp, widths.intermediate_size)
-    else:
+    if not own.intermediate_size:
         layer.mlp = RemovedMLP()
-    for block, left in (("attn", widths.num_kv_heads), ("mlp", widths.intermediate_size)):
-        for norm in table.norms[block] if not left else ():
+    for block, norms in widths.table.norms.items():
+        for norm in norms if not left[block] else ():
             setattr(layer, norm, nn.Identity())
+    for projection in widths.table.projections:
+        if left[projection.block]:
+            narrow_projection(layer, projection, own, widths.head_dim)
+    if own.num_kv_heads:
+        group_heads(layer.self_attn, own)
 
 
-def narrow_attention(attention: Any, widths: LayerWidths) -> None:
-    """Replace the projections of one stock attention module, in place."""
-    head_dim, counts = attention.head_dim, widths.query_heads_per_kv_head
-    num_query, num_kv = widths.num_query_heads, widths.num_kv_heads
+def narrow_projection(layer: Any, projection: Projection, widths: LayerWidths, head_dim: int) -> None:
+    """Replace one projection of a stock decoder layer by one of the kept size, in place."""
+    old = layer.get_submodule(projection.name)
+    length = sum(map(widths.num_units, projection.units)) * projection.unit_size(head_dim)
+    inputs, outputs = (old.in_features, length) if projection.axis == 0 else (length, old.out_features)
+    parent, _, name = projection.name.rpartition(".")
+    has_bias, like = old.bias is not None, old.weight
+    new = nn.Linear(inputs, outputs, bias=has_bias, device=like.device, dtype=like.dtype)
+    setattr(layer.get_submodule(parent), name, new)
+
+
+def group_heads(attention: Any, widths: LayerWidths) -> None:
+    """Tell one stock attention module which of its query heads share a KV head, in place."""
+    counts = widths.query_heads_per_kv_head
     attention.num_key_value_groups = counts[0]
-    attention.o_proj = _resize(attention.o_proj, in_features=num_query * head_dim)
     if hasattr(attention, "qkv_proj"):  # Phi-3 keeps q, k and v in one weight and cuts it by the config
-        attention.qkv_proj = _resize(attention.qkv_proj, out_features=(num_query + 2 * num_kv) * head_dim)
-        attention.config = Overlay(attention.config, num_attention_heads=num_query)
-        attention.num_key_value_heads = num_kv
-    else:
-        attention.q_proj = _resize(attention.q_proj, out_features=num_query * head_dim)
-        attention.k_proj = _resize(attention.k_proj, out_features=num_kv * head_dim)
-        attention.v_proj = _resize(attention.v_proj, out_features=num_kv * head_dim)
+        attention.config = Overlay(attention.config, num_attention_heads=widths.num_query_heads)
+        attention.num_key_value_heads = widths.num_kv_heads
     if len(set(counts)) > 1:
         attention.num_key_value_groups = 1
         attention.query_heads_per_kv_head = counts
         attention.config = Overlay(attention.config, _attn_implementation="ddp_uneven")
-
-
-def narrow_mlp(mlp: Any, size: int) -> None:
-    """Replace the projections of one stock MLP, in place."""
-    if hasattr(mlp, "gate_up_proj"):
-        mlp.gate_up_proj = _resize(mlp.gate_up_proj, out_features=2 * size)
-    else:
-        mlp.gate_proj = _resize(mlp.gate_proj, out_features=size)
-        mlp.up_proj = _resize(mlp.up_proj, out_features=size)
-    mlp.down_proj = _resize(mlp.down_proj, in_features=size)
 
 
 class NonUniform:
@@ -163,17 +149,17 @@ class NonUniform:
     config: PreTrainedConfig
     model: Any
 
-    @classmethod
-    def narrow(cls, layer: Any, widths: LayerWidths, layer_idx: int, table: TensorTable) -> None:
+    @staticmethod
+    def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
         """Give one stock decoder layer the widths it has left, in place."""
-        narrow_layer(layer, widths, layer_idx, table)
+        narrow_layer(layer, widths, layer_idx)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
             widths = _widths(config)
-            for index, layer in enumerate(widths.layers):
-                self.narrow(self.model.layers[index], layer, index, widths.table)
+            for index, layer in enumerate(self.model.layers):
+                self.narrow(layer, widths, index)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:

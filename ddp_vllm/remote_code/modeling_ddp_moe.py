@@ -39,8 +39,8 @@ from .configuration_ddp import (
     DeepseekConfig,
 )
 from .modeling_ddp import NonUniform
-from .tensors import TensorTable, expert_names
-from .widths import LayerWidths, is_routed
+from .tensors import expert_names
+from .widths import ModelWidths, is_routed
 
 
 class RaggedExperts(nn.Module):
@@ -90,11 +90,11 @@ class RaggedExperts(nn.Module):
 class NonUniformExperts(NonUniform):
     """What every pruned mixture of experts shares."""
 
-    @classmethod
-    def narrow(cls, layer: Any, widths: LayerWidths, layer_idx: int, table: TensorTable) -> None:
+    @staticmethod
+    def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
         """Give the routed experts of one stock decoder layer the widths they have left, in place."""
-        if (sizes := widths.expert_intermediate_sizes) is not None:
-            layer.mlp.experts = RaggedExperts(layer.mlp.experts, sizes, expert_names(table))
+        if (sizes := widths.layers[layer_idx].expert_intermediate_sizes) is not None:
+            layer.mlp.experts = RaggedExperts(layer.mlp.experts, sizes, expert_names(widths.table))
 
 
 class DDPQwen3MoeForCausalLM(NonUniformExperts, Qwen3MoeForCausalLM):

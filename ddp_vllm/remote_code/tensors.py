@@ -9,7 +9,7 @@ This file travels inside checkpoints: standard library only.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 LAYERS = "model.layers"
@@ -46,8 +46,12 @@ class TensorTable:
     """What pruning changes in a decoder layer of one family."""
 
     projections: tuple[Projection, ...]
-    norms: Mapping[str, tuple[str, ...]]
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Block -> the norms that go with it."""
+    untouched: tuple[str, ...] = ()
+    """Modules of every layer that pruning leaves alone, though it must not miss them."""
+    untouched_mlp: tuple[str, ...] = ()
+    """The same of layers without routed experts, in a mixture of experts."""
 
     def output(self, block: str) -> Projection:
         """Return the projection by which a block adds to the residual stream; its input is what gates scale."""
@@ -91,7 +95,8 @@ _FUSED = (
     _rows("mlp.gate_up_proj", "channel", "channel"),
     *_OUTPUTS,
 )
-_NORMS = {"attn": ("input_layernorm",), "mlp": ("post_attention_layernorm",)}
+_BEFORE_BLOCKS = ("input_layernorm", "post_attention_layernorm")
+_NORMS = {"attn": _BEFORE_BLOCKS[:1], "mlp": _BEFORE_BLOCKS[1:]}
 _NORMS_AROUND = {  # Gemma: one before and one after each block
     "attn": ("input_layernorm", "post_attention_layernorm"),
     "mlp": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -100,14 +105,20 @@ _NORMS_AROUND = {  # Gemma: one before and one after each block
 
 def _experts(module: str, gate: str, up: str, down: str) -> TensorTable:
     gate, up, down = (f"{module}.{{}}.{name}" for name in (gate, up, down))
-    unit = "expert_channel"
-    return TensorTable(projections=(_rows(gate, unit), _rows(up, unit), _columns(down, unit)), norms={})
+    unit, names = "expert_channel", [each.name for each in _SEPARATE]
+    return TensorTable(
+        projections=(_rows(gate, unit), _rows(up, unit), _columns(down, unit)),
+        untouched=(*(name for name in names if name.startswith("self_attn.")), *_BEFORE_BLOCKS),
+        untouched_mlp=tuple(name for name in names if name.startswith("mlp.")),
+    )
 
 
 DENSE = TensorTable(projections=_SEPARATE, norms=_NORMS)
 NORMS_AROUND = TensorTable(projections=_SEPARATE, norms=_NORMS_AROUND)
 FUSED = TensorTable(projections=_FUSED, norms=_NORMS)
 EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
+_LATENT = ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj")  # DeepSeek-V2's attention
+LATENT = replace(EXPERTS, untouched=(*_LATENT, *_BEFORE_BLOCKS))
 MIXTRAL = _experts("block_sparse_moe.experts", "w1", "w3", "w2")
 
 TABLES: dict[str, TensorTable] = {  # model_type of the dense config -> table
@@ -125,7 +136,7 @@ TABLES: dict[str, TensorTable] = {  # model_type of the dense config -> table
     "mixtral": MIXTRAL,
     "olmoe": EXPERTS,
     "deepseek": EXPERTS,
-    "deepseek_v2": EXPERTS,
+    "deepseek_v2": LATENT,
 }
 
 
@@ -140,15 +151,16 @@ def expert_names(table: TensorTable) -> tuple[str, str, str]:
     return gate, up, down
 
 
-def layer_modules(table: TensorTable, blocks: Mapping[str, int]) -> Iterator[str]:
-    """Yield the modules of the table that a layer must have, relative to it.
+def layer_modules(table: TensorTable, blocks: Mapping[str, int], *, routed: bool) -> Iterator[str]:
+    """Yield the modules that a layer must have, relative to it, but for those of routed experts.
 
-    blocks: how many units of each block it has left; for `experts` the number of one expert's channels is asked for
-        elsewhere, and none is yielded.
+    blocks: how many units of each block it has left. routed: it has routed experts.
     """
+    yield from table.untouched
+    router = table.projections[0].name.replace("experts.{}.", "").rpartition(".")[0] + ".gate"  # beside the experts
+    yield from (router,) if routed else table.untouched_mlp
     for projection in table.projections:
         if projection.block != "experts" and blocks[projection.block]:
             yield projection.name
     for block, norms in table.norms.items():
-        if blocks[block]:
-            yield from norms
+        yield from norms if blocks[block] else ()

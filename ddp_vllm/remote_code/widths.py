@@ -288,19 +288,21 @@ class ModelWidths:
         names: of all tensors, as on disk. Raises: WidthsError, naming the first layer and module.
         """
         present: list[set[str]] = [set() for _ in self.layers]
+        alike: dict[bool, set[str]] = {True: set(), False: set()}  # of layers with routed experts and without
         for name in names:
             if (match := _TENSOR.search(name)) and int(match[1]) < len(present):
-                present[int(match[1])].add(f"{match[2]}.bias" if match[3] == "bias" else match[2])
-        alike: dict[bool, set[str]] = {True: set(), False: set()}  # with routed experts and without
-        for layer, modules in zip(self.layers, present, strict=True):
-            alike[layer.expert_intermediate_sizes is not None] |= {m for m in modules if ".experts." not in m}
+                module = f"{match[2]}.bias" if match[3] == "bias" else match[2]
+                present[int(match[1])].add(module)
+                routed = self.layers[int(match[1])].expert_intermediate_sizes is not None
+                if match[3] in ("weight", "bias") and ".experts." not in module:  # quantisers add others
+                    alike[routed].add(module)
         for index, (layer, modules) in enumerate(zip(self.layers, present, strict=True)):
             routed = layer.expert_intermediate_sizes is not None
             blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size or int(routed)}
             gone = [f"{part}." for block, part in (("attn", "self_attn"), ("mlp", "mlp")) if not blocks[block]]
             gone += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
             needed = {m for m in alike[routed] if not f"{m}.".startswith(tuple(gone))}
-            needed |= set(layer_modules(self.table, blocks))
+            needed |= set(layer_modules(self.table, blocks, routed=routed))
             for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
                 needed |= {each.name.format(expert) for each in self.table.projections if width}
             if missing := needed - modules:

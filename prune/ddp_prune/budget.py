@@ -1,4 +1,4 @@
-"""Budgets: which units share one, what each of them costs, and which stay.
+"""Budgets: which units share one, and what each of them costs.
 
 `units` is the paper's: one pool a module type, each unit costs 1. The other budgets are one pool over all module types.
 Legend: L layers, U units of a layer, E experts, C channels; G places where a budget holds (the model, its layers or its

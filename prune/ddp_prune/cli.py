@@ -28,9 +28,12 @@ TARGETS = {  # budget -> help of its option
 
 def field_docs(settings: type) -> dict[str, str]:
     """Return the docstring that stands under each field of a dataclass, on one line."""
-    (definition,) = ast.parse(inspect.getsource(settings)).body
+    docs: dict[str, str] = {}
+    try:
+        (definition,) = ast.parse(inspect.getsource(settings)).body
+    except OSError:  # installed without its source
+        return docs
     assert isinstance(definition, ast.ClassDef)
-    docs = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
@@ -48,7 +51,7 @@ def recipe_options(command: Callable[..., None]) -> Callable[..., None]:
         if field.name in NO_OPTION:
             continue
         names = [f"--{field.name.replace('_', '-')}", *filter(None, [ALIASES.get(field.name)]), field.name]
-        first_sentence = docs[field.name].partition(". ")[0].removesuffix(".").replace("`", "")
+        first_sentence = docs.get(field.name, "").partition(". ")[0].removesuffix(".").replace("`", "")
         kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
         flag = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
         has_default = kind is not bool and field.name != "sparsity"  # which has to be given, or a target

@@ -1,11 +1,10 @@
 """Devices: how a run fits the memory of one, and how several processes learn as one.
 
-Linear layers with frozen weights keep nothing between forward and backward; what is kept is what norms, attention,
-activation functions and gates need. With checkpointing a layer keeps its input alone, and runs forward again.
-Processes may be started by anything: accelerate launch, or torchrun on a CPU. With `shard`, frozen weights are cut over
-them by FSDP2: each decoder layer is gathered just before it is used, and let go after. What is outside the layers stays
-whole on every device: the output head is multiplied with chunk after chunk of every micro-batch (`loss.py`), so it
-would be gathered whole for all of that time. accelerate's own FSDP2 plugin would cut it too, and refuses CPUs.
+Frozen linear layers keep nothing between forward and backward; norms, attention, activation functions and gates do.
+With checkpointing a layer keeps its input alone, and runs forward again. Processes may be started by accelerate launch
+or by torchrun. With `shard`, FSDP2 cuts frozen weights over them: a decoder layer is gathered just before it is used.
+What is outside the layers stays whole on every device, since the output head is used all the time (`loss.py`).
+accelerate's own FSDP2 plugin would cut it too, and refuses CPUs.
 """
 
 from collections.abc import Iterator

@@ -178,9 +178,9 @@ def _prepare_transformers(config: Mapping[str, Any]) -> None:
 def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
     """Return the number format and the attention that transformers shall give the model on `device` (None: a CPU).
 
-    `auto` is the stored format, but bfloat16 for float16, in which small gradients would vanish, and float32 for both
-    on GPUs older than Ampere, which multiply no bfloat16 and have no fused attention for it.
-    transformers' fused attention leaves out the cap on scores that Gemma-2 was trained with and vLLM applies.
+    `auto` is the stored format, but bfloat16 for float16, in which small gradients would vanish. On GPUs older than
+    Ampere, which multiply no bfloat16, it is float32 for both. transformers' fused attention leaves out the cap on
+    scores that Gemma-2 was trained with and vLLM applies.
     """
     from safetensors import safe_open
     from transformers import AutoConfig

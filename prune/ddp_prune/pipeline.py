@@ -37,7 +37,6 @@ from ddp_prune.trainer import Learned
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
-from ddp_vllm.output import check_output
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
@@ -46,9 +45,8 @@ from ddp_vllm.pages.terminal import print_checkpoint
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
     """Learn masks for `recipe.model` and write the pruned checkpoint to `output`.
 
-    Everything a user can get wrong is checked before the model is loaded. Raises: a child of DdpError.
+    What a user can get wrong is checked before the model is loaded, the output by the command line. Raises: a child of DdpError.
     """
-    check_output(output, overwrite=overwrite)
     check_run_folders(output)
     accelerator = _make_accelerator(output, tracker)
     if recipe.shard:
@@ -166,7 +164,7 @@ def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blo
     check_spares_source(output, source)
     check_index(source.folder)
     if recipe.seq_len > (longest := source.config.get("max_position_embeddings") or math.inf):
-        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,} positions; lower it")
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     if recipe.scope == "expert" and not source.sizes.num_experts:
         raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")

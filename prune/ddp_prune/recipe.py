@@ -89,8 +89,8 @@ class Recipe:
     """Folder or Hugging Face hub name of the dense model."""
 
     sparsity: float = 0.0
-    """Fraction to remove of what can be pruned, between 0 and 1. It is 1 − ρ of Eq. 6, by default of the units of every
-    module type: heads, MLP channels; of a mixture of experts, the channels of its routed experts."""
+    """Fraction to remove of what can be pruned (not embeddings, norms, routers), between 0 and 1. It is 1 − ρ of Eq. 6,
+    by default of each module type: heads, MLP channels; of a mixture of experts, its expert channels."""
     target: float = 0.0
     """Instead of `sparsity`: what the whole model, embeddings and all, may have left of what `budget` counts."""
     budget: str = "units"

@@ -17,24 +17,21 @@ def greedy(
 ) -> torch.Tensor:
     """Return which blocks stay, bool [G, M], at a cost of at most `budget_G` a place; ties go to the lower index.
 
-    Blocks are taken by worth for their cost until one does not fit, then whichever still fit. With equal costs that is
-    the best choice there is; with others it misses the best by less than the worth of one block, and no block left out
-    fits any more. What is left over after each place has had its share goes to the places whose next block is worth
-    most for its cost, one block each. `leads_GM`, int64: the block that has to be taken before this one.
+    Blocks are taken by worth for their cost until one does not fit, then those of the rest that do. With equal costs
+    that is the best choice there is; with others it misses the best of a place by less than the worth of one block.
+    What the places leave over together goes to those whose next block is worth most for its cost, one block each.
+    `leads_GM`, int64: the block that has to be taken before this one.
     """
     cost_GM, ratio_GM = cost_GM.double(), torch.where(cost_GM > 0, worth_GM.double() / cost_GM, torch.inf)
     order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
     cost_GM, ratio_GM = cost_GM.gather(-1, order_GM), ratio_GM.gather(-1, order_GM)  # from here on, in this order
-    room_G1 = budget_G.double()[:, None] + 1e-9 * float(budget_G.sum())  # a share is seldom exact in binary
-    taken_GM = cost_GM.cumsum(-1) <= room_G1
+    budget_G = budget_G.double() * (1.0 + 1e-9)  # a share is seldom exact in binary
+    taken_GM = cost_GM.cumsum(-1) <= budget_G[:, None]
     if leads_GM is not None:
-        places_GM = torch.empty_like(order_GM).scatter_(
-            -1, order_GM, torch.arange(order_GM.shape[1]).expand_as(order_GM)
-        )
-        leads_GM = places_GM.gather(-1, leads_GM.gather(-1, order_GM))
+        leads_GM = order_GM.argsort(-1).gather(-1, leads_GM.gather(-1, order_GM))
 
     def left_over() -> torch.Tensor:
-        return room_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
+        return budget_G[:, None] - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
 
     def fitting(left: torch.Tensor) -> torch.Tensor:
         possible = ~taken_GM & (cost_GM <= left)
@@ -45,15 +42,18 @@ def greedy(
 
     while (more_GM := fitting(left_over())).any():
         taken_GM |= more_GM & (torch.where(more_GM, cost_GM, 0.0).cumsum(-1) <= left_over())
-    if len(taken_GM) > 1:
+    wants_G = torch.full_like(budget_G, len(budget_G) > 1, dtype=torch.bool)  # a block of what the others left
+    while True:
         left = left_over().sum()
-        next_GM = fitting(left)
-        first_G1 = next_GM.int().argmax(-1, keepdim=True)
-        has_G = next_GM.any(-1)
-        order_G = torch.where(has_G, ratio_GM.gather(-1, first_G1)[:, 0], -1.0).argsort(descending=True, stable=True)
+        if not (more_GM := fitting(left) & wants_G[:, None]).any():
+            break
+        first_G1, has_G = more_GM.int().argmax(-1, keepdim=True), more_GM.any(-1)
+        next_ratio_G = torch.where(has_G, ratio_GM.gather(-1, first_G1)[:, 0], -1.0)
         next_cost_G = torch.where(has_G, cost_GM.gather(-1, first_G1)[:, 0], 0.0)
-        more_G = torch.zeros_like(has_G).scatter(0, order_G, next_cost_G[order_G].cumsum(0) <= left) & has_G
-        taken_GM.scatter_(-1, first_G1, taken_GM.gather(-1, first_G1) | more_G[:, None])
+        order_G = next_ratio_G.argsort(descending=True, stable=True)
+        gets_G = torch.zeros_like(has_G).scatter(0, order_G, next_cost_G[order_G].cumsum(0) <= left) & has_G
+        taken_GM.scatter_(-1, first_G1, taken_GM.gather(-1, first_G1) | gets_G[:, None])
+        wants_G &= has_G & ~gets_G
     return torch.zeros_like(taken_GM).scatter(-1, order_GM, taken_GM)
 
 
@@ -106,9 +106,8 @@ def cut_lists(
 ) -> Lists:
     """Cut lists into blocks of `block` units; units past the last whole block go.
 
-    `cost_R` is that of a unit. `opening_R` is what a list costs as soon as it keeps anything (the KV head that query
-    heads share): its first blocks are then joined into the one that is worth most for its cost, so that blocks are
-    again worth less and less for theirs.
+    cost_R: of a unit. opening_R: what a list costs as soon as it keeps anything, as the KV head that query heads share.
+    Its first blocks are then joined into the one that is worth most for its cost, so that worth falls again.
     """
     num_blocks = worth_RU.shape[1] // block
     ranked = worth_RU.double().gather(1, order_RU)[:, : num_blocks * block]

@@ -91,7 +91,7 @@ class Teacher:
 
 
 class Trainer:
-    """Gates, scales and budget of one run, and the one step that moves them."""
+    """The default search, and the polish of every search."""
 
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
         self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator

@@ -1,6 +1,8 @@
 """Mixtures of experts: gates on expert channels, and masked = exported = remote code for all six families."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +147,26 @@ def test_masked_equals_exported_in_plain_transformers(model_type: str, dense: An
     assert left == {"experts": len(widths) * 7, "expert channels": int((gates["experts"] > 0).sum())}
     num_dense = gated.model.num_parameters()  # type: ignore[operator]
     assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_what_is_not_pruned_may_not_be_missing_either(model_type: str, exported: Path, tmp_path: Path) -> None:
+    """Of every layer attention, norms and, where it has no experts, the MLP; whatever the family calls them."""
+    folder = shutil.copytree(exported / model_type, tmp_path / "pruned")
+    (weights_file,) = folder.glob("model*.safetensors")
+    weights = load_file(weights_file)
+    modules = sorted({name.rpartition(".")[0] for name in weights if ".layers." in name and ".experts." not in name})
+    optional = ("_norm", "a_layernorm")  # some families have them
+    if model_type == "deepseek_v2":
+        optional += ("q_proj", "q_a_proj", "q_b_proj")  # one or two, by the config
+    for module in modules:
+        if not module.endswith(optional) and "shared_expert" not in module:
+            name_in_layer = re.sub(r".*layers\.\d+", "", module)  # in every layer
+            alike = {other for other in modules if other.endswith(name_in_layer)}
+            kept = {name: value for name, value in weights.items() if name.rpartition(".")[0] not in alike}
+            save_file(kept, weights_file, {"format": "pt"})
+            with pytest.raises(CheckpointError, match=r"layer \d lacks the tensors of"):
+                read_checkpoint(folder)
 
 
 def test_gates_scale_the_intermediate_activation(dense: Any) -> None:

@@ -222,3 +222,18 @@ def test_keep_schedule_falls_from_1_to_the_ratio() -> None:
     values = [keep_schedule(t / 100, 0.6) for t in range(101)]
     assert values[0] == 1.0 and values[-1] == pytest.approx(0.6)
     assert all(a >= b for a, b in itertools.pairwise(values))
+
+
+def test_many_places_spend_no_more_than_there_is() -> None:
+    """6,144 experts of 768 channels: a tolerance a place would add up."""
+    worth = torch.rand(6144, 768, generator=torch.Generator().manual_seed(0))
+    budget = torch.full((6144,), 0.8 * 768, dtype=torch.float64)
+    assert int(greedy(worth, torch.ones(1).expand_as(worth), budget).sum()) == int(0.8 * 768 * 6144)
+
+
+def test_what_one_place_cannot_use_another_can() -> None:
+    """Three places of 3 each; two have nothing but blocks of 10, and the third a block of 7 beside one of 2."""
+    cost = torch.tensor([[10.0, 10.0], [10.0, 10.0], [2.0, 7.0]])
+    worth = torch.tensor([[50.0, 40.0], [60.0, 30.0], [4.0, 7.0]])
+    kept = greedy(worth, cost, torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64))
+    assert kept.tolist() == [[False, False], [False, False], [True, True]]

@@ -69,7 +69,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise SettingError("enough")
 
     monkeypatch.setattr(cli, "load_recipe", keep)
-    (tmp_path / "r.toml").write_text("tp = 4\nsteps = 7\nheldout_blocks = 3\n[alm]\nmu_end = 0.1\n")
+    (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
     more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
     settings = {"model": "m", "data": "t", "scope": "layer", "polish": 0.0, "shard": True, "align": 128, "tp": 4}
@@ -104,7 +104,7 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line m
     "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
     "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
     "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
-    "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "2,048 positions", "lower --seq-len"]),
+    "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "knows 2,048", "lower --seq-len"]),
     "seed too large": (["--seed", "5000000000"], ["seed is 5000000000", "below 2^32"]),
     "align not positive": (["--align", "0"], ["align is 0", "at least 1"]),
     "align wider than a layer": (["--align", "128"], ["align is 128", "3 × 96", "smaller"]),
