@@ -45,7 +45,8 @@ from ddp_vllm.pages.terminal import print_checkpoint
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
     """Learn masks for `recipe.model` and write the pruned checkpoint to `output`.
 
-    What a user can get wrong is checked before the model is loaded, the output by the command line. Raises: a child of DdpError.
+    What a user can get wrong is checked before the model is loaded, the output by the command line.
+    Raises: a child of DdpError.
     """
     check_run_folders(output)
     accelerator = _make_accelerator(output, tracker)

@@ -37,8 +37,9 @@ def _shapes(config: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, tupl
             yield f"self_attn.{name}_proj", (units * head_dim, hidden)
         yield "self_attn.o_proj", (hidden, sum(heads) * head_dim)
     mlps = {"mlp": layer["intermediate_size"]}
-    for expert, width in enumerate(layer.get("expert_intermediate_sizes") or ()):
-        mlps[f"mlp.experts.{expert}"] = width
+    if experts := layer.get("expert_intermediate_sizes"):
+        yield "mlp.gate", (len(experts), hidden)
+        mlps |= {f"mlp.experts.{expert}": width for expert, width in enumerate(experts)}
     if any(mlps.values()):
         yield "post_attention_layernorm", (hidden,)
     for name, width in mlps.items():
