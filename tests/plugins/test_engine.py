@@ -66,7 +66,7 @@ def made(root: Path) -> dict[str, Any]:
     """Write the models and adapters; return what transformers makes of them, or the model itself."""
     sizes = {"num_hidden_layers": len(RAGGED_LAYERS), "vocab_size": 128, "hidden_size": 48, "intermediate_size": 64}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "initializer_range": 0.15}
-    torch.manual_seed(3)
+    torch.manual_seed(10)  # one at which it and the ragged model, its draft, agree now and then
     dense = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=256)).eval()
     dense.save_pretrained(root / "dense")
     ragged = make_checkpoint(root / "ragged", "Llama", RAGGED_LAYERS)["outputs"]
