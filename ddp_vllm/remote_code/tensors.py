@@ -52,6 +52,8 @@ class TensorTable:
     """Modules of every layer that pruning leaves alone, though it must not miss them."""
     untouched_mlp: tuple[str, ...] = ()
     """The same of layers without routed experts, in a mixture of experts."""
+    router: tuple[str, ...] = ()
+    """The same of layers with routed experts."""
 
     def output(self, block: str) -> Projection:
         """Return the projection by which a block adds to the residual stream; its input is what gates scale."""
@@ -110,6 +112,7 @@ def _experts(module: str, gate: str, up: str, down: str) -> TensorTable:
         projections=(_rows(gate, unit), _rows(up, unit), _columns(down, unit)),
         untouched=(*(name for name in names if name.startswith("self_attn.")), *_BEFORE_BLOCKS),
         untouched_mlp=tuple(name for name in names if name.startswith("mlp.")),
+        router=(f"{module.removesuffix('.experts')}.gate",),
     )
 
 
@@ -157,8 +160,7 @@ def layer_modules(table: TensorTable, blocks: Mapping[str, int], *, routed: bool
     blocks: how many units of each block it has left. routed: it has routed experts.
     """
     yield from table.untouched
-    router = table.projections[0].name.replace("experts.{}.", "").rpartition(".")[0] + ".gate"  # beside the experts
-    yield from (router,) if routed else table.untouched_mlp
+    yield from table.router if routed else table.untouched_mlp
     for projection in table.projections:
         if projection.block != "experts" and blocks[projection.block]:
             yield projection.name
