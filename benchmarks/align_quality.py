@@ -51,7 +51,7 @@ def main() -> None:
     saliency: Masks = {}
     for align in dict.fromkeys([1, *map(int, arguments.align.split(","))]):
         run = trainer(align)
-        run.restore(state, {})
+        run.restore(0, state, {})
         take_steps(run, recipe.search_steps, recipe.steps)
         learned = run.learned()
         candidates = {f"{align}": learned.gates}

@@ -130,13 +130,9 @@ def read_provenance(path: Path) -> dict[str, Any]:
         provenance = json.loads(metadata.get("ddp", "{}"))
         if not isinstance(provenance, dict):
             raise ValueError("its provenance is no object")
-        for part in ("recipe", "rounding", "routing", "perplexity"):
-            if not isinstance(provenance.get(part, {}), dict):
-                raise ValueError(f"its {part} is no object")
+        _check_parts(provenance)
         if not isinstance(provenance.get("search_steps", 0), int):
             raise ValueError("its search_steps is no integer")
-        if not all(isinstance(name, str) for name in provenance.get("texts", [])):
-            raise ValueError("its texts are no names")
         if not all(layer.isdigit() for layer in provenance.get("routing", {}).get("chosen", {})):
             raise ValueError("its routing names a layer that is no number")
         _check_numbers("perplexity", provenance.get("perplexity"), ("dense", "pruned", "tokens"))
@@ -145,6 +141,16 @@ def read_provenance(path: Path) -> dict[str, Any]:
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
     return provenance
+
+
+def _check_parts(provenance: dict[str, Any]) -> None:
+    """Raises: ValueError for a part that is no object, and for texts that are no names."""
+    for name in ("recipe", "rounding", "routing", "perplexity", "recovery"):
+        if not isinstance(provenance.get(name, {}), dict):
+            raise ValueError(f"its {name} is no object")
+    for part in (provenance, provenance.get("recovery", {})):
+        if not all(isinstance(name, str) for name in part.get("texts", [])):
+            raise ValueError("its texts are no names")
 
 
 def _check_numbers(name: str, found: Any, wanted: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from ddp_vllm.errors import DdpError, TrainingError
 
 VERBS = {  # verb -> (where it is, what it does)
     "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
+    "recover": ("ddp_prune.cli", "Let the weights of a pruned model learn from the dense one."),
     "apply": ("ddp_prune.cli", "Cut a model again from published masks alone."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),

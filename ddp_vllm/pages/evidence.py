@@ -19,8 +19,8 @@ from ddp_vllm.errors import CheckpointError
 from ddp_vllm.pages.page import Table
 from ddp_vllm.pages.summary import times_chosen
 
-METRICS_FILE = "ddp_metrics.jsonl"
-"""What `prune` logged, a JSON object a step; in the pruned folder."""
+METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
+"""What `prune` and `recover` logged, a JSON object a step; in the pruned folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,11 @@ class Evidence:
     """The same before rounding and polish (z)."""
     metrics: Sequence[Mapping[str, float]]
     """One object a step; empty if the masks were applied, not learned, here."""
+    recovery: Sequence[Mapping[str, float]]
+    """One object a step in which weights learned; empty if they were frozen."""
     block_losses: Mapping[str, Sequence[float]]
-    """Loss of each held-out block, `dense` and `pruned`, in nats a token; empty if quality was not measured."""
+    """Loss of each held-out block in nats a token, `dense`, `pruned` and, after a recovery, `recovered`; empty if
+    quality was not measured."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -56,7 +59,8 @@ def gather(checkpoint: Checkpoint) -> Evidence:
             gates={name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")},
             searched={name.removesuffix(".z"): value for name, value in tensors.items() if name.endswith(".z")},
             metrics=_read_metrics(folder / METRICS_FILE),
-            block_losses=_block_losses(checkpoint.provenance),
+            recovery=_read_metrics(folder / RECOVERY_FILE),
+            block_losses=block_losses(checkpoint.provenance.get("perplexity")),
         )
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
@@ -82,17 +86,18 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
     return metrics
 
 
-def _block_losses(provenance: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Raises: ValueError if a perplexity comes without them, or the two are not of the same blocks."""
-    if not (quality := provenance.get("perplexity")):
+def block_losses(quality: Mapping[str, Any] | None) -> dict[str, list[float]]:
+    """Raises: ValueError if a perplexity comes without them, or those of the models are not of the same blocks."""
+    if not quality:
         return {}
+    models = ["dense", "pruned", *(name for name in ("recovered",) if name in quality)]
     try:
-        dense, pruned = ([float(loss) for loss in quality["block_losses"][name]] for name in ("dense", "pruned"))
+        found = {name: [float(loss) for loss in quality["block_losses"][name]] for name in models}
     except (TypeError, KeyError):
-        dense = pruned = []
-    if not dense or len(dense) != len(pruned):
+        found = {}
+    if not found or not found["dense"] or len({len(losses) for losses in found.values()}) != 1:
         raise ValueError("its perplexity does not come with the loss of each block")
-    return {"dense": dense, "pruned": pruned}
+    return found
 
 
 def kept_scales(values: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -127,7 +132,8 @@ def bin_edges(gates: NDArray[np.float64]) -> list[float]:
 def tables(evidence: Evidence) -> dict[str, Table]:
     """Return the numbers behind the page by the name of their CSV file."""
     gates, provenance = evidence.gates, evidence.checkpoint.provenance
-    pairs = zip(*evidence.block_losses.values(), strict=True)
+    losses = evidence.block_losses
+    blocks = enumerate(zip(*losses.values(), strict=True))
     found: dict[str, Sequence[Mapping[str, Any]]] = {
         "widths": [
             {
@@ -146,9 +152,24 @@ def tables(evidence: Evidence) -> dict[str, Table]:
         "gates": [each for kind, values in gates.items() for each in _histogram(kind, kept_scales(values))],
         "curves": evidence.metrics,
         "rounding": [{"module_type": kind, **change} for kind, change in provenance.get("rounding", {}).items()],
-        "perplexity": [{"block": block, "dense_loss": a, "pruned_loss": b} for block, (a, b) in enumerate(pairs)],
+        "recovery": evidence.recovery,
+        "perplexity": [
+            {"block": block} | {f"{who}_loss": loss for who, loss in zip(losses, each, strict=True)}
+            for block, each in blocks
+        ],
+        "answers": answers(provenance),
     }
     return {name: Table.of(records) for name, records in found.items() if records}
+
+
+def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return prompts with what each model answered, one object a prompt; [] if none were asked."""
+    recovery = provenance.get("recovery", {})
+    said = recovery.get("answers", {})
+    return [
+        {"prompt": str(prompt)} | {str(who): str(texts[number]) for who, texts in said.items()}
+        for number, prompt in enumerate(recovery.get("prompts", []))
+    ]
 
 
 def _experts(checkpoint: Checkpoint) -> list[dict[str, Any]]:

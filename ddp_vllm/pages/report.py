@@ -4,6 +4,7 @@ Everything is read from the checkpoint itself, so the page can be made again whe
 """
 
 import csv
+import dataclasses
 import io
 import math
 import statistics
@@ -17,9 +18,18 @@ import numpy as np
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import OutputError
 from ddp_vllm.pages import pictures
-from ddp_vllm.pages.evidence import Evidence, expert_use, expert_widths, gather, kept_scales, tables
+from ddp_vllm.pages.evidence import (
+    Evidence,
+    answers,
+    block_losses,
+    expert_use,
+    expert_widths,
+    gather,
+    kept_scales,
+    tables,
+)
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import size_table, texts_of
+from ddp_vllm.pages.summary import bare_name, size_table, texts_of
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
 REPORT_FILE, DATA_FOLDER = "report.html", "report"
@@ -66,6 +76,15 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         )
         table = perplexity_table(losses)
         sections.append(Section(heading="Perplexity on held-out text", table=table, remark=remark))
+    for name, quality in provenance.get("recovery", {}).get("watched", {}).items():
+        heading, watched = f"Perplexity on {bare_name(name)}", perplexity_table(block_losses(quality))
+        sections.append(
+            Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
+        )
+    if said := answers(provenance):
+        table = dataclasses.replace(Table.of(said), is_text=True)
+        remark = "Ten prompts that nobody picked for these models; the most likely tokens, 64 at most."
+        sections.append(Section(heading="Answers", table=table, remark=remark))
     if provenance.get("rounding"):
         remark = "To the budget, by saliency; in units of each module type."
         sections.append(Section(heading="What rounding changed", table=rounding_table(evidence), remark=remark))
@@ -95,10 +114,12 @@ def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def perplexity_table(losses: Mapping[str, Sequence[float]]) -> Table:
-    """Return perplexities with standard errors over the held-out blocks; the ratio's from the blocks' differences."""
-    differences = [after - before for before, after in zip(losses["dense"], losses["pruned"], strict=True)]
-    rows = []
-    for label, values in (*losses.items(), ("pruned / dense", differences)):
+    """Return perplexities with standard errors over the held-out blocks; ratios' from the blocks' differences."""
+    rows, lines = [], dict(losses)
+    for name in list(losses)[1:]:
+        pairs = zip(losses["dense"], losses[name], strict=True)
+        lines[f"{name} / dense"] = [after - before for before, after in pairs]
+    for label, values in lines.items():
         value = math.exp(statistics.fmean(values))
         error = value * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         rows.append([label, f"{value:.2f}", "–" if error is None else f"± {error:.2f}"])
@@ -122,7 +143,8 @@ def draw(evidence: Evidence) -> list[Picture]:
     kinds = {"attn": _heads, "mlp": _widths, "experts": _experts}
     drawn = [draw_kind(evidence) for kind, draw_kind in kinds.items() if kind in evidence.gates]
     drawn += [_scales(evidence)] if evidence.gates else []
-    return drawn + ([_curves(evidence)] if evidence.metrics else [])
+    drawn += [_curves(evidence)] if evidence.metrics else []
+    return drawn + ([_recovery(evidence)] if evidence.recovery else [])
 
 
 def _heads(evidence: Evidence) -> Picture:
@@ -198,5 +220,16 @@ def _curves(evidence: Evidence) -> Picture:
         title="Training",
         caption="Losses: every step in grey, a running mean over a twentieth of the steps in black. At the upright "
         "line the support is rounded and frozen; from there on only scales are learned.",
+        height=pictures.height_of_curves(curves),
+    )
+
+
+def _recovery(evidence: Evidence) -> Picture:
+    curves = evidence.recovery
+    return pictures.render(
+        partial(pictures.draw_curves, curves=curves, target=None, rounded_after=None),
+        name="recovery",
+        title="Recovery",
+        caption="The weights that stay learn from the dense model. Every step in grey, a running mean in black.",
         height=pictures.height_of_curves(curves),
     )

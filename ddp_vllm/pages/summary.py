@@ -133,6 +133,16 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
 
 
 def texts_of(provenance: Mapping[str, Any]) -> str:
-    """Return the names of the texts that were learned on, each once and without the folders of whoever had them."""
-    names = [name.rsplit("/", 1)[-1] for name in provenance.get("texts") or ["unknown origin"]]
-    return ", ".join(dict.fromkeys(names))
+    """Return the names of the texts that were learned on last, each once and without folders."""
+    learned_on = provenance.get("recovery") or provenance
+    return ", ".join(dict.fromkeys(map(bare_name, learned_on.get("texts") or ["unknown origin"])))
+
+
+def bare_name(name: str) -> str:
+    """Return the name of a text or a list of texts without the folders of whoever had them."""
+    return ",".join(each.rsplit("/", 1)[-1] for each in name.split(","))
+
+
+def perplexities(quality: Mapping[str, Any]) -> str:
+    """Return the held-out perplexity of each model that a checkpoint went through, in their order."""
+    return " → ".join(f"{who} {quality[who]:.2f}" for who in ("dense", "pruned", "recovered") if who in quality)

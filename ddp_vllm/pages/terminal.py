@@ -10,7 +10,16 @@ from rich.markup import escape
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.pages.page import Table
-from ddp_vllm.pages.summary import Size, footprint, has_experts, routing_notes, times_chosen, units, without_embeddings
+from ddp_vllm.pages.summary import (
+    Size,
+    footprint,
+    has_experts,
+    perplexities,
+    routing_notes,
+    times_chosen,
+    units,
+    without_embeddings,
+)
 from ddp_vllm.remote_code.widths import dense_expert_size, dense_kv_heads
 
 BAR = 24  # characters
@@ -84,10 +93,7 @@ def _line(size: Size) -> str:
 def _print_quality(provenance: Mapping[str, Any], console: Console) -> None:
     """Print held-out perplexities and what rounding changed, if the checkpoint says so."""
     if quality := provenance.get("perplexity"):
-        console.print(
-            f"{'held-out perplexity':>22}  dense {quality['dense']:.2f} → pruned {quality['pruned']:.2f} "
-            f"({quality['tokens']:,} tokens)"
-        )
+        console.print(f"{'held-out perplexity':>22}  {perplexities(quality)} ({quality['tokens']:,} tokens)")
     for kind, change in provenance.get("rounding", {}).items():
         console.print(
             f"{f'rounding of {kind}':>22}  sparsity was {change['raw_sparsity']:.1%} before; "

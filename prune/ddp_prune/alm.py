@@ -163,7 +163,7 @@ class AlmTrainer(Trainer):
             named |= {f"optimizer.{index}.{name}": value.cpu() for name, value in values.items()}
         return super().state() | named
 
-    def restore(self, tensors: dict[str, torch.Tensor], rounding: dict[str, dict[str, float]]) -> None:
+    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Take back what `state` returned."""
         rest: dict[str, torch.Tensor] = {}
         moments: dict[int, dict[str, torch.Tensor]] = {}
@@ -177,4 +177,4 @@ class AlmTrainer(Trainer):
             else:
                 rest[name] = value
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
-        super().restore(rest, rounding)
+        super().restore(step, rest, extra)

@@ -1,6 +1,7 @@
-"""The verbs prune and apply. torch is imported when one of them runs, not before.
+"""The verbs prune, recover and apply. torch is imported when one of them runs, not before.
 
-Every field of a `Recipe` is an option of `prune`: its type, default and help are the field's.
+Every field of a `Recipe` is an option of `prune`, of a `RecoveryRecipe` one of `recover`: its type, default and help
+are the field's.
 """
 
 import ast
@@ -8,12 +9,14 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ddp_prune.recipe import CHOICES, Recipe, load_recipe
+from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe, load_recipe, load_recovery
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output
 
@@ -29,22 +32,23 @@ TARGETS = {  # budget -> help of its option
 def field_docs(settings: type) -> dict[str, str]:
     """Return the docstring that stands under each field of a dataclass, on one line."""
     docs: dict[str, str] = {}
-    try:
-        (definition,) = ast.parse(inspect.getsource(settings)).body
-    except OSError:  # installed without its source
-        return docs
-    assert isinstance(definition, ast.ClassDef)
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = " ".join(text.split())
+    for kind in filter(dataclasses.is_dataclass, reversed(settings.__mro__)):
+        try:
+            (definition,) = ast.parse(inspect.getsource(kind)).body
+        except OSError:  # installed without its source
+            continue
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
     return docs
 
 
-def recipe_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of the recipe; None stands for those that are not given."""
-    docs = field_docs(Recipe)
-    for field in reversed(dataclasses.fields(Recipe)):
+def recipe_options(settings: type, command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of a recipe; None stands for those that are not given."""
+    docs = field_docs(settings)
+    for field in reversed(dataclasses.fields(settings)):
         if field.name == "sparsity":
             for budget, text in reversed(TARGETS.items()):
                 command = click.option(f"--target-{budget}", metavar="N", help=text)(command)
@@ -54,7 +58,7 @@ def recipe_options(command: Callable[..., None]) -> Callable[..., None]:
         first_sentence = docs.get(field.name, "").partition(". ")[0].removesuffix(".").replace("`", "")
         kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
         flag = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
-        has_default = kind is not bool and field.name != "sparsity"  # which has to be given, or a target
+        has_default = kind is not bool and field.name not in ("sparsity", "teacher")  # what has to be given, or may
         text = first_sentence + (f". [default: {field.default}]" if has_default else ".")
         command = click.option(*names, help=text, **flag)(command)
     return command
@@ -62,7 +66,7 @@ def recipe_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @click.argument("model")
-@recipe_options
+@partial(recipe_options, Recipe)
 @click.option("--quant-friendly", is_flag=True, help="The same as --align 128.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
@@ -78,7 +82,8 @@ def prune(
     accelerate launch -m ddp_vllm prune …
     """
     recipe = load_recipe(recipe_file, _settings(**settings) | {"model": model})
-    check_output(output, overwrite=overwrite)
+    if not (recipe.recover and output.is_dir()):  # where an interrupted recovery may have a pruned model to go on from
+        check_output(output, overwrite=overwrite)
     # OpenMP threads that spin while they wait slow a step several times over beside another busy process (log 3)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
@@ -86,6 +91,30 @@ def prune(
     from ddp_prune.pipeline import prune as run
 
     run(recipe, output, overwrite=overwrite, tracker=tracker, console=Console())
+
+
+@click.command()
+@click.argument("model")
+@partial(recipe_options, RecoveryRecipe)
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
+def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool, **settings: Any) -> None:
+    """Let the weights of the pruned MODEL learn from the dense one, and write the better model.
+
+    Widths, speed and how it is served stay as they are. What is not given is as when the masks were learned: teacher,
+    text, sequences a step. Interrupted, the same command goes on where it was. On several devices:
+    accelerate launch -m ddp_vllm recover …
+    """
+    check_output(output, overwrite=overwrite)
+    masks = read_checkpoint(Path(model)).provenance.get("recipe", {})
+    recipe = load_recovery(recipe_file, settings | {"model": model}, masks)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as above
+    from rich.console import Console
+
+    from ddp_prune.recover import recover_alone as run
+
+    run(recipe, output, overwrite=overwrite, console=Console())
 
 
 def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:

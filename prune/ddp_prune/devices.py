@@ -9,12 +9,14 @@ accelerate's own FSDP2 plugin would cut it too, and refuses CPUs.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, gather_object, get_max_memory
 from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,9 +26,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ddp_prune.gates import GatedModel, NarrowLayers
 from ddp_prune.loss import head_bytes
-from ddp_prune.model import Source, check_complete, loading_options, weight_files
+from ddp_prune.model import Source, check_complete, load_model, loading_options, weight_files
+from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_prune.run_state import RunState
 from ddp_vllm.errors import DdpError, SettingError
+from ddp_vllm.families import Dimensions
 from ddp_vllm.remote_code.tensors import LAYERS
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
@@ -35,7 +39,34 @@ SHARE_OF_FREE = 0.5  # of free memory for activations, else they are checkpointe
 EAGER_TOKENS = 512  # a sequence, up to which attention's weights are written down on a CPU
 
 
-def fit_activations(gated: GatedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator) -> int:
+def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
+    """Return what tells a process its device and its part in the run.
+
+    Raises: SettingError if the tracker is not installed.
+    """
+    trackers = [str(name) for name in get_available_trackers()]
+    if tracker and tracker not in trackers:
+        known = ", ".join(trackers) or "none; for example pip install tensorboard"
+        raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
+    # not told that it is a CPU's, accelerate takes a process that torchrun started for the only one
+    device = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = device is None or device.type == "mps"  # a Mac's GPU has no float64, in which gradients are summed
+    # other ranks wait while the first downloads and tokenises; torch would give up after ten minutes
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[patience])
+
+
+class SizedModel(Protocol):
+    """A model, and the sizes of it or of the dense model it was cut from."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def sizes(self) -> Dimensions: ...
+
+
+def fit_activations(gated: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator) -> int:
     """Choose how attention is computed, switch checkpointing `on` or `off`, and return how many sequences fit.
 
     `auto` asks whether half of free memory holds what `num_sequences` of `seq_len` tokens keep. They are halved until
@@ -76,7 +107,7 @@ def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def pass_bytes(gated: GatedModel, num_sequences: int, seq_len: int) -> int:
+def pass_bytes(gated: SizedModel, num_sequences: int, seq_len: int) -> int:
     """Return about how many bytes a pass forward and backward takes beside the weights, layers as they now are."""
     num_tokens, num_layers = num_sequences * seq_len, gated.sizes.num_layers
     kept = num_tokens * activation_bytes(gated, seq_len)
@@ -86,14 +117,14 @@ def pass_bytes(gated: GatedModel, num_sequences: int, seq_len: int) -> int:
     return kept + head_bytes(gated.model)
 
 
-def activation_bytes(gated: GatedModel, seq_len: int) -> int:
+def activation_bytes(gated: SizedModel, seq_len: int) -> int:
     """Return about how many bytes a token keeps for backward in all layers, without checkpointing.
 
     A layer keeps two norms' inputs in float32, queries, keys, values and the output of attention, and four rows of MLP
     channels (before and after the activation function, the other factor, and the product that is gated). Routed
     experts keep 4·C + H a slot (`experts.py`); kernels that copy keep a little more. Fused attention keeps its output
     once more; else its weights are kept, for all tokens of a sequence: in float32 and, if that is another, in the
-    model's format.
+    model's format. Weights that learn keep their inputs, which are the outputs of the two norms.
     """
     sizes, itemsize = gated.sizes, next(gated.model.parameters()).dtype.itemsize
     queries, keys = sizes.num_query_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -106,7 +137,9 @@ def activation_bytes(gated: GatedModel, seq_len: int) -> int:
     slots: Any = getattr(gated.model.config, "num_experts_per_tok", 0)
     channels = (sizes.num_layers - routed) * 4 * sizes.intermediate_size
     experts = routed * slots * (4 * sizes.expert_intermediate_size + sizes.hidden_size)
-    return sizes.num_layers * (8 * sizes.hidden_size + attention) + itemsize * (channels + experts)
+    learns = any(each.requires_grad for each in gated.model.parameters())
+    norms = (8 + 2 * itemsize * learns) * sizes.hidden_size
+    return sizes.num_layers * (norms + attention) + itemsize * (channels + experts)
 
 
 def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int) -> NarrowLayers | None:
@@ -169,6 +202,13 @@ def _container_memory(otherwise: int) -> int:
         return max(0, int(limit) - int(used) + int(cached))
     except (OSError, KeyError, ValueError):
         return otherwise
+
+
+def load(source: Source, recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> Any:
+    """Load a model for a run, whole or cut over all processes."""
+    if recipe.shard:
+        return load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
+    return load_model(source, recipe.dtype, accelerator.device)
 
 
 def check_shares(batch_size: int, num_processes: int) -> None:

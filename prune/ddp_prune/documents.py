@@ -19,6 +19,8 @@ from ddp_vllm.errors import TextError
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around what an assistant says in a conversation; Unicode keeps both for a program's own use."""
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
@@ -87,6 +89,7 @@ def content_of(path: Path) -> str:
 def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
     """Return a row's text, or its conversation by the chat template; as plain text where that refuses its turns.
 
+    What the assistant says stands between BEGIN and END where the template arranged it.
     Raises: TextError, naming `data`, if it has neither.
     """
     if isinstance(row.get("text"), str):
@@ -99,9 +102,13 @@ def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
     said = [(turn.get("from") or turn.get("role"), _words(turn.get("value") or turn.get("content"))) for turn in turns]
     messages = [{"role": ROLES.get(speaker, "user"), "content": words} for speaker, words in said if words]
     if tokenizer.chat_template:
+        marked = [
+            message | {"content": f"{BEGIN}{message['content']}{END}"} if message["role"] == "assistant" else message
+            for message in messages
+        ]
         for arrange in (list, _alternating):
             with suppress(TemplateError):  # what a template raises that refuses these roles in this order
-                if turns := arrange(messages):
+                if turns := arrange(marked):
                     return str(tokenizer.apply_chat_template(turns, tokenize=False))
     return "\n\n".join(message["content"] for message in messages)
 

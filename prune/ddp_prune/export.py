@@ -5,7 +5,7 @@ Every weight is read, cut and written tensor by tensor, so memory stays near one
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from ddp_prune.gates import Masks
 from ddp_prune.model import COMPANIONS, Source, check_spares_source, open_source, weight_files
 from ddp_prune.selection import realign
 from ddp_vllm import __version__
-from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, read_checkpoint, read_provenance
+from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, Checkpoint, read_checkpoint, read_provenance
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import Family, unit_shapes
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
+from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, MODEL_TYPE_PREFIX
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -129,9 +130,44 @@ def export(
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in FILES:
             shutil.copyfile(file, folder / file.name)
-        _write_weights(source, Slicer(gates, source, head_unit), folder)
+        slicer = Slicer(gates, source, head_unit)
+        cut = ((name, slicer.cut(name, tensor)) for name, tensor in _stored(source.folder))
+        _write_weights(((name, tensor) for name, tensor in cut if tensor is not None), folder)
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, evidence=evidence)
         for name, text in (extra_files or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(model_card(read_checkpoint(folder), output.name), encoding="utf-8")
+
+
+def export_recovered(
+    checkpoint: Checkpoint,
+    learned: Callable[[str, torch.Tensor], torch.Tensor],
+    output: Path,
+    *,
+    provenance: Mapping[str, Any],
+    extra_files: Mapping[str, str],
+    overwrite: bool = False,
+) -> None:
+    """Write a pruned checkpoint once more, its weights as they learned, each rounded once to the format it had.
+
+    `learned` gives what a stored tensor has become, by its name on disk; the rest is as in `export`. Widths, gates and
+    all other files are those of `checkpoint`; what lies in folders inside it, such as its report, is left behind.
+    """
+    source = checkpoint.folder
+    gates, _ = read_masks(source / MASKS_FILE)
+    with atomic_folder(output, overwrite=overwrite) as folder:
+        _copy_companions(source, folder)
+        for file in (source / "config.json", *FILES):
+            shutil.copyfile(file, folder / file.name)
+        _write_weights(((name, learned(name, tensor).to(tensor.dtype)) for name, tensor in _stored(source)), folder)
+        rest = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
+        write_masks(
+            gates, folder / MASKS_FILE, head_unit=str(provenance.get("head_unit", "kv-group")), provenance=rest,
+            evidence=read_evidence(source / MASKS_FILE),
+        )  # fmt: skip
+        if (source / METRICS_FILE).exists():
+            shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
+        for name, text in extra_files.items():
             (folder / name).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(model_card(read_checkpoint(folder), output.name), encoding="utf-8")
 
@@ -181,8 +217,8 @@ def _state_tokenizer_class(source: Path, target: Path) -> None:
         path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
-    """Cut every tensor and write shards of at most MAX_SHARD_BYTES, one in memory at a time."""
+def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write named tensors into shards of at most MAX_SHARD_BYTES, one in memory at a time."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
 
@@ -191,7 +227,7 @@ def _write_weights(source: Source, slicer: Slicer, folder: Path) -> None:
         shards.append(list(held))
         held.clear()
 
-    for name, tensor in _cut_tensors(source, slicer):
+    for name, tensor in tensors:
         if held and sum(each.nbytes for each in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
             flush()
         held[name] = tensor
@@ -216,14 +252,12 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
         raise OSError(str(error)) from error
 
 
-def _cut_tensors(source: Source, slicer: Slicer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and what is left of every tensor that stays."""
-    for path in weight_files(source.folder):
+def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name of every tensor on disk, and the tensor."""
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
-                cut = slicer.cut(name, file.get_tensor(name))
-                if cut is not None:
-                    yield name, cut
+                yield name, file.get_tensor(name)
 
 
 def write_masks(

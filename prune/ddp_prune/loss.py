@@ -86,6 +86,7 @@ class _DistilledHead(torch.autograd.Function):
         student_NH: torch.Tensor,
         teacher_NH: torch.Tensor | None,
         head: OutputHead,
+        teacher_head: OutputHead,
         labels_N: torch.Tensor,
         eta: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +103,7 @@ class _DistilledHead(torch.autograd.Function):
             cross_entropy += (log_z - logits.gather(1, labels)[:, 0]).sum()
             gradient, share = p, 1.0 / (1.0 + eta) if distil else 1.0  # share: of the labels in the target q
             if distil and teacher_NH is not None:
-                teacher = head.logits(teacher_NH[chunk])
+                teacher = teacher_head.logits(teacher_NH[chunk])
                 t, log_z_teacher = _softmax(teacher)
                 # KL = Σ t (log t − log p), the logarithms taken apart into logits and normalisers
                 divergence += teacher.sub_(logits).mul_(t).sum() + (log_z - log_z_teacher).sum()
@@ -116,21 +117,26 @@ class _DistilledHead(torch.autograd.Function):
         return metrics[0] + eta * metrics[1], metrics
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         (gradient_NH,) = ctx.saved_tensors
-        return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None
+        return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None, None
 
 
 def distilled_loss(
-    student_NH: torch.Tensor, teacher_NH: torch.Tensor | None, head: OutputHead, labels_N: torch.Tensor, eta: float
+    student_NH: torch.Tensor,
+    teacher_NH: torch.Tensor | None,
+    head: OutputHead,
+    labels_N: torch.Tensor,
+    eta: float,
+    teacher_head: OutputHead | None = None,
 ) -> tuple[torch.Tensor, float, float]:
     """Return (mean CE + η·KL, mean CE, mean KL) in nats a token (Eq. 16 and 17).
 
     `student_NH` and `teacher_NH` are final hidden states [N, H] after the last norm, `labels_N` int64 [N]. The first
     value is differentiable in `student_NH` only; the KL is exact, over the whole vocabulary. `teacher_NH=None` leaves
-    the distillation out.
+    the distillation out. Both models have the same `head`, unless the teacher has one of its own.
     """
-    loss, metrics = _DistilledHead.apply(student_NH, teacher_NH, head, labels_N, eta)
+    loss, metrics = _DistilledHead.apply(student_NH, teacher_NH, head, teacher_head or head, labels_N, eta)
     cross_entropy, divergence = metrics.tolist()
     return loss, cross_entropy, divergence
 
@@ -150,17 +156,22 @@ def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return hidden[:, :-1].reshape(-1, hidden.shape[-1])
 
 
-@torch.no_grad()
 def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:
-    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
+    """Return the `losses` of a gated model under `masks`; None: the dense model."""
     model: Any = gated.model
-    head = OutputHead.of(model)
-    device, predicted = head.weight.device, blocks.shape[1] - 1
+    device = OutputHead.of(model).weight.device
     with gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
-        return [
-            negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
-            for tokens in blocks.to(device)
-        ]
+        return losses(model, blocks)
+
+
+@torch.no_grad()
+def losses(model: Any, blocks: torch.Tensor) -> list[float]:
+    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
+    head, predicted = OutputHead.of(model), blocks.shape[1] - 1
+    return [
+        negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
+        for tokens in blocks.to(head.weight.device)
+    ]
 
 
 def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> float:
@@ -168,7 +179,7 @@ def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> 
     return perplexity_of(block_losses(gated, masks, blocks))
 
 
-def perplexity_of(losses: Sequence[float]) -> float:
+def perplexity_of(block_losses: Sequence[float]) -> float:
     """Return exp of the mean loss in nats a token; infinite where a float cannot hold it."""
-    mean = statistics.fmean(losses)
+    mean = statistics.fmean(block_losses)
     return math.exp(mean) if mean < 700 else math.inf

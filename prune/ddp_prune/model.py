@@ -1,5 +1,9 @@
-"""The dense model to prune: a local folder, or a hub name downloaded into the hub's own cache; checked, then loaded."""
+"""The dense model: a local folder, or a hub name downloaded into the hub's own cache; checked, then loaded.
 
+And the pruned one that was cut from it, where its weights shall learn.
+"""
+
+import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ddp_vllm.checkpoint import INDEX_FILE, read_config, read_json
+from ddp_vllm.checkpoint import INDEX_FILE, Checkpoint, read_config, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, OutputError
 from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of
-from ddp_vllm.remote_code.tensors import LAYERS
+from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
     "config.json",
@@ -33,12 +37,14 @@ COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the f
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A dense checkpoint on disk."""
+    """A checkpoint on disk: a dense one, or one that was pruned."""
 
     folder: Path
     config: Mapping[str, Any]
     family: Family
+    """Of the dense model."""
     sizes: Dimensions
+    """Of the dense model."""
 
 
 def open_source(model: str) -> Source:
@@ -59,6 +65,42 @@ def open_source(model: str) -> Source:
     _check_shapes(source, shapes)
     _prepare_transformers(config)
     return source
+
+
+def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
+    """Return a pruned checkpoint that was cut from a model like `dense`, for transformers to load by our own classes.
+
+    Raises: CheckpointError if it is quantised; ModelError if `dense` has other sizes, another vocabulary or family.
+    """
+    folder, config = checkpoint.folder, checkpoint.config
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{folder} is quantised, and such weights cannot learn; recover first, then quantise")
+    own = dict(config, model_type=dense_type(config))
+    for key in ("model_type", "vocab_size", "tie_word_embeddings"):
+        if (ours := own.get(key)) != (theirs := dense.config.get(key)):
+            raise ModelError(
+                f"{dense.folder} has {key} {theirs}, but {folder} has {ours}; give the model it was pruned from"
+            )
+    if (ours := dimensions_of(own)) != dense.sizes:
+        differing = [name for name, value in vars(ours).items() if value != getattr(dense.sizes, name)]
+        raise ModelError(
+            f"{dense.folder} has another {differing[0]} than {folder} had before it was pruned; give the model it was "
+            "pruned from"
+        )
+    _register_pruned(dense.family)
+    return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes)
+
+
+def _register_pruned(family: Family) -> None:
+    """Teach transformers the pruned class of a family, so that no code of a checkpoint has to run."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ddp_vllm.remote_code import configuration_ddp
+
+    config = getattr(configuration_ddp, family.pruned_config)
+    modeling = importlib.import_module(f"ddp_vllm.remote_code.{family.modeling_file}")
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModelForCausalLM.register(config, getattr(modeling, family.pruned_architecture), exist_ok=True)
 
 
 def check_spares_source(output: Path, source: Source) -> None:

@@ -1,22 +1,19 @@
 """One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
 
+import json
 import math
-import time
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.tracking import get_available_trackers
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import check_shares, failing_together, load_sharded
+from ddp_prune.devices import check_shares, failing_together, load, make_accelerator
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import block_losses, perplexity_of
@@ -24,22 +21,22 @@ from ddp_prune.model import (
     Source,
     check_index,
     check_spares_source,
-    load_model,
     open_source,
     weight_files,
     weight_shapes,
 )
-from ddp_prune.recipe import Recipe
-from ddp_prune.run_state import RunState, check_run_folders, fingerprint
+from ddp_prune.progress import StepProgress, show
+from ddp_prune.recipe import Recipe, load_recovery
+from ddp_prune.recover import recover
+from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint
 from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
+from ddp_vllm.output import check_output
 from ddp_vllm.pages.evidence import METRICS_FILE
-from ddp_vllm.pages.report import write_report
-from ddp_vllm.pages.terminal import print_checkpoint
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
@@ -49,9 +46,23 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     Raises: a child of DdpError.
     """
     check_run_folders(output)
-    accelerator = _make_accelerator(output, tracker)
+    accelerator = make_accelerator(output, tracker)
     if recipe.shard:
         check_shares(recipe.batch_size, accelerator.num_processes)
+    if not (recipe.recover and is_pruned_by(recipe, output)):
+        check_output(output, overwrite=overwrite)
+        _prune(recipe, output, accelerator, overwrite=overwrite, tracker=tracker, console=console)
+    if recipe.recover:
+        settings = {"model": str(output), "minutes": recipe.recover, "shard": recipe.shard}
+        recover(load_recovery(None, settings, recipe.to_dict()), output, accelerator, overwrite=True, console=console)
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        show(output, recipe.model, console)
+
+
+def _prune(
+    recipe: Recipe, output: Path, accelerator: Accelerator, *, overwrite: bool, tracker: str | None, console: Console
+) -> None:
     for first in (True, False):  # of a machine's processes: what it downloads and caches, the others find
         with failing_together(accelerator):
             if accelerator.is_local_main_process == first:
@@ -69,12 +80,10 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     with ExitStack() as stack:
         with failing_together(accelerator):
             stack.enter_context(run.locked())
-        progress = _Progress(console, recipe, 1.0 - pools[0].keep_ratio, main)
+        phase = partial(_phase, recipe, 1.0 - pools[0].keep_ratio)
+        progress = StepProgress(console, recipe.steps, phase, main)
         try:
-            if recipe.shard:
-                model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
-            else:
-                model = load_model(source, recipe.dtype, accelerator.device)
+            model = load(source, recipe, accelerator)
             gated = GatedModel(model, source.family, source.sizes, head_unit)
             learned, perplexity = _learn(gated, blocks, recipe, accelerator, run, progress)
         except torch.OutOfMemoryError as error:  # a step says it in words of its own
@@ -82,7 +91,6 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
                 f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; "
                 "free it of other processes, lower --seq-len, or cut the weights over more devices with --shard"
             ) from error
-        accelerator.end_training()
         if not main:
             return
         export(
@@ -103,27 +111,13 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
             extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
         )
         run.remove()
-    checkpoint = read_checkpoint(output)
-    print_checkpoint(checkpoint, console)
-    page = write_report(checkpoint, output)
-    say(
-        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
-        f"\nmeasure it: ddp-vllm bench sharegpt --dense {recipe.model} --pruned {output}"
-    )
 
 
-def _make_accelerator(output: Path, tracker: str | None) -> Accelerator:
-    """Raises: SettingError if the tracker is not installed."""
-    trackers = [str(name) for name in get_available_trackers()]
-    if tracker and tracker not in trackers:
-        known = ", ".join(trackers) or "none; for example pip install tensorboard"
-        raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
-    # not told that it is a CPU's, accelerate takes a process that torchrun started for the only one
-    device = torch.accelerator.current_accelerator(check_available=True)
-    on_cpu = device is None or device.type == "mps"  # a Mac's GPU has no float64, in which gradients are summed
-    # other ranks wait while the first downloads and tokenises; torch would give up after ten minutes
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
-    return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[patience])
+def is_pruned_by(recipe: Recipe, output: Path) -> bool:
+    """Say whether an output is what this recipe's masks leave, and nothing was recovered yet."""
+    provenance = read_provenance(output / MASKS_FILE)
+    learned_by = provenance.get("recipe", {})
+    return "recovery" not in provenance and decisive(learned_by) == decisive(json.loads(json.dumps(recipe.to_dict())))
 
 
 def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool], blocks: Blocks) -> list[str]:
@@ -139,7 +133,7 @@ def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool],
 
 
 def _learn(
-    gated: GatedModel, blocks: Blocks, recipe: Recipe, accelerator: Accelerator, run: RunState, progress: "_Progress"
+    gated: GatedModel, blocks: Blocks, recipe: Recipe, accelerator: Accelerator, run: RunState, progress: StepProgress
 ) -> tuple[Learned, dict[str, Any]]:
     """Return what was learned, and the perplexity of held-out text before and after. Raises: ModelError."""
     dense_losses = block_losses(gated, None, blocks.heldout)
@@ -195,49 +189,10 @@ def routing(learned: Learned, routed_layers: tuple[int, ...]) -> dict[str, Any]:
     return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
 
 
-class _Progress:
-    """A progress bar that takes a step's metrics; silent away from the main process."""
-
-    def __init__(self, console: Console, recipe: Recipe, wanted: float, shown: bool) -> None:
-        self.wanted = wanted
-        self.recipe, self.console, self.lines = recipe, console, not console.is_terminal and shown
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-            console=console,
-            disable=not shown or not console.is_terminal,
-        )
-
-    def __enter__(self) -> Any:
-        self.bar.start()
-        self.task = self.bar.add_task("search", total=self.recipe.steps, text="")
-        self.began, self.first = time.perf_counter(), 0
-        return self.report
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def report(self, metrics: dict[str, float]) -> None:
-        step = int(metrics["step"])
-        phase = "search" if step <= self.recipe.search_steps else "polish"
-        shares = {name: value for name, value in metrics.items() if name.endswith("_sparsity")}
-        sparsity = ", ".join(f"{name.removesuffix('_sparsity')} {value:.1%}" for name, value in shares.items())
-        divergence = f"kl {metrics['kl']:.3f} " if "kl" in metrics else ""
-        annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
-        text = (
-            f"loss {metrics['loss']:.3f} {divergence}sparsity {sparsity} of {self.wanted:.0%} "
-            f"{annealed}{metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
-        )
-        self.bar.update(self.task, completed=step, description=phase, text=text)
-        self.first = self.first or step
-        every = max(1, self.recipe.steps // 40)
-        if self.lines and (step % every == 0 or step == self.recipe.steps):
-            spent = time.perf_counter() - self.began
-            left = spent / (step - self.first + 1) * (self.recipe.steps - step)
-            self.console.print(
-                f"{phase} {step}/{self.recipe.steps} {text}, {left:.0f} s left", highlight=False, soft_wrap=True
-            )
+def _phase(recipe: Recipe, wanted: float, metrics: dict[str, float]) -> tuple[str, str]:
+    """Return what a step was part of, and how far the gates are."""
+    shares = {name: value for name, value in metrics.items() if name.endswith("_sparsity")}
+    sparsity = ", ".join(f"{name.removesuffix('_sparsity')} {value:.1%}" for name, value in shares.items())
+    annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
+    phase = "search" if metrics["step"] <= recipe.search_steps else "polish"
+    return phase, f"sparsity {sparsity} of {wanted:.0%} {annealed}"

@@ -22,7 +22,13 @@ CHOICES = {
     "controller": ("gradual", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "activation_checkpointing": ("auto", "on", "off"),
+    "method": ("auto", "full", "lora"),
+    "learn_from": ("auto", "assistant", "all"),
 }
+
+
+INHERITED = ("data", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
+"""Settings that a recovery takes over from the run that learned the masks, where none are given."""
 
 
 def _check_types(settings: Any) -> None:
@@ -82,8 +88,60 @@ class AlmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Settings of one run."""
+class LearningSettings:
+    """What a run has that learns masks, and one that learns weights."""
+
+    data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
+    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file; several,
+    separated by commas, take turns. An excerpt is about `seq_len` tokens; a name that is given twice has two turns."""
+    batch_size: int = 16
+    """Sequences an optimizer step, over all devices."""
+    seq_len: int = 2048
+    """Tokens a sequence; the first is BOS where the model's tokenizer begins every text with it."""
+    seed: int = 0
+    """Orders the documents. Gates start at exactly 1, so nothing else of them is random."""
+    heldout_blocks: int = 16
+    """Sequences of the text that are never trained on; their perplexity is reported."""
+    distillation: float = 2.0
+    """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
+
+    micro_batch_size: int = 0
+    """Sequences a forward pass; 0 chooses. It keeps about 8,192 tokens in flight, 1,024 on a CPU, fewer where memory is
+    short."""
+    dtype: str = "auto"
+    """Number format of the weights while learning; `auto` takes the checkpoint's. But bfloat16 for float16, in
+    which small gradients vanish. What is exported has the checkpoint's either way."""
+    activation_checkpointing: str = "auto"
+    """Run layers again in backward instead of keeping what they computed. A third more work, a small part of the
+    memory, the same gradients. `auto` does it when half of the free memory would not hold the activations."""
+    shard: bool = False
+    """Cut the weights over all processes (FSDP2), for models that one device cannot hold."""
+    save_every: int = 25
+    """Steps between saves of the run, from which an interrupted run goes on. It is saved every ten minutes too, and
+    after the last step."""
+
+    def __post_init__(self) -> None:
+        """Check every value once. Raises: SettingError."""
+        _check_types(self)
+        for name in ("batch_size", "heldout_blocks", "save_every"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("seq_len", self.seq_len, 8)
+        for name in ("micro_batch_size", "seed", "distillation"):
+            _at_least(name, getattr(self, name), 0)
+        if self.seed >= 2**32:
+            raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
+        for name, choices in CHOICES.items():
+            if hasattr(self, name) and getattr(self, name) not in choices:
+                raise SettingError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data, as they are saved."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(LearningSettings):
+    """Settings of a run that learns masks."""
 
     model: str
     """Folder or Hugging Face hub name of the dense model."""
@@ -108,19 +166,8 @@ class Recipe:
     tp: int = 1
     """Make every layer split over this many devices without padding; a device's share is a multiple of `align`."""
 
-    data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
-    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file; several,
-    separated by commas, take turns. An excerpt is about `seq_len` tokens; a name that is given twice has two turns."""
     steps: int = 1000
     """Optimizer steps in all: search and polish."""
-    batch_size: int = 16
-    """Sequences an optimizer step, over all devices."""
-    seq_len: int = 2048
-    """Tokens a sequence; the first is BOS where the model's tokenizer begins every text with it."""
-    seed: int = 0
-    """Orders the documents. The gates start at exactly 1, so nothing else is random."""
-    heldout_blocks: int = 16
-    """Sequences of the text that are never trained on; their perplexity is reported."""
 
     controller: str = "gradual"
     """How the search comes down to the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, worst
@@ -129,29 +176,15 @@ class Recipe:
     polish: float = 0.35
     """Last fraction of the steps, in which only the scales of what is kept are learned. 0 is the paper's single phase.
     Ours; the fraction was not tuned."""
-    distillation: float = 2.0
-    """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
 
-    micro_batch_size: int = 0
-    """Sequences a forward pass; 0 chooses. It keeps about 8,192 tokens in flight, 1,024 on a CPU, fewer where memory is
-    short."""
-    dtype: str = "auto"
-    """Number format of the frozen weights while learning; `auto` takes the checkpoint's. But bfloat16 for float16, in
-    which small gradients vanish. What is exported has the checkpoint's either way."""
-    activation_checkpointing: str = "auto"
-    """Run layers again in backward instead of keeping what they computed. A third more work, a small part of the
-    memory, the same gradients. `auto` does it when half of the free memory would not hold the activations."""
-    shard: bool = False
-    """Cut the frozen weights over all processes (FSDP2), for models that one device cannot hold."""
-    save_every: int = 25
-    """Steps between saves of the run, from which an interrupted run goes on. It is saved every ten minutes too, and
-    after the last step."""
+    recover: float = 0.0
+    """Minutes in which the weights that stay then learn from the dense model, as `ddp-vllm recover` does; 0: none."""
 
     def __post_init__(self) -> None:
         """Check every value once. Raises: SettingError."""
-        _check_types(self)
+        super().__post_init__()
         if self.target:
             if self.sparsity or self.target < 0:
                 raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
@@ -159,17 +192,10 @@ class Recipe:
                 raise SettingError("target needs a budget of params, flops or kv-bytes; with units, give a sparsity")
         elif not 0.0 < self.sparsity < 1.0:
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
-        for name in ("steps", "batch_size", "heldout_blocks", "save_every", "align", "tp", "context_length"):
+        for name in ("steps", "align", "tp", "context_length"):
             _at_least(name, getattr(self, name), 1)
-        _at_least("seq_len", self.seq_len, 8)
-        for name in ("micro_batch_size", "seed", "distillation"):
-            _at_least(name, getattr(self, name), 0)
-        if self.seed >= 2**32:
-            raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
+        _at_least("recover", self.recover, 0)
         _check_fraction("polish", self.polish)
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise SettingError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
 
     @property
     def polish_steps(self) -> int:
@@ -181,9 +207,48 @@ class Recipe:
         """Steps in which the support is searched, at the start; at least one."""
         return self.steps - self.polish_steps
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, as they are saved."""
-        return dataclasses.asdict(self)
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryRecipe(LearningSettings):
+    """Settings of a run in which the weights of a pruned model learn from the dense one."""
+
+    model: str
+    """Folder of the pruned model."""
+    teacher: str
+    """Folder or hub name of the dense model it was cut from."""
+    minutes: float = 10.0
+    """How long to learn. A step is timed first; how many fit is saved with the run, so that it can go on to the bit."""
+    tokens: int = 0
+    """Instead of `minutes`: tokens to learn on."""
+    method: str = "auto"
+    """What learns: `full` all weights but embeddings and output head, `lora` low-rank additions to the projections,
+    merged at the end. `auto` is `full` where memory holds its optimizer, 16 bytes a parameter."""
+    rank: int = 64
+    """Rank of the additions of `lora`."""
+    learning_rate: float = 0.0
+    """AdamW's highest rate; 0 chooses by method."""
+    warmup: float = 0.05
+    """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
+    learn_from: str = "auto"
+    """Tokens that count: `assistant` those of its turns in conversations, and all of other text; `all`. `auto` is
+    `assistant` for a model with a chat template."""
+    watch: str = ""
+    """Text of another kind, named as `data`, on which nothing is learned; it is said if the model gets worse there."""
+
+    def __post_init__(self) -> None:
+        """Check every value once. Raises: SettingError."""
+        super().__post_init__()
+        for name in ("minutes", "tokens", "learning_rate"):
+            _at_least(name, getattr(self, name), 0)
+        _at_least("rank", self.rank, 1)
+        _check_fraction("warmup", self.warmup)
+        if not (self.minutes or self.tokens):
+            raise SettingError("minutes and tokens are 0; give one of them")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; at least one."""
+        return max(1, self.tokens // (self.batch_size * self.seq_len))
 
 
 def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
@@ -191,17 +256,8 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
 
     Raises: SettingError for an unreadable file, an unknown key or a value out of range.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SettingError(
-                f"the recipe {path} cannot be read ({error}); it must be TOML, one setting a line"
-            ) from error
+    values = _read(path, settings, Recipe)
     where = str(path or "the recipe")
-    values |= {name: value for name, value in settings.items() if value is not None}
-    _check_known(where, values, Recipe)
     if "alm" in values:
         if not isinstance(alm := values["alm"], Mapping):
             raise SettingError(f"alm is {alm!r}; it must be a table, [alm]")
@@ -218,6 +274,35 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
     return Recipe(**values)
 
 
+def load_recovery(path: Path | None, settings: Mapping[str, Any], masks: Mapping[str, Any]) -> RecoveryRecipe:
+    """Build the recipe of a recovery as `load_recipe` does; what is not given is as in the recipe `masks`.
+
+    masks: that with which the masks were learned, as its checkpoint has it; {} if that is unknown.
+    """
+    inherited = {name: masks[name] for name in INHERITED if name in masks}
+    values = inherited | _read(path, settings, RecoveryRecipe)
+    if "teacher" not in values and "model" in masks:
+        values["teacher"] = masks["model"]
+    if missing := {"model", "teacher"} - set(values):
+        raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
+    return RecoveryRecipe(**values)
+
+
+def _read(path: Path | None, settings: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return what a TOML file and the command line set of a recipe of this kind. Raises: SettingError."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SettingError(
+                f"the recipe {path} cannot be read ({error}); it must be TOML, one setting a line"
+            ) from error
+    values |= {name: value for name, value in settings.items() if value is not None}
+    _check_known(str(path or "the recipe"), values, kind)
+    return values
+
+
 def _check_known(where: str, values: Mapping[str, Any], settings: type) -> None:
     known = {field.name for field in dataclasses.fields(settings)}
     if unknown := set(values) - known:
@@ -231,4 +316,4 @@ def parse_amount(text: str) -> float:
     try:
         return float(text if scale is None else text[:-1]) * (scale or 1.0)
     except ValueError:
-        raise SettingError(f"target is {text!r}; it must be a number such as 5.5B, 120M or 1e9") from None
+        raise SettingError(f"{text!r} is no number; give one such as 5.5B, 120M or 1e9") from None

@@ -18,13 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ddp_prune.recipe import Recipe
+from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_vllm.errors import OutputError
 from ddp_vllm.output import atomic_file, locked
 
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
 TEMPORARY = f".{STATE_FILE}.*.tmp"  # what a killed process may leave
-NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard"}  # to what is learned
+NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover"}  # to what is learned
 STATE_FORMAT = 2  # which tensors a saved state has; one of another format is put aside
 
 
@@ -34,7 +34,7 @@ class RunState:
     def __init__(
         self,
         output: Path,
-        recipe: Recipe,
+        recipe: Recipe | RecoveryRecipe,
         *,
         learned_from: dict[str, Any] | None = None,
         writes: bool = True,
@@ -79,7 +79,7 @@ class RunState:
             return None
         if (header.get("format"), header.get("learned_from")) != (STATE_FORMAT, self.learned_from):
             return None
-        if _settings(header["recipe"]) != _settings(self.recipe.to_dict()):
+        if decisive(header["recipe"]) != decisive(self.recipe.to_dict()):
             return None
         if self.writes:
             with self._writing():
@@ -141,6 +141,15 @@ class RunState:
             raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
 
 
+def saved_header(output: Path) -> dict[str, Any]:
+    """Return what the interrupted run for an output says of itself: recipe, step, learned_from; {} without one."""
+    try:
+        with safe_open(run_folders(output)[0] / STATE_FILE, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {})["run"]))
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return {}
+
+
 def run_folders(output: Path) -> tuple[Path, Path]:
     """Return the folder of a run, and that of the run it put aside."""
     return output.with_name(f"{output.name}.run"), output.with_name(f"{output.name}.run.old")
@@ -182,6 +191,6 @@ def _delete_run(folder: Path) -> None:
         path.unlink()
 
 
-def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return what decides a run."""
+def decisive(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide what is learned."""
     return {name: value for name, value in recipe.items() if name not in NO_MATTER}

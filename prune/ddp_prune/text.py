@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_prune.documents import content_of, document, open_rows, reading
+from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
 
-VERSION = 2  # of what cached blocks mean
+VERSION = 3  # of what cached blocks mean
 EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
 NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles those of a stream among as many
 FEW = 4  # times the held-out text; where one excerpt of each document is less, every piece counts as a document
@@ -38,6 +39,9 @@ class Blocks:
 
     train: torch.Tensor
     """int64 [num_blocks, seq_len]"""
+    scored: torch.Tensor
+    """bool [num_blocks, seq_len]: in conversations, the tokens an assistant says and the one that ends its turn; of other
+    text, and with a tokenizer that does not tell where its tokens are, all."""
     heldout: torch.Tensor
     """int64 [heldout_blocks, seq_len], of documents that `train` does not hold; of other excerpts if they are few."""
     found: int
@@ -88,8 +92,14 @@ def load_blocks(
         blocks = np.concatenate([heldout, train[: len(train) // width * width]]).reshape(-1, width)
         blocks = np.hstack([np.tile(np.asarray(begin, np.int32), (len(blocks), 1)), blocks])
         _save(path, blocks)
-    tokens = torch.from_numpy(blocks.astype(np.int64))
-    return Blocks(train=tokens[heldout_blocks:], heldout=tokens[:heldout_blocks], found=blocks.size)
+    stored = torch.from_numpy(blocks.astype(np.int64))
+    tokens, scored = torch.where(stored < 0, ~stored, stored), stored >= 0
+    return Blocks(
+        train=tokens[heldout_blocks:],
+        scored=scored[heldout_blocks:],
+        heldout=tokens[:heldout_blocks],
+        found=blocks.size,
+    )
 
 
 def leading_bos(tokenizer: Any) -> list[int]:
@@ -225,22 +235,46 @@ def excerpts_of(documents: Any, size: int, seed: int, hidden: set[str]) -> Any:
 
 
 def cut(text: str, size: int) -> list[str]:
-    """Cut a text at blanks into equal pieces of about `size` characters; the empty text into none, a piece into one."""
+    """Cut a text at blanks into equal pieces of about `size` characters; the empty text into none, a piece into one.
+
+    A piece of a marked text begins with the mark that holds there.
+    """
     count = max(1, round(len(text) / size))
     starts = (len(text) * number // count for number in range(1, count))
     blanks = ((start, text.find(" ", start, start + size // 5)) for start in starts)
     borders = [0, *(start if blank < 0 else blank for start, blank in blanks), len(text)]
-    return [text[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
+    pieces = [(start, text[start:stop]) for start, stop in itertools.pairwise(borders) if start < stop]
+    if BEGIN not in text and END not in text:
+        return [piece for _, piece in pieces]
+    says = [BEGIN if text.rfind(BEGIN, 0, start) > text.rfind(END, 0, start) else END for start, _ in pieces]
+    return [piece if piece[0] in (BEGIN, END) else mark + piece for mark, (_, piece) in zip(says, pieces, strict=True)]
 
 
 def pack(texts: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
-    """Return the tokens of texts, EOS after each, up to `wanted`; int32."""
+    """Return the tokens of texts, EOS after each, up to `wanted`; int32, ~n for a token n that is not scored."""
     rest, found, stream = iter(texts), 0, [np.empty(0, np.int32)]
     while found < wanted and (batch := list(itertools.islice(rest, 64))):
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            stream.append(np.asarray([*ids, tokenizer.eos_token_id], np.int32))
-            found += len(stream[-1])
+        stream += encode(batch, tokenizer)
+        found += sum(map(len, stream[-len(batch) :]))
     return np.concatenate(stream)[:wanted]
+
+
+def encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
+    """Return the tokens of each text and EOS, as `pack` joins them."""
+    parts = [re.split(f"([{BEGIN}{END}])", text) for text in texts]  # text, mark, text, …, mark, text
+    options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": tokenizer.is_fast}
+    encoded = tokenizer(["".join(each[::2]) for each in parts], **options)
+    found = []
+    for number, each in enumerate(parts):
+        tokens = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
+        if len(each) > 1 and tokenizer.is_fast:
+            said = [np.full(len(text), mark == BEGIN) for mark, text in zip([END, *each[1::2]], each[::2], strict=True)]
+            said_C = np.concatenate([[False], *said, [False]])  # one character later: before, in and after the text
+            starts = np.asarray(encoded["offset_mapping"][number], np.int64).reshape(-1, 2)[:, 0]
+            scored = said_C[starts + 1] | said_C[starts]  # the token after an answer says that it ends
+            tokens = np.where(np.append(scored, False), tokens, ~tokens)
+        found.append(tokens)
+    return found
 
 
 def _key(data: str, tokenizer: Any, *sizes: int) -> str:

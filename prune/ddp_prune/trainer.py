@@ -19,7 +19,7 @@ from ddp_prune.devices import narrow_layers
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.recipe import Recipe
+from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_vllm.errors import TrainingError
 
 TEACHER_CACHE_BYTES = 4 << 30  # of a process's host memory, for hidden states of text that is gone over again
@@ -48,7 +48,7 @@ class Learned:
 class Batches:
     """Deterministic micro-batches; which sequences make a step does not depend on the number of processes."""
 
-    def __init__(self, blocks: torch.Tensor, recipe: Recipe, accelerator: Accelerator) -> None:
+    def __init__(self, blocks: torch.Tensor, recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> None:
         """blocks: int64 [num_blocks, seq_len]."""
         self.blocks, self.size, self.accelerator = blocks, recipe.batch_size, accelerator
         in_flight = 8192 if accelerator.device.type == "cuda" else 1024  # tokens a forward pass
@@ -56,10 +56,13 @@ class Batches:
         self.micro = recipe.micro_batch_size or min(share, max(1, in_flight // recipe.seq_len))
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
+    def numbers(self, step: int) -> list[int]:
+        """Return the block numbers of a step, of all processes."""
+        return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
+
     def step(self, step: int) -> Iterator[list[int]]:
         """Yield the block numbers of this process's micro-batches."""
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = [(step * self.size + i) % len(self.blocks) for i in range(rank, self.size, world)]
+        mine = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
         for start in range(0, len(mine), self.micro):
             yield mine[start : start + self.micro]
 
@@ -67,9 +70,9 @@ class Batches:
 class Teacher:
     """Final hidden states of the dense model; kept in host memory if the same text comes again and fits."""
 
-    def __init__(self, gated: GatedModel, batches: Batches) -> None:
-        self.gated = gated
-        num_bytes = batches.blocks.numel() * gated.sizes.hidden_size * next(gated.model.parameters()).dtype.itemsize
+    def __init__(self, model: Any, batches: Batches) -> None:
+        self.model = model
+        num_bytes = batches.blocks.numel() * model.config.hidden_size * model.dtype.itemsize
         self.cache: dict[int, torch.Tensor] | None = None
         world = batches.accelerator.num_processes
         # only then does a block come back to the same process, and all hit or miss together, as shared weights ask
@@ -83,11 +86,15 @@ class Teacher:
         if self.cache is not None and all(number in self.cache for number in numbers):
             states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
             return states.flatten(0, 1)
-        states = final_hidden(self.gated.model, tokens)
+        states = final_hidden(self.model, tokens)
         if self.cache is not None:
             for number, state in zip(numbers, states.unflatten(0, (len(numbers), -1)), strict=True):
                 self.cache[number] = state.cpu()
         return states
+
+    def forget(self) -> None:
+        """Keep nothing of the text so far."""
+        self.cache = self.cache and {}
 
 
 class Trainer:
@@ -95,7 +102,7 @@ class Trainer:
 
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
         self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator
-        self.teacher = Teacher(gated, batches) if recipe.distillation > 0 else None
+        self.teacher = Teacher(gated.model, batches) if recipe.distillation > 0 else None
         model: Any = gated.model
         shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self.pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
@@ -252,6 +259,11 @@ class Trainer:
                 values[f"{pool.name}_sparsity"] = 1.0 - float(kept_share(pool.join(alive), cost_GN).mean())
         return values
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What a saved run needs beside tensors: what the rounding changed."""
+        return self.rounding
+
     def learned(self) -> Learned:
         """Return the final gates; rounds first if the recipe has no polish."""
         if not self.polishing:
@@ -270,8 +282,8 @@ class Trainer:
         parts = self._state_parts().items()
         return {f"{part}.{kind}": value.detach().cpu() for part, masks in parts for kind, value in masks.items()}
 
-    def restore(self, tensors: dict[str, torch.Tensor], rounding: dict[str, dict[str, float]]) -> None:
-        """Take back what `state` returned."""
+    def restore(self, _step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+        """Take back what `state` and `extra` were."""
         parts = self._state_parts()
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
@@ -279,7 +291,7 @@ class Trainer:
                 parts[part][kind].data.copy_(value)
             else:  # z after the search, of which there is none before it has ended
                 parts[part][kind] = value.to(self.accelerator.device)
-        self.rounding = rounding
+        self.rounding = extra
 
     def _state_parts(self) -> dict[str, Masks]:
         return {

@@ -49,7 +49,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Pat
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """`prune` without its report: to draw that takes several times as long as six steps of the tiny model."""
-    monkeypatch.setattr("ddp_prune.pipeline.write_report", lambda _checkpoint, output: output / "report.html")
+    monkeypatch.setattr("ddp_prune.progress.write_report", lambda _checkpoint, output: output / "report.html")
 
 
 @pytest.fixture

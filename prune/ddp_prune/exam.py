@@ -1,0 +1,78 @@
+"""What the dense, the pruned and the recovered model make of held-out text, and of ten prompts that nobody picked."""
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ddp_prune.devices import checkpoint_layers
+from ddp_prune.loss import losses, perplexity_of
+
+PROMPTS = (  # a question of each kind that people ask first, written down before any model had answered
+    "What are the three primary colors?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "What is 17 + 25?",
+    "Translate into French: Good morning, how are you?",
+    "Write a Python function that reverses a string.",
+    "Name the capital of Japan and one thing it is famous for.",
+    "Give me three tips for staying healthy.",
+    "Who wrote Romeo and Juliet, and what is it about?",
+    "Rewrite this politely: Send me the report now.",
+)
+LONGEST = 64  # tokens of an answer
+
+
+class Exam:
+    """Losses and answers, model by model."""
+
+    def __init__(self, texts: Mapping[str, torch.Tensor], tokenizer: Any) -> None:
+        """texts: held-out blocks by the name of the text, int64 [num_blocks, seq_len]."""
+        self.texts, self.tokenizer = texts, tokenizer
+        self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
+        self.answers: dict[str, list[str]] = {}
+
+    def take(self, who: str, model: Any) -> None:
+        """Let a model read and answer, computing as it would where it is used."""
+        checkpoint_layers(model, False)
+        if not model.config.to_dict().get("attn_logit_softcapping"):
+            model.set_attn_implementation("sdpa")
+        for name, blocks in self.texts.items():
+            self.losses[name][who] = losses(model, blocks)
+        self.answers[who] = [_answer(model, self.tokenizer, prompt) for prompt in PROMPTS]
+
+    def perplexity(self, text: str) -> dict[str, Any]:
+        """Return the perplexity of a text by each model, and what it is made of."""
+        found: dict[str, Any] = {who: perplexity_of(values) for who, values in self.losses[text].items()}
+        return found | {"tokens": self.texts[text].numel(), "block_losses": self.losses[text]}
+
+    def said(self) -> dict[str, Any]:
+        """Return prompts and answers."""
+        return {"prompts": list(PROMPTS), "answers": self.answers}
+
+    def sentences(self) -> Iterator[str]:
+        """Yield what came of the recovery, a line a text, and what got worse."""
+        for name, by in self.losses.items():
+            dense, pruned, recovered = (statistics.fmean(by[who]) for who in ("dense", "pruned", "recovered"))
+            back = f", {(pruned - recovered) / (pruned - dense):.0%} of what was lost" if pruned > dense else ""
+            values = " → ".join(f"{who} {perplexity_of(by[who]):.2f}" for who in by)
+            yield f"perplexity on held-out text of {name}: {values}{back}"
+            gains = [after - before for after, before in zip(by["recovered"], by["pruned"], strict=True)]
+            error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+            if statistics.fmean(gains) > 2 * error:
+                yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
+
+
+@torch.no_grad()
+def _answer(model: Any, tokenizer: Any, prompt: str) -> str:
+    """Return what a model goes on with, by its chat template if it has one; the most likely tokens."""
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template, return_tensors="pt").to(model.device)
+    output = model.generate(
+        **tokens, max_new_tokens=LONGEST, do_sample=False, pad_token_id=tokenizer.eos_token_id, temperature=None,
+        top_p=None, top_k=None,
+    )  # fmt: skip
+    return str(tokenizer.decode(output[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True).strip())
