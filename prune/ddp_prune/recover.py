@@ -26,8 +26,8 @@ from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.trainer import Batches
 from ddp_prune.weight_trainer import LEARNING_RATES, WeightTrainer
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import OutputError, SettingError, TextError, TrainingError
+from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
+from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.pages.evidence import RECOVERY_FILE
 
@@ -146,9 +146,7 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} knows {longest:,}; lower --seq-len")
     if not checkpoint.provenance:
-        raise OutputError(
-            f"{recipe.model} has no masks file, which says what was removed; copy the folder again, whole"
-        )
+        raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which says what was removed; copy the folder whole")
     return checkpoint, dense, open_pruned(checkpoint, dense)
 
 

@@ -40,8 +40,8 @@ class Blocks:
     train: torch.Tensor
     """int64 [num_blocks, seq_len]"""
     scored: torch.Tensor
-    """bool [num_blocks, seq_len]: in conversations, the tokens an assistant says and the one that ends its turn; of other
-    text, and with a tokenizer that does not tell where its tokens are, all."""
+    """bool [num_blocks, seq_len]: in conversations, the tokens an assistant says and the one that ends its turn. All of
+    other text, and with a tokenizer that does not tell where its tokens are."""
     heldout: torch.Tensor
     """int64 [heldout_blocks, seq_len], of documents that `train` does not hold; of other excerpts if they are few."""
     found: int

@@ -44,7 +44,9 @@ class WeightTrainer:
         for parameter in self.learning.values():
             parameter.requires_grad_(True)
         self.masters = {name: nn.Parameter(each.detach().float().clone()) for name, each in self.learning.items()}
-        self.optimizer = torch.optim.AdamW(self.masters.values(), betas=BETAS, weight_decay=0.0, fused=True)
+        kinds = [[each for each in self.masters.values() if isinstance(each, DTensor) is cut] for cut in (False, True)]
+        groups = [{"params": masters} for masters in kinds if masters]  # its fused kernel takes no mixture
+        self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
     def read(self, batches: Batches, scored: torch.Tensor, recipe: RecoveryRecipe) -> None:
         """Learn from these blocks. scored: bool [num_blocks, seq_len], the tokens that count, one a block at least."""

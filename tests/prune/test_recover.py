@@ -1,22 +1,331 @@
-"""Recovery: the weights of a pruned model learn, are written as they were evaluated, and a run goes on to the bit."""
+"""Recovery: the weights of a pruned model learn, are written as they were judged, and a run goes on to the bit."""
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
-from runs import prune
+from runs import assert_refused, prune
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from ddp_prune.model import load_model, open_pruned, open_source
+from ddp_prune.weight_trainer import WeightTrainer
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+TOKENS = ["--tokens", "960"]  # thirty steps of two sequences of 16
 
 
 def recover(pruned: Path, output: Path, *more: str) -> Result:
-    return CliRunner().invoke(main, ["recover", str(pruned), "-o", str(output), *more])
+    """Run `ddp-vllm recover` for thirty steps."""
+    return CliRunner().invoke(main, ["recover", str(pruned), "-o", str(output), *TOKENS, *more])
 
 
-@pytest.mark.usefixtures("no_pictures")
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recover") / "pruned"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddp_prune.progress.write_report", lambda _checkpoint, output: output)
+        assert prune(tiny_model, tiny_text, folder).exit_code == 0
+    return folder
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_recover(method: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
-    result = recover(tmp_path / "pruned", tmp_path / "out", "--method", method, "--tokens", "3200")
-    print(result.output)
-    assert result.exit_code == 0, result.output + str(result.exception)
+def test_held_out_text_is_read_better_by_a_model_of_the_same_widths(method: str, pruned: Path, tmp_path: Path) -> None:
+    result = recover(pruned, tmp_path / "out", "--method", method)
+    assert result.exit_code == 0, result.output
+    before, after = read_checkpoint(pruned), read_checkpoint(tmp_path / "out")
+    assert after.layers == before.layers and after.shapes == before.shapes
+    quality = after.provenance["perplexity"]
+    assert quality["pruned"] == pytest.approx(before.provenance["perplexity"]["pruned"], rel=1e-4)
+    assert quality["recovered"] < 0.9 * quality["pruned"]
+    assert {path.name for path in pruned.glob("*.*")} <= {path.name for path in (tmp_path / "out").iterdir()}
+    recovery = after.provenance["recovery"]
+    assert len(recovery["prompts"]) == len(recovery["answers"]["recovered"]) == 10
+    assert recovery["recipe"]["method"] == method and recovery["recipe"]["tokens"] == 960
+    assert "low-rank" in (tmp_path / "out" / "README.md").read_text() or method == "full"
+    assert "recovered" in result.output and not (tmp_path / "out.run").exists()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_is_written_is_what_was_judged(method: str, pruned: Path, tmp_path: Path) -> None:
+    """Plain transformers reads the same perplexity from the written folder; nothing but embeddings stayed as it was."""
+    assert recover(pruned, tmp_path / "out", "--method", method, "--dtype", "float32").exit_code == 0
+    checkpoint = read_checkpoint(tmp_path / "out")
+    from ddp_prune.loss import losses
+    from ddp_prune.text import load_blocks, load_tokenizer
+
+    recipe = checkpoint.provenance["recovery"]["recipe"]
+    blocks = load_blocks(
+        recipe["data"], load_tokenizer(str(tmp_path / "out")), seq_len=16, train_blocks=2, heldout_blocks=16,
+        min_train_blocks=2, seed=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    judged = checkpoint.provenance["perplexity"]["block_losses"]["recovered"]
+    torch.testing.assert_close(torch.tensor(losses(model, blocks.heldout)), torch.tensor(judged), atol=2e-5, rtol=0)
+    before, after = weights(pruned), weights(tmp_path / "out")
+    same = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
+    norms = {name for name in before if "norm" in name} if method == "lora" else set()
+    assert same == {"model.embed_tokens.weight"} | norms
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("steps", [3, 7])
+def test_a_run_that_is_killed_goes_on_to_the_bit(
+    method: str, steps: int, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--method", method, "--save-every", "3"]
+    assert recover(pruned, tmp_path / "whole", *options).exit_code == 0
+    step = WeightTrainer.step
+
+    def die(self: WeightTrainer, number: int) -> dict[str, float]:
+        if number == steps:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightTrainer, "step", die)
+        assert recover(pruned, tmp_path / "out", *options).exit_code != 0
+    result = recover(pruned, tmp_path / "out", *options)
+    assert f"going on at step {steps // 3 * 3 + 1} of 30" in result.output, result.output
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "out")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "out" / "ddp_recovery.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, 31))
+
+
+def test_minutes_become_a_number_of_steps_that_a_resumed_run_keeps(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is asked once; who goes on later, on a machine of another speed, ends with the same weights."""
+    seconds = iter([1.0, 50.0])
+    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: next(seconds))
+    command = ["recover", str(pruned), "-o", str(tmp_path / "out"), "--minutes", "0.15", "--save-every", "2"]
+    step = WeightTrainer.step
+
+    def die(self: WeightTrainer, number: int) -> dict[str, float]:
+        if number == 4:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightTrainer, "step", die)
+        assert CliRunner().invoke(main, command).exit_code != 0
+    result = CliRunner().invoke(main, command)
+    assert "going on at step 5 of 9" in result.output, result.output
+    assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["tokens"] == 9 * 32
+
+
+def test_timing_a_step_learns_nothing(pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = WeightTrainer.seconds_a_step
+    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: timed(self) and 60.0)
+    arguments = ["recover", str(pruned), "-o", str(tmp_path / "timed"), "--minutes", "30"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert recover(pruned, tmp_path / "out").exit_code == 0
+    timed_weights, others = weights(tmp_path / "timed"), weights(tmp_path / "out")
+    assert all(torch.equal(timed_weights[name], others[name]) for name in others)
+
+
+def test_experts_learn_at_the_widths_they_have(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Mixtral's names on disk are not those of transformers' modules."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, num_local_experts=5, num_experts_per_tok=2, eos_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "dense")
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "dense")
+    assert prune(tmp_path / "dense", tiny_text, tmp_path / "pruned").exit_code == 0
+    for method in ("full", "lora"):
+        result = recover(tmp_path / "pruned", tmp_path / method, "--method", method)
+        assert result.exit_code == 0, result.output
+        before, after = weights(tmp_path / "pruned"), weights(tmp_path / method)
+        experts = [name for name in before if ".block_sparse_moe.experts." in name]
+        assert len(experts) > 10 and not any(torch.equal(before[name], after[name]) for name in experts)
+        quality = read_checkpoint(tmp_path / method).provenance["perplexity"]
+        assert quality["recovered"] < quality["pruned"]
+
+
+def test_prune_with_recover_is_prune_and_then_recover(
+    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the recovery, the same command does not learn the masks again."""
+    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
+    step = WeightTrainer.step
+
+    def die(self: WeightTrainer, number: int) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WeightTrainer, "step", die)
+    assert prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1").exit_code != 0
+    assert "recovery" not in read_checkpoint(tmp_path / "out").provenance
+    monkeypatch.setattr(WeightTrainer, "step", step)
+    result = prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1")
+    assert result.exit_code == 0 and "search" not in result.output and "recover 30/30" in result.output
+    assert recover(pruned, tmp_path / "two").exit_code == 0
+    one, two = weights(tmp_path / "out"), weights(tmp_path / "two")
+    assert all(torch.equal(one[name], two[name]) for name in two)
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1"), 5, "exists")
+
+
+def test_text_of_another_kind_is_watched_and_what_gets_worse_is_said(
+    pruned: Path, tmp_path: Path, write_texts: Callable[..., Path]
+) -> None:
+    numbers = write_texts("numbers.jsonl", [" ".join(str(i * j) for i in range(40)) for j in range(60)])
+    assert recover(pruned, tmp_path / "good").exit_code == 0  # on other text, and it can be recovered once more
+    result = recover(tmp_path / "good", tmp_path / "out", "--data", str(numbers), "--learning-rate", "0.01")
+    assert result.exit_code == 0, result.output
+    (name,) = read_checkpoint(tmp_path / "out").provenance["recovery"]["watched"]
+    assert f"worse than before recovery on {name}" in result.output
+    assert f"worse than before recovery on {numbers}" not in result.output
+
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+
+
+def test_in_conversations_the_assistants_words_count_and_the_end_of_its_turn(
+    tokenizer: Any, load: Callable[..., Any], tmp_path: Path
+) -> None:
+    tokenizer.chat_template = TEMPLATE
+    turns = [("user", "how many foxes"), ("assistant", "nine foxes jump"), ("user", "why"), ("assistant", "clouds")]
+    rows = [{"messages": [{"role": role, "content": f"{said} {i}"} for role, said in turns]} for i in range(60)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    blocks = load(tmp_path / "chat.jsonl", tokenizer)
+    stream = [(int(n), bool(s)) for n, s in zip(blocks.train.flatten(), blocks.scored.flatten(), strict=True)]
+    said = "".join(tokenizer.decode([number]) if scored else "|" for number, scored in stream)
+    answers = {part for part in said.split("|") if part}
+    assert {f"nine foxes jump {i}<eos>" for i in range(10, 20)} & answers
+    assert all(
+        part.removesuffix("<eos>").rpartition(" ")[0] in ("nine foxes jump", "clouds")
+        for part in answers
+        if "<eos>" in part and part[0] in "nc"
+    )
+    assert not any("how" in part or "why" in part or "assistant" in part for part in answers)
+
+
+def test_all_counts_of_other_text_and_of_conversations_without_a_template(
+    load: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"text": f"a fox and {number} clouds"} for number in range(60)]
+    turns = [{"role": "user", "content": "why do foxes jump"}, {"role": "assistant", "content": "clouds"}]
+    rows += [{"messages": [*turns, {"role": "user", "content": str(number)}]} for number in range(60)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load(tmp_path / "mixed.jsonl").scored.all()
+
+
+def test_a_piece_from_the_midst_of_an_answer_counts(tokenizer: Any) -> None:
+    from ddp_prune.documents import BEGIN, END
+    from ddp_prune.text import cut, pack
+
+    text = f"<user>tell me{'':5}<assistant>{BEGIN}{'words and more ' * 20}{END}<eos><user>thanks<eos>"
+    first, *middle, last = cut(text, 60)
+    assert len(middle) > 2 and cut(middle[0], 60) == [middle[0]]
+    assert (pack([middle[0]], tokenizer, 1000)[:-1] >= 0).all()
+    for piece in (first, last):
+        scored = pack([piece], tokenizer, 1000) >= 0
+        assert scored.any() and not scored.all()
+
+
+def refused_inputs() -> dict[str, tuple[Callable[[Path, Path, Path], list[str]], int, tuple[str, ...]]]:
+    """Return what a user can get wrong: the arguments, the exit code, words of the message."""
+
+    def other_model(folder: Path, **sizes: int) -> str:
+        settings = {
+            "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True,
+        }  # fmt: skip
+        LlamaForCausalLM(LlamaConfig(**settings | sizes)).save_pretrained(folder / "other")
+        return str(folder / "other")
+
+    def quantised(pruned: Path, folder: Path) -> str:
+        shutil.copytree(pruned, folder / "quantised")
+        config = json.loads((pruned / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "fp8"}
+        (folder / "quantised" / "config.json").write_text(json.dumps(config))
+        return str(folder / "quantised")
+
+    def maskless(pruned: Path, folder: Path) -> str:
+        shutil.copytree(pruned, folder / "maskless")
+        (folder / "maskless" / "ddp_masks.safetensors").unlink()
+        return str(folder / "maskless")
+
+    def short(folder: Path) -> str:
+        (folder / "short.txt").write_text("a fox")
+        return str(folder / "short.txt")
+
+    return {
+        "teacher of another vocabulary": (
+            lambda p, d, t: [str(p), "--teacher", other_model(t, vocab_size=300)], 3, ("vocab_size", "300", "320"),
+        ),
+        "teacher of other shapes": (
+            lambda p, d, t: [str(p), "--teacher", other_model(t, num_hidden_layers=4)], 3, ("num_layers",),
+        ),
+        "teacher that is pruned": (lambda p, d, t: [str(p), "--teacher", str(p)], 3, ("pruned already",)),
+        "no teacher": (lambda p, d, t: [str(p), "--teacher", "nowhere/at/all"], 3, ("nowhere/at/all",)),
+        "quantised": (lambda p, d, t: [quantised(p, t)], 7, ("quantised", "recover first")),
+        "no masks file": (lambda p, d, t: [maskless(p, t), "--teacher", str(d), "--data", str(p)], 7, ("ddp_masks",)),
+        "a dense model": (lambda p, d, t: [str(d)], 7, ("not a pruned checkpoint",)),
+        "text too short": (lambda p, d, t: [str(p), "--data", short(t)], 4, ("tokens", "more text")),
+        "sequences too long": (lambda p, d, t: [str(p), "--seq-len", "100000"], 2, ("seq_len", "--seq-len")),
+        "no such method": (lambda p, d, t: [str(p), "--method", "magic"], 2, ()),
+        "a rate below 0": (lambda p, d, t: [str(p), "--learning-rate", "-1"], 2, ("learning_rate",)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", refused_inputs())
+def test_what_cannot_be_recovered_is_said_in_one_line(
+    case: str, pruned: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    arguments, code, words = refused_inputs()[case]
+    result = recover(Path((given := arguments(pruned, tiny_model, tmp_path))[0]), tmp_path / "out", *given[1:])
+    if case == "no such method":
+        assert result.exit_code == code and "magic" in result.output
+    else:
+        assert_refused(result, code, *words)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.run").exists()
+
+
+def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert_refused(recover(pruned, tmp_path / "out"), 5, "exists")
+    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "dense model")
+    inside = tmp_path / "models" / "pruned"
+    shutil.copytree(pruned, inside)
+    (inside.parent / "config.json").touch()
+    assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "holds the pruned model")
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(pruned: Path, tmp_path: Path) -> None:
+    result = recover(pruned, tmp_path / "out", "--learning-rate", "1e30", "--warmup", "0", "--save-every", "1")
+    assert_refused(result, 6, "the loss is", "what was saved last", "--learning-rate")
+    assert (tmp_path / "out.run" / "state.safetensors").exists() and not (tmp_path / "out").exists()
+
+
+def test_no_code_of_a_checkpoint_runs(pruned: Path, tmp_path: Path) -> None:
+    hostile = tmp_path / "hostile"
+    shutil.copytree(pruned, hostile)
+    for file in hostile.glob("*.py"):
+        file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert recover(hostile, tmp_path / "out").exit_code == 0
+    assert not (tmp_path / "ran").exists()
+    assert (tmp_path / "out" / "modeling_ddp.py").read_text() == (pruned / "modeling_ddp.py").read_text()
+
+
+def test_a_student_is_loaded_with_the_widths_of_its_folder(pruned: Path, tiny_model: Path) -> None:
+    dense, checkpoint = open_source(str(tiny_model)), read_checkpoint(pruned)
+    model = load_model(open_pruned(checkpoint, dense), "auto")
+    found = [layer.mlp.down_proj.in_features for layer in model.model.layers]
+    assert found == [layer.intermediate_size for layer in checkpoint.layers] and os.path.exists(pruned)
