@@ -107,8 +107,9 @@ def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool,
     accelerate launch -m ddp_vllm recover …
     """
     check_output(output, overwrite=overwrite)
-    masks = read_checkpoint(Path(model)).provenance.get("recipe", {})
-    recipe = load_recovery(recipe_file, settings | {"model": model}, masks)
+    provenance = read_checkpoint(Path(model)).provenance
+    cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
+    recipe = load_recovery(recipe_file, settings | {"model": model}, provenance.get("recipe", {}) | cut_from)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as above
     from rich.console import Console
 

@@ -313,6 +313,8 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
                 "they were learned on another model"
             )
     evidence = read_evidence(masks)
+    if provenance.pop("recovery", None):  # weights that learned are not in the masks, nor is their quality this one's
+        provenance.pop("perplexity", None)
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)
     widths = layer_widths(gates, source, head_unit)

@@ -91,8 +91,6 @@ class WeightTrainer:
         """Give the masters the gradient of a step; return CE and KL in nats a token, and the gradient's length."""
         counted = int(self.scored[self.batches.numbers(step), 1:].sum())
         losses = torch.zeros(2, device=self.accelerator.device)
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master)
         for numbers in self.batches.step(step):
             losses += self._backward(numbers, counted)
         cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
@@ -110,25 +108,25 @@ class WeightTrainer:
         )
         (loss * share).backward()
         for name, parameter in self.learning.items():
-            if parameter.grad is not None:
-                total = self.masters[name].grad
-                assert total is not None
-                total += parameter.grad.float()
-                parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                master = self.masters[name]
+                master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
         return share * torch.tensor([cross_entropy, divergence], device=tokens.device)
 
     def _join_gradients(self) -> float:
         """Sum the masters' gradients over all processes and return the length of all of them together."""
         world = self.accelerator.num_processes
-        squares = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)  # of whole and of cut ones
+        squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of cut ones
         for master in self.masters.values():
-            assert master.grad is not None
+            if master.grad is None:  # of a process without a sequence in this step
+                master.grad = torch.zeros_like(master)
             if isinstance(master.grad, DTensor):
                 master.grad.mul_(world)  # FSDP has taken their mean
             elif world > 1:
                 master.grad = self.accelerator.reduce(master.grad, "sum")
             is_cut = int(isinstance(master.grad, DTensor))
-            squares[is_cut] += _local(master.grad).double().square().sum()
+            squares[is_cut] += torch.linalg.vector_norm(_local(master.grad)).square()
         squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
         return float(squares.sum().sqrt())
 
@@ -137,7 +135,7 @@ class WeightTrainer:
         """Let AdamW move the masters by their gradients times `scale`, and round them into the model."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        for master in self.masters.values():
+        for master in self.masters.values() if scale < 1.0 else ():
             assert master.grad is not None
             master.grad.mul_(scale)
         self.optimizer.step()

@@ -329,3 +329,19 @@ def test_a_student_is_loaded_with_the_widths_of_its_folder(pruned: Path, tiny_mo
     model = load_model(open_pruned(checkpoint, dense), "auto")
     found = [layer.mlp.down_proj.in_features for layer in model.model.layers]
     assert found == [layer.intermediate_size for layer in checkpoint.layers] and os.path.exists(pruned)
+
+
+def test_masks_of_a_recovered_model_cut_the_dense_one_as_if_nothing_had_learned(
+    pruned: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """And the result can be recovered from the model that the masks were applied to."""
+    assert recover(pruned, tmp_path / "out").exit_code == 0
+    shutil.copytree(tiny_model, tmp_path / "copy")
+    masks = str(tmp_path / "out" / "ddp_masks.safetensors")
+    command = ["apply", str(tmp_path / "copy"), "--masks", masks, "-o", str(tmp_path / "again")]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    before, again = weights(pruned), weights(tmp_path / "again")
+    assert all(torch.equal(before[name], again[name]) for name in before)
+    assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
+    assert recover(tmp_path / "again", tmp_path / "recovered").exit_code == 0
+    assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == str(tmp_path / "copy")
