@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe, load_recipe, load_recovery
+from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe, load_recipe, load_recovery
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output
@@ -59,7 +59,9 @@ def recipe_options(settings: type, command: Callable[..., None]) -> Callable[...
         kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
         flag = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
         has_default = kind is not bool and field.name not in ("sparsity", "teacher")  # what has to be given, or may
-        text = first_sentence + (f". [default: {field.default}]" if has_default else ".")
+        inherits = settings is RecoveryRecipe and field.name in INHERITED
+        default = "as for the masks" if inherits else field.default
+        text = first_sentence + (f". [default: {default}]" if has_default else ".")
         command = click.option(*names, help=text, **flag)(command)
     return command
 
