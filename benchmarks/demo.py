@@ -1,4 +1,4 @@
-"""The whole product on two CPU cores: fetch, prune by 20 %, serve, ask, measure.
+"""The whole product on two CPU cores: fetch, prune by 20 %, let the rest learn, serve, ask, measure.
 
     make demo
 
@@ -16,6 +16,7 @@ from ddp_benchmarks.processes import terminable
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import TextError
 from ddp_vllm.fetch import fetch_conversations, fetch_model
+from ddp_vllm.pages.summary import perplexities
 from ddp_vllm.results import read_results
 
 FOLDER = Path("demo-output")
@@ -23,6 +24,7 @@ PROMPT = "The three primary colours are"
 OPTIONS = "--max-model-len 2048 --enforce-eager"
 SERVE = f"vllm serve {FOLDER / 'pruned'} --trust-remote-code {OPTIONS}"
 SPARSITY, STEPS, BATCH, LENGTH = 0.2, 80, 2, 256  # 41k tokens: enough to see it work; real runs learn on 30M
+MINUTES = 4  # of recovery
 
 
 def main() -> None:
@@ -33,10 +35,10 @@ def main() -> None:
     fetched = time.perf_counter()
 
     say(f"2/4  pruning 20 % of the heads and channels of {model}")
-    if not (pruned / "config.json").exists():
+    if not (pruned / "config.json").exists() or "recovery" not in read_checkpoint(pruned).provenance:
         speed.unlink(missing_ok=True)
         command("prune", model, "--sparsity", SPARSITY, "-o", pruned, "--data", text, "--steps", STEPS,
-                "--batch-size", BATCH, "--seq-len", LENGTH)  # fmt: skip
+                "--batch-size", BATCH, "--seq-len", LENGTH, "--recover", MINUTES)  # fmt: skip
     else:
         command("inspect", pruned)
 
@@ -81,12 +83,11 @@ def is_complete(speed: Path) -> bool:
 
 
 def summary(pruned: Path, speed: Path) -> None:
-    checkpoint = read_checkpoint(pruned)
-    quality = checkpoint.provenance["perplexity"]
+    quality = read_checkpoint(pruned).provenance["perplexity"]
     size = sum(file.stat().st_size for file in pruned.glob("model*.safetensors"))
     dense = sum(file.stat().st_size for file in fetch_model("smollm2-135m").glob("model*.safetensors"))
     say("what you hold now")
-    print(f"     perplexity on held-out text: {quality['dense']:.2f} dense, {quality['pruned']:.2f} pruned")
+    print(f"     perplexity on held-out text: {perplexities(quality)}")
     print(f"     weights: {dense / 1e6:.0f} MB dense, {size / 1e6:.0f} MB pruned")
     for verdict in read_results(speed)["verdicts"]:
         print(f"     throughput: {verdict['sentence']}")

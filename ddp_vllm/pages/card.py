@@ -1,14 +1,12 @@
 """The model card that a pruned checkpoint carries: what was removed, what it cost, how to serve it."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.pages.page import Table, markdown_table
-from ddp_vllm.pages.summary import has_experts, perplexities, routing_notes, size_table, texts_of
+from ddp_vllm.pages.summary import has_experts, learning, perplexities, routing_notes, size_table, texts_of
 from ddp_vllm.remote_code.widths import dense_expert_size
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -16,7 +14,7 @@ TEXT = """# {name}
 
 {dense} with structure removed by ddp-vllm: {units} that
 learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
-rest are folded into the weights. {learning}
+rest are folded into the weights. {learned}
 
 ```bash
 pip install ".[serve]"  # in a clone of ddp-vllm
@@ -53,25 +51,13 @@ def model_card(checkpoint: Checkpoint, name: str) -> str:
         name=name,
         dense=dense.rstrip("/").rsplit("/", 1)[-1],
         sizes=markdown_table(size_table(checkpoint)),
-        learning=_learning(provenance),
+        learned=learning(provenance),
         units="channels of the routed experts" if experts else "attention heads and MLP channels",
         quality="\n\n".join([_quality(checkpoint), *(f"Note: {note}." for note in routing_notes(checkpoint))]),
         tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers))),
         layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
-
-
-def _learning(provenance: Mapping[str, Any]) -> str:
-    """Say what became of the weights."""
-    if not (recovery := provenance.get("recovery")):
-        return "Weights were frozen throughout."
-    recipe = recovery.get("recipe", {})
-    how = "low-rank additions to them, merged since," if recipe.get("method") == "lora" else "the weights that stay"
-    return (
-        f"Weights were frozen while masks were learned; then {how} learned from the dense model on "
-        f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}."
-    )
 
 
 def _layer_widths(checkpoint: Checkpoint) -> Table:

@@ -29,7 +29,7 @@ from ddp_vllm.pages.evidence import (
     tables,
 )
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import bare_name, size_table, texts_of
+from ddp_vllm.pages.summary import bare_name, learning, size_table, texts_of
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
 REPORT_FILE, DATA_FOLDER = "report.html", "report"
@@ -66,7 +66,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
     provenance, recipe = checkpoint.provenance, checkpoint.provenance.get("recipe", {})
     learned_on = str(recipe.get("model", "its dense model"))
     dense = str(provenance.get("applied_to") or learned_on)
-    version = provenance.get("ddp_vllm", "of an unknown version")
+    version, recovery = provenance.get("ddp_vllm", "of an unknown version"), provenance.get("recovery", {})
     sections = [Section(heading="Size", table=size_table(checkpoint))]
     if losses := evidence.block_losses:
         remark = (
@@ -76,7 +76,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         )
         table = perplexity_table(losses)
         sections.append(Section(heading="Perplexity on held-out text", table=table, remark=remark))
-    for name, quality in provenance.get("recovery", {}).get("watched", {}).items():
+    for name, quality in recovery.get("watched", {}).items():
         heading, watched = f"Perplexity on {bare_name(name)}", perplexity_table(block_losses(quality))
         sections.append(
             Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
@@ -92,12 +92,13 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         sections.append(Section(heading="Pictures", pictures=drawn))
     if "experts" not in evidence.gates:
         sections.append(Section(heading="Widths, layer by layer", table=widths, folded=True))
-    if recipe:
-        settings = Table(headings=["setting", "value"], rows=list(_settings(recipe)), is_text=True)
-        sections.append(Section(heading="Recipe", table=settings, folded=True))
+    for heading, chosen in {"Recipe": recipe, "Recipe of the recovery": recovery.get("recipe", {})}.items():
+        if chosen:
+            settings = Table(headings=["setting", "value"], rows=list(_settings(chosen)), is_text=True)
+            sections.append(Section(heading=heading, table=settings, folded=True))
     return Page(
         title=f"{checkpoint.folder.resolve().name}: what was removed",
-        lead=[("", f"From {dense}, by masks learned on the frozen weights of {learned_on}.")],
+        lead=[("", f"From {dense}, by masks learned on the frozen weights of {learned_on}. {learning(provenance)}")],
         sections=sections,
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
         files=files,

@@ -132,6 +132,16 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
     return {int(layer): counts for layer, counts in provenance.get("routing", {}).get("chosen", {}).items()}
 
 
+def learning(provenance: Mapping[str, Any]) -> str:
+    """Say what became of the weights."""
+    if not (recovery := provenance.get("recovery")):
+        return "Weights were frozen throughout."
+    recipe = recovery.get("recipe", {})
+    what = "low-rank additions to the weights" if recipe.get("method") == "lora" else "the weights that stay"
+    tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
+    return f"They were frozen meanwhile; then {what} learned from the dense model on {tokens}."
+
+
 def texts_of(provenance: Mapping[str, Any]) -> str:
     """Return the names of the texts that were learned on last, each once and without folders."""
     learned_on = provenance.get("recovery") or provenance

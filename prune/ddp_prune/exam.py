@@ -40,7 +40,7 @@ class Exam:
             model.set_attn_implementation("sdpa")
         for name, blocks in self.texts.items():
             self.losses[name][who] = losses(model, blocks)
-        self.answers[who] = [_answer(model, self.tokenizer, prompt) for prompt in PROMPTS]
+        self.answers[who] = _answers(model, self.tokenizer)
 
     def perplexity(self, text: str) -> dict[str, Any]:
         """Return the perplexity of a text by each model, and what it is made of."""
@@ -65,14 +65,18 @@ class Exam:
 
 
 @torch.no_grad()
-def _answer(model: Any, tokenizer: Any, prompt: str) -> str:
-    """Return what a model goes on with, by its chat template if it has one; the most likely tokens."""
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template, return_tensors="pt").to(model.device)
+def _answers(model: Any, tokenizer: Any) -> list[str]:
+    """Return what a model goes on with after each prompt, by its chat template if it has one; the likeliest tokens."""
+    prompts, has_turns = list(PROMPTS), bool(tokenizer.chat_template)
+    if has_turns:
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    options = {"add_special_tokens": not has_turns, "padding": True, "padding_side": "left", "return_tensors": "pt"}
+    tokens = tokenizer(prompts, **options).to(model.device)
     output = model.generate(
-        **tokens, max_new_tokens=LONGEST, do_sample=False, pad_token_id=tokenizer.eos_token_id, temperature=None,
+        **tokens, max_new_tokens=LONGEST, do_sample=False, pad_token_id=tokenizer.pad_token_id, temperature=None,
         top_p=None, top_k=None,
     )  # fmt: skip
-    return str(tokenizer.decode(output[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    said = output[:, tokens["input_ids"].shape[1] :]
+    return [text.strip() for text in tokenizer.batch_decode(said, skip_special_tokens=True)]
