@@ -223,11 +223,11 @@ class RecoveryRecipe(LearningSettings):
     method: str = "auto"
     """What learns: `full` all weights but embeddings and output head, `lora` low-rank additions to the projections,
     merged at the end. `auto` is `full` where memory holds its optimizer, 16 bytes a parameter."""
-    rank: int = 64
+    rank: int = 16
     """Rank of the additions of `lora`."""
     learning_rate: float = 0.0
     """AdamW's highest rate; 0 chooses by method."""
-    warmup: float = 0.05
+    warmup: float = 0.1
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
     learn_from: str = "auto"
     """Tokens that count: `assistant` those of its turns in conversations, and all of other text; `all`. `auto` is

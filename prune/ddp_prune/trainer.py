@@ -92,10 +92,6 @@ class Teacher:
                 self.cache[number] = state.cpu()
         return states
 
-    def forget(self) -> None:
-        """Keep nothing of the text so far."""
-        self.cache = self.cache and {}
-
 
 class Trainer:
     """The default search, and the polish of every search."""

@@ -21,7 +21,7 @@ from ddp_prune.trainer import Batches, Teacher
 from ddp_vllm.errors import TrainingError
 from ddp_vllm.remote_code.tensors import LAYERS
 
-LEARNING_RATES = {"full": 5e-4, "lora": 2e-3}  # the best of those tried (log 105)
+LEARNING_RATES = {"full": 2e-4, "lora": 1e-3}  # the best of those tried (log 105)
 BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 ADAPTER = "default"  # peft's name of the additions
@@ -61,8 +61,6 @@ class WeightTrainer:
             self._move(0.0, 1.0)
             seconds = time.perf_counter() - began
         self.optimizer.state.clear()
-        if self.teacher:
-            self.teacher.forget()
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
     @property
