@@ -7,12 +7,12 @@ What is outside the layers stays whole on every device, since the output head is
 accelerate's own FSDP2 plugin would cut it too, and refuses CPUs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -33,6 +33,7 @@ from ddp_vllm.errors import DdpError, SettingError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.remote_code.tensors import LAYERS
 
+Found = TypeVar("Found")
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
 USABLE = 0.8  # of free memory: what a step takes is an estimate, and memory breaks into pieces
 SHARE_OF_FREE = 0.5  # of free memory for activations, else they are checkpointed
@@ -170,6 +171,18 @@ def failing_together(accelerator: Accelerator) -> Iterator[None]:
     met: list[DdpError | None] = gather_object([own])
     if first := own or next(filter(None, met), None):
         raise first
+
+
+def in_turn(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
+    """Return what each process finds; the first of a machine goes before its others, which find what it downloaded.
+
+    What any of them raises, all raise, as in `failing_together`.
+    """
+    for first in (True, False):
+        with failing_together(accelerator):
+            if accelerator.is_local_main_process == first:
+                found = find()
+    return found
 
 
 def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:

@@ -13,7 +13,7 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import check_shares, failing_together, load, make_accelerator
+from ddp_prune.devices import check_shares, failing_together, in_turn, load, make_accelerator
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import block_losses, perplexity_of
@@ -63,10 +63,7 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
 def _prune(
     recipe: Recipe, output: Path, accelerator: Accelerator, *, overwrite: bool, tracker: str | None, console: Console
 ) -> None:
-    for first in (True, False):  # of a machine's processes: what it downloads and caches, the others find
-        with failing_together(accelerator):
-            if accelerator.is_local_main_process == first:
-                source, head_unit, pools, blocks = _prepare(recipe, output)
+    source, head_unit, pools, blocks = in_turn(accelerator, lambda: _prepare(recipe, output))
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipe.to_dict())
     set_seed(recipe.seed)

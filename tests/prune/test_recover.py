@@ -185,8 +185,9 @@ def test_text_of_another_kind_is_watched_and_what_gets_worse_is_said(
     pruned: Path, tmp_path: Path, write_texts: Callable[..., Path]
 ) -> None:
     numbers = write_texts("numbers.jsonl", [" ".join(str(i * j) for i in range(40)) for j in range(60)])
-    assert recover(pruned, tmp_path / "good").exit_code == 0  # on other text, and it can be recovered once more
-    result = recover(tmp_path / "good", tmp_path / "out", "--data", str(numbers), "--learning-rate", "0.01")
+    assert recover(pruned, tmp_path / "good", "--learning-rate", "5e-3").exit_code == 0  # on other text, and it can be recovered once more
+    learn_badly = ("--data", str(numbers), "--learning-rate", "0.03", "--warmup", "0")
+    result = recover(tmp_path / "good", tmp_path / "out", *learn_badly)
     assert result.exit_code == 0, result.output
     (name,) = read_checkpoint(tmp_path / "out").provenance["recovery"]["watched"]
     assert f"worse than before recovery on {name}" in result.output
@@ -345,3 +346,14 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_if_nothing_had_learned(
     assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
     assert recover(tmp_path / "again", tmp_path / "recovered").exit_code == 0
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == str(tmp_path / "copy")
+
+
+def test_models_that_a_device_cannot_hold(pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is made here: no GPU runs in these tests."""
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("ddp_prune.recover.load", run_out)
+    assert_refused(recover(pruned, tmp_path / "out"), 6, str(pruned), "memory of a device", "--method lora")
+    assert list(tmp_path.iterdir()) == []
