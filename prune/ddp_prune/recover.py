@@ -31,7 +31,7 @@ from ddp_prune.run_state import RunState, check_run_folders, fingerprint, saved_
 from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.trainer import Batches
-from ddp_prune.weight_trainer import LEARNING_RATES, WeightTrainer
+from ddp_prune.weight_trainer import LEARNING_RATES, WeightTrainer, local_part
 from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.pages.evidence import RECOVERY_FILE
@@ -130,9 +130,10 @@ class Recovery:
         recipe = self.asked
         method, source = recipe.method, recipe.learn_from
         if method == "auto":
-            needed = FULL_BYTES * sum(parameter.numel() for parameter in self.model.parameters())
+            held = sum(local_part(parameter).numel() for parameter in self.model.parameters())
             free = torch.tensor([free_memory(self.accelerator)], device=self.accelerator.device)
-            method = "full" if needed <= SHARE_OF_FREE * int(self.accelerator.gather(free).min()) else "lora"
+            fits = FULL_BYTES * held <= SHARE_OF_FREE * int(self.accelerator.gather(free).min())
+            method = "full" if fits else "lora"
         if source == "auto":
             source = "assistant" if self.tokenizer.chat_template else "all"
         rate = recipe.learning_rate or LEARNING_RATES[method]

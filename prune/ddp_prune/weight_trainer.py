@@ -124,7 +124,7 @@ class WeightTrainer:
             elif world > 1:
                 master.grad = self.accelerator.reduce(master.grad, "sum")
             is_cut = int(isinstance(master.grad, DTensor))
-            squares[is_cut] += torch.linalg.vector_norm(_local(master.grad)).square()
+            squares[is_cut] += torch.linalg.vector_norm(local_part(master.grad)).square()
         squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
         return float(squares.sum().sqrt())
 
@@ -212,8 +212,9 @@ def _low_rank_sums(student: Any, factors: dict[str, torch.Tensor]) -> dict[str, 
     return sums
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor that may be cut over processes."""
+    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -357,3 +357,12 @@ def test_models_that_a_device_cannot_hold(pruned: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("ddp_prune.recover.load", run_out)
     assert_refused(recover(pruned, tmp_path / "out"), 6, str(pruned), "memory of a device", "--method lora")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("free", "method"), [(10**9, "full"), (10**6, "lora")])
+def test_auto_learns_all_weights_where_memory_holds_the_optimizer(
+    free: int, method: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_prune.recover.free_memory", lambda _: free)
+    assert recover(pruned, tmp_path / "out").exit_code == 0
+    assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["method"] == method
