@@ -131,8 +131,8 @@ class Recovery:
         method, source = recipe.method, recipe.learn_from
         if method == "auto":
             held = sum(local_part(parameter).numel() for parameter in self.model.parameters())
-            free = torch.tensor([free_memory(self.accelerator)], device=self.accelerator.device)
-            fits = FULL_BYTES * held <= SHARE_OF_FREE * int(self.accelerator.gather(free).min())
+            fits = FULL_BYTES * held <= SHARE_OF_FREE * free_memory(self.accelerator)
+            fits = bool(self.accelerator.gather(torch.tensor([fits], device=self.accelerator.device)).all())
             method = "full" if fits else "lora"
         if source == "auto":
             source = "assistant" if self.tokenizer.chat_template else "all"

@@ -214,7 +214,7 @@ def _low_rank_sums(student: Any, factors: dict[str, torch.Tensor]) -> dict[str, 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor that may be cut over processes."""
-    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

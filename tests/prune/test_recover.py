@@ -184,8 +184,9 @@ def test_prune_with_recover_is_prune_and_then_recover(
 def test_text_of_another_kind_is_watched_and_what_gets_worse_is_said(
     pruned: Path, tmp_path: Path, write_texts: Callable[..., Path]
 ) -> None:
+    """A model that has learned one text can be recovered once more, on another."""
     numbers = write_texts("numbers.jsonl", [" ".join(str(i * j) for i in range(40)) for j in range(60)])
-    assert recover(pruned, tmp_path / "good", "--learning-rate", "5e-3").exit_code == 0  # on other text, and it can be recovered once more
+    assert recover(pruned, tmp_path / "good", "--learning-rate", "5e-3").exit_code == 0
     learn_badly = ("--data", str(numbers), "--learning-rate", "0.03", "--warmup", "0")
     result = recover(tmp_path / "good", tmp_path / "out", *learn_badly)
     assert result.exit_code == 0, result.output
