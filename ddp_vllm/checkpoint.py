@@ -135,7 +135,7 @@ def read_provenance(path: Path) -> dict[str, Any]:
             raise ValueError("its search_steps is no integer")
         if not all(layer.isdigit() for layer in provenance.get("routing", {}).get("chosen", {})):
             raise ValueError("its routing names a layer that is no number")
-        _check_numbers("perplexity", provenance.get("perplexity"), ("dense", "pruned", "tokens"))
+        _check_perplexity("perplexity", provenance.get("perplexity"))
         for kind, change in provenance.get("rounding", {}).items():
             _check_numbers(f"rounding of {kind}", change, ("raw_sparsity", "dropped", "revived"))
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
@@ -148,9 +148,33 @@ def _check_parts(provenance: dict[str, Any]) -> None:
     for name in ("recipe", "rounding", "routing", "perplexity", "recovery"):
         if not isinstance(provenance.get(name, {}), dict):
             raise ValueError(f"its {name} is no object")
+    _check_recovery(provenance.get("recovery", {}))
     for part in (provenance, provenance.get("recovery", {})):
         if not all(isinstance(name, str) for name in part.get("texts", [])):
             raise ValueError("its texts are no names")
+
+
+def _check_recovery(recovery: dict[str, Any]) -> None:
+    """Raises: ValueError if its parts are not what the pages read."""
+    prompts, answers, recipe = recovery.get("prompts", []), recovery.get("answers", {}), recovery.get("recipe", {})
+    parts = {"recipe": recipe, "answers": answers, "watched": (watched := recovery.get("watched", {}))}
+    if wrong := [name for name, part in parts.items() if not isinstance(part, dict)]:
+        raise ValueError(f"the {wrong[0]} of its recovery is no object")
+    if not isinstance(prompts, list) or not isinstance(recipe.get("tokens", 0), int):
+        raise ValueError("the prompts or the tokens of its recovery are not what they should be")
+    if not all(isinstance(said, list) and len(said) == len(prompts) for said in answers.values()):
+        raise ValueError("the answers of its recovery are not one a prompt")
+    for name, quality in watched.items():
+        _check_perplexity(f"perplexity on {name}", quality or {"dense": None})
+
+
+def _check_perplexity(name: str, quality: Any) -> None:
+    models = (
+        ("dense", "pruned", "recovered")
+        if isinstance(quality, dict) and "recovered" in quality
+        else ("dense", "pruned")
+    )
+    _check_numbers(name, quality, (*models, "tokens"))
 
 
 def _check_numbers(name: str, found: Any, wanted: tuple[str, ...]) -> None:

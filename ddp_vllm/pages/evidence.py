@@ -40,6 +40,8 @@ class Evidence:
     block_losses: Mapping[str, Sequence[float]]
     """Loss of each held-out block in nats a token, `dense`, `pruned` and, after a recovery, `recovered`; empty if
     quality was not measured."""
+    watched: Mapping[str, Mapping[str, Sequence[float]]]
+    """The same of texts of another kind than that of the recovery, by name."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -52,6 +54,7 @@ class Evidence:
 def gather(checkpoint: Checkpoint) -> Evidence:
     """Read masks and metrics. Raises: CheckpointError if they cannot be read or are of other widths."""
     folder = checkpoint.folder
+    watched = checkpoint.provenance.get("recovery", {}).get("watched", {})
     try:
         tensors = load_file(folder / MASKS_FILE) if (folder / MASKS_FILE).exists() else {}
         evidence = Evidence(
@@ -61,6 +64,7 @@ def gather(checkpoint: Checkpoint) -> Evidence:
             metrics=_read_metrics(folder / METRICS_FILE),
             recovery=_read_metrics(folder / RECOVERY_FILE),
             block_losses=block_losses(checkpoint.provenance.get("perplexity")),
+            watched={name: block_losses(quality) for name, quality in watched.items()},
         )
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
@@ -97,6 +101,8 @@ def block_losses(quality: Mapping[str, Any] | None) -> dict[str, list[float]]:
         found = {}
     if not found or not found["dense"] or len({len(losses) for losses in found.values()}) != 1:
         raise ValueError("its perplexity does not come with the loss of each block")
+    if not all(abs(loss) < 700 for losses in found.values() for loss in losses):  # whose exponent is a number
+        raise ValueError("the loss of a block is out of bounds")
     return found
 
 

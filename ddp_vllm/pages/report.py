@@ -21,7 +21,6 @@ from ddp_vllm.pages import pictures
 from ddp_vllm.pages.evidence import (
     Evidence,
     answers,
-    block_losses,
     expert_use,
     expert_widths,
     gather,
@@ -76,8 +75,8 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         )
         table = perplexity_table(losses)
         sections.append(Section(heading="Perplexity on held-out text", table=table, remark=remark))
-    for name, quality in recovery.get("watched", {}).items():
-        heading, watched = f"Perplexity on {bare_name(name)}", perplexity_table(block_losses(quality))
+    for name, losses_there in evidence.watched.items():
+        heading, watched = f"Perplexity on {bare_name(name)}", perplexity_table(losses_there)
         sections.append(
             Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
         )

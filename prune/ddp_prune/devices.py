@@ -187,8 +187,12 @@ def in_turn(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
 
 def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
     """Return what the main process finds of an interrupted run; the others may not see its disk."""
-    found = [run.load() if accelerator.is_main_process else None]
-    return broadcast_object_list(found)[0] if accelerator.num_processes > 1 else found[0]
+    return from_main(accelerator, run.load() if accelerator.is_main_process else None)
+
+
+def from_main(accelerator: Accelerator, value: Found) -> Found:
+    """Return what the main process calls this with."""
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
 
 
 def free_memory(accelerator: Accelerator) -> int:
@@ -229,7 +233,7 @@ def check_shares(batch_size: int, num_processes: int) -> None:
     if num_processes == 1:
         raise SettingError(
             "shard cuts the weights over processes, but there is one; start with: "
-            "accelerate launch --num_processes N -m ddp_vllm prune …"
+            "accelerate launch --num_processes N -m ddp_vllm …"
         )
     if batch_size % num_processes:
         raise SettingError(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from ddp_prune.devices import checkpoint_layers
 from ddp_prune.loss import losses, perplexity_of
@@ -34,7 +35,7 @@ class Exam:
         self.answers: dict[str, list[str]] = {}
 
     def take(self, who: str, model: Any) -> None:
-        """Let a model read and answer, computing as it would where it is used."""
+        """Let a model read and answer, in its number format and with attention as where it is used."""
         checkpoint_layers(model, False)
         if not model.config.to_dict().get("attn_logit_softcapping"):
             model.set_attn_implementation("sdpa")
@@ -55,7 +56,7 @@ class Exam:
         """Yield what came of the recovery, a line a text, and what got worse."""
         for name, by in self.losses.items():
             dense, pruned, recovered = (statistics.fmean(by[who]) for who in ("dense", "pruned", "recovered"))
-            back = f", {(pruned - recovered) / (pruned - dense):.0%} of what was lost" if pruned > dense else ""
+            back = f", {(pruned - recovered) / (pruned - dense):.0%} of what was lost" if pruned > dense + 0.01 else ""
             values = " → ".join(f"{who} {perplexity_of(by[who]):.2f}" for who in by)
             yield f"perplexity on held-out text of {name}: {values}{back}"
             gains = [after - before for after, before in zip(by["recovered"], by["pruned"], strict=True)]
@@ -71,12 +72,14 @@ def _answers(model: Any, tokenizer: Any) -> list[str]:
     if has_turns:
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
         prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.eos_token  # its own may be one that the model has no embedding of
     options = {"add_special_tokens": not has_turns, "padding": True, "padding_side": "left", "return_tensors": "pt"}
     tokens = tokenizer(prompts, **options).to(model.device)
-    output = model.generate(
-        **tokens, max_new_tokens=LONGEST, do_sample=False, pad_token_id=tokenizer.pad_token_id, temperature=None,
-        top_p=None, top_k=None,
-    )  # fmt: skip
+    ends = model.generation_config.eos_token_id or []
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    model.generation_config = GenerationConfig(  # its own may ask for penalties, beams or chance
+        max_new_tokens=LONGEST, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
+    )
+    output = model.generate(**tokens)
     said = output[:, tokens["input_ids"].shape[1] :]
     return [text.strip() for text in tokenizer.batch_decode(said, skip_special_tokens=True)]

@@ -1,7 +1,9 @@
 """One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
 
+import dataclasses
 import json
 import math
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import check_shares, failing_together, in_turn, load, make_accelerator
+from ddp_prune.devices import check_shares, failing_together, from_main, in_turn, load, make_accelerator
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import block_losses, perplexity_of
@@ -26,14 +28,14 @@ from ddp_prune.model import (
     weight_shapes,
 )
 from ddp_prune.progress import StepProgress, show
-from ddp_prune.recipe import Recipe, load_recovery
+from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.recover import recover
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint
-from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
-from ddp_vllm.errors import ModelError, SettingError, TrainingError
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.evidence import METRICS_FILE
@@ -49,12 +51,13 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
     accelerator = make_accelerator(output, tracker)
     if recipe.shard:
         check_shares(recipe.batch_size, accelerator.num_processes)
-    if not (recipe.recover and is_pruned_by(recipe, output)):
-        check_output(output, overwrite=overwrite)
-        _prune(recipe, output, accelerator, overwrite=overwrite, tracker=tracker, console=console)
+    _prune(recipe, output, accelerator, overwrite=overwrite, tracker=tracker, console=console)
     if recipe.recover:
-        settings = {"model": str(output), "minutes": recipe.recover, "shard": recipe.shard}
-        recover(load_recovery(None, settings, recipe.to_dict()), output, accelerator, overwrite=True, console=console)
+        shared: dict[str, Any] = {
+            each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)
+        }
+        weights = RecoveryRecipe(model=str(output), teacher=recipe.model, minutes=recipe.recover, **shared)
+        recover(weights, output, accelerator, overwrite=True, console=console)
     accelerator.end_training()
     if accelerator.is_main_process:
         show(output, recipe.model, console)
@@ -63,16 +66,28 @@ def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None,
 def _prune(
     recipe: Recipe, output: Path, accelerator: Accelerator, *, overwrite: bool, tracker: str | None, console: Console
 ) -> None:
+    """Learn masks and write the pruned checkpoint, unless that is there already and only its recovery is missing."""
+    main = accelerator.is_main_process
+    with failing_together(accelerator):
+        before = learned_before(recipe, output) if main else None
+        if main and before is None:
+            check_output(output, overwrite=overwrite)
     source, head_unit, pools, blocks = in_turn(accelerator, lambda: _prepare(recipe, output))
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipe.to_dict())
     set_seed(recipe.seed)
-    main = accelerator.is_main_process
     say = partial(console.print, markup=False)  # [ in the name of a file is a [
     if main:
         for line in _announce(recipe, source, head_unit, pools, blocks):
             say(line)
-    learned_from = fingerprint([blocks.train, blocks.heldout], weight_files(source.folder)) if main else None
+    learned_from = fingerprint([blocks.train, blocks.heldout], weight_files(source.folder))
+    if from_main(accelerator, before == learned_from):
+        if main:
+            say("the masks were learned before; going on with the recovery")
+        return
+    with failing_together(accelerator):
+        if main and before is not None:
+            check_output(output, overwrite=overwrite)
     run = RunState(output, recipe, learned_from=learned_from, writes=main, say=partial(say, soft_wrap=True))
     with ExitStack() as stack:
         with failing_together(accelerator):
@@ -102,6 +117,7 @@ def _prune(
                 "rounding": learned.rounding,
                 **routing(learned, source.sizes.routed_layers),
                 "perplexity": perplexity,
+                "learned_from": learned_from,
             },
             evidence={"z": learned.z, "saliency": learned.saliency},
             overwrite=overwrite,
@@ -110,11 +126,15 @@ def _prune(
         run.remove()
 
 
-def is_pruned_by(recipe: Recipe, output: Path) -> bool:
-    """Say whether an output is what this recipe's masks leave, and nothing was recovered yet."""
-    provenance = read_provenance(output / MASKS_FILE)
+def learned_before(recipe: Recipe, output: Path) -> dict[str, Any] | None:
+    """Return what the masks in `output` learned from, if it is there for this recipe's recovery to go on; else None."""
+    try:
+        provenance = read_provenance(output / MASKS_FILE) if recipe.recover else {}
+    except CheckpointError:
+        return None
     learned_by = provenance.get("recipe", {})
-    return "recovery" not in provenance and decisive(learned_by) == decisive(json.loads(json.dumps(recipe.to_dict())))
+    same = decisive(learned_by) == decisive(json.loads(json.dumps(recipe.to_dict()))) and learned_by.get("recover")
+    return provenance.get("learned_from") if same and "recovery" not in provenance else None
 
 
 def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool], blocks: Blocks) -> list[str]:
@@ -170,13 +190,7 @@ def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blo
         min_train_blocks=recipe.batch_size,
         seed=recipe.seed,
     )
-    highest = max(int(part.max()) for part in (blocks.train, blocks.heldout))
-    vocabulary = source.config.get("vocab_size", math.inf)
-    if highest >= vocabulary:
-        raise ModelError(
-            f"the tokenizer of {recipe.model} makes token {highest} of the text, but the model knows 0 to "
-            f"{vocabulary - 1}; put the tokenizer that belongs to the model beside it"
-        )
+    check_vocabulary(blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
     return source, head_unit, pools, blocks
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.devices import (
@@ -18,6 +19,7 @@ from ddp_prune.devices import (
     failing_together,
     fit_attention,
     free_memory,
+    from_main,
     in_turn,
     load,
     make_accelerator,
@@ -27,8 +29,8 @@ from ddp_prune.export import export_recovered
 from ddp_prune.model import Source, check_index, check_spares_source, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress, show
 from ddp_prune.recipe import RecoveryRecipe
-from ddp_prune.run_state import RunState, check_run_folders, fingerprint, saved_header
-from ddp_prune.text import Blocks, load_blocks, load_tokenizer, sources_of
+from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.trainer import Batches
 from ddp_prune.weight_trainer import LEARNING_RATES, WeightTrainer, local_part
@@ -86,8 +88,8 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
     check_spares_source(output, dense)
     check_index(dense.folder)
     inside, folder = checkpoint.folder.resolve(), output.resolve()
-    if inside != folder and inside.is_relative_to(folder):
-        raise OutputError(f"{output} holds the pruned model, which would be lost; choose another folder")
+    if inside != folder and (inside.is_relative_to(folder) or folder.is_relative_to(inside)):
+        raise OutputError(f"{output} and the pruned model are one in the other; choose another folder")
     longest = dense.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} knows {longest:,}; lower --seq-len")
@@ -117,11 +119,10 @@ class Recovery:
     def settle(self, output: Path) -> None:
         """Choose all that the recipe leaves open; or take what an interrupted run for this output had chosen."""
         header = saved_header(output) if self.accelerator.is_main_process else {}
-        same = (header.get("learned_from") or {}).get("asked") == self.asked.to_dict()
-        found = [header["recipe"] if same else None]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        self.recipe = RecoveryRecipe(**found[0]) if found[0] else self._chosen()
+        asked = self.asked.to_dict()
+        same = (header.get("learned_from") or {}).get("asked") == decisive(asked)
+        found = from_main(self.accelerator, decisive(header["recipe"]) if same else None)
+        self.recipe = RecoveryRecipe(**asked | found) if found else self._chosen()
         self.trainer = WeightTrainer(self.model, self.dense, self.recipe, self.accelerator)
         if not self.recipe.tokens:
             self.recipe = self._timed()
@@ -151,8 +152,7 @@ class Recovery:
     def read(self, output: Path) -> None:
         """Load the text to learn on, held-out text of it and of another kind; open the run. Raises: TextError."""
         recipe = self.recipe
-        learned_on = str(self.checkpoint.provenance.get("recipe", {}).get("data", ""))
-        watch = recipe.watch or (learned_on if learned_on != recipe.data else "")
+        watch = self._watched()
         blocks = self._load(recipe.data, recipe.steps * recipe.batch_size, recipe.batch_size)
         texts = {recipe.data: blocks.heldout}
         try:
@@ -172,22 +172,34 @@ class Recovery:
         self.blocks = blocks.train, blocks.scored
         if recipe.learn_from == "all":
             self.blocks = blocks.train, torch.ones_like(blocks.scored)
-        elif blocks.scored.all() and self.tokenizer.chat_template:
-            self.say(f"{recipe.model} is made for conversations, and {recipe.data} holds none; add some after a comma")
+        elif blocks.scored.all():
+            self.say(f"no conversations are told apart in {recipe.data}, so all of it counts; add some after a comma")
         else:
             says = blocks.scored[:, 1:].any(1)
             if int(says.sum()) < recipe.batch_size:
                 raise TextError(f"{recipe.data} holds hardly anything that an assistant says; try --learn-from all")
             self.blocks = blocks.train[says], blocks.scored[says]
-        learned_from = fingerprint([*self.blocks, *texts.values()], self.files) | {"asked": self.asked.to_dict()}
+        learned_from = fingerprint([*self.blocks, *texts.values()], self.files)
+        learned_from["asked"] = decisive(self.asked.to_dict())
         main = self.accelerator.is_main_process
         self.run = RunState(output, recipe, learned_from=learned_from, writes=main, say=self.say)
+
+    def _watched(self) -> str:
+        """Return the text to watch: what the recipe names, or what masks learned on and weights will not."""
+        mine = {os.path.realpath(name) for name in sources_of(self.recipe.data)}
+        named = self.recipe.watch or str(self.checkpoint.provenance.get("recipe", {}).get("data") or "")
+        others = [name for name in sources_of(named) if os.path.realpath(name) not in mine] if named else []
+        if self.recipe.watch and others != sources_of(named):
+            raise SettingError(f"watch is {named}, of which data learns a part; name text that data does not")
+        return ",".join(others)
 
     def _load(self, data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
         recipe = self.recipe
         sizes = {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks, "seq_len": recipe.seq_len}
         more = {"heldout_blocks": recipe.heldout_blocks, "seed": recipe.seed}
-        return in_turn(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **more))
+        blocks = in_turn(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **more))
+        check_vocabulary(blocks, self.dense.config.vocab_size, recipe.model)
+        return blocks
 
     def learn(self, console: Console) -> None:
         """Judge both models, let the pruned one learn, and judge it again."""

@@ -73,9 +73,9 @@ class RunState:
         """
         try:
             with safe_open(self.state, framework="pt") as file:
-                header = json.loads((file.metadata() or {})["run"])
+                header = dict(json.loads((file.metadata() or {})["run"]))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except (OSError, SafetensorError, KeyError, ValueError):
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError):
             return None
         if (header.get("format"), header.get("learned_from")) != (STATE_FORMAT, self.learned_from):
             return None
@@ -146,7 +146,7 @@ def saved_header(output: Path) -> dict[str, Any]:
     try:
         with safe_open(run_folders(output)[0] / STATE_FILE, framework="pt") as file:
             return dict(json.loads((file.metadata() or {})["run"]))
-    except (OSError, SafetensorError, KeyError, ValueError):
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return {}
 
 

@@ -84,7 +84,7 @@ def load_blocks(
         width = seq_len - len(begin)  # of a block's text
         heldout, train = _read(data, tokenizer, EXCERPT * seq_len, heldout_blocks * width, train_blocks * width, seed)
         found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * width
-        if len(train) < min_train_blocks * width:
+        if len(train) < min_train_blocks * width or len(heldout) < heldout_blocks * width:
             raise TextError(
                 f"{data} holds {found:,} tokens, but one step and the held-out text need {need:,}; "
                 "give more text or lower --batch-size or --seq-len"
@@ -100,6 +100,16 @@ def load_blocks(
         heldout=tokens[:heldout_blocks],
         found=blocks.size,
     )
+
+
+def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
+    """Refuse tokens that a model does not know, which a tokenizer of another model makes. Raises: ModelError."""
+    highest = max(int(part.max()) for part in (blocks.train, blocks.heldout) if part.numel())
+    if highest >= vocabulary:
+        raise ModelError(
+            f"the tokenizer of {model} makes token {highest} of the text, but the model knows 0 to {vocabulary - 1}; "
+            "put the tokenizer that belongs to the model beside it"
+        )
 
 
 def leading_bos(tokenizer: Any) -> list[int]:

@@ -57,8 +57,8 @@ class WeightTrainer:
         """Return how long a step takes on the batches given; nothing is learned. All processes get the slowest's."""
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            self._gradients(0)
-            self._move(0.0, 1.0)
+            if math.isfinite(self._gradients(0)[2]):
+                self._move(0.0, 1.0)
             seconds = time.perf_counter() - began
         self.optimizer.state.clear()
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
@@ -133,9 +133,10 @@ class WeightTrainer:
         """Let AdamW move the masters by their gradients times `scale`, and round them into the model."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        for master in self.masters.values() if scale < 1.0 else ():
-            assert master.grad is not None
-            master.grad.mul_(scale)
+        if scale < 1.0:
+            for master in self.masters.values():
+                assert master.grad is not None
+                master.grad.mul_(scale)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._round()
@@ -182,7 +183,10 @@ class WeightTrainer:
             if (change := learned.get(on_disk.get(name, ""))) is None:
                 return weight
             change = _like(weight, change)
-            return change if self.adapted is None else weight.float() + change
+            if self.adapted is None and weight.dtype == self.student.dtype:
+                return change
+            # what the weight lost when it was loaded in another format, it shall not lose for good
+            return weight.float() + (change if self.adapted else change - weight.to(self.student.dtype).float())
 
         for name, parameter in stored.items():
             parameter.copy_(become(name, parameter.detach()))

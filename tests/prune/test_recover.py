@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(
     with monkeypatch.context() as patch:
         patch.setattr(WeightTrainer, "step", die)
         assert recover(pruned, tmp_path / "out", *options).exit_code != 0
-    result = recover(pruned, tmp_path / "out", *options)
+    less_memory = ["--activation-checkpointing", "on", "--save-every", "5"]  # as an error advises; same gradients
+    result = recover(pruned, tmp_path / "out", "--method", method, *less_memory)
     assert f"going on at step {steps // 3 * 3 + 1} of 30" in result.output, result.output
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "out")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -181,6 +183,35 @@ def test_prune_with_recover_is_prune_and_then_recover(
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1"), 5, "exists")
 
 
+def test_prune_with_recover_takes_no_other_model_for_its_own(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was pruned alone is left alone, and where the text has changed masks are learned again."""
+    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 20.0)
+    assert prune(tiny_model, tiny_text, tmp_path / "alone").exit_code == 0
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / "alone", "--recover", "1"), 5, "exists")
+    text = tmp_path / "text.jsonl"
+    shutil.copy(tiny_text, text)
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightTrainer, "step", lambda *_: sys.exit(1))
+        assert prune(tiny_model, text, tmp_path / "out", "--recover", "1").exit_code == 1
+    text.write_text(text.read_text().replace("fox", "cat"))
+    assert_refused(prune(tiny_model, text, tmp_path / "out", "--recover", "1"), 5, "exists")
+    result = prune(tiny_model, text, tmp_path / "out", "--recover", "1", "--overwrite")
+    assert result.exit_code == 0 and "polish 6/6" in result.output and "recover 3/3" in result.output
+
+
+def test_prune_gives_its_settings_of_memory_to_the_recovery(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 20.0)
+    memory = {"micro_batch_size": 1, "activation_checkpointing": "on", "save_every": 3}
+    options = [word for name, value in memory.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1", *options).exit_code == 0
+    recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
+    assert {name: recipe[name] for name in memory} == memory
+
+
 def test_text_of_another_kind_is_watched_and_what_gets_worse_is_said(
     pruned: Path, tmp_path: Path, write_texts: Callable[..., Path]
 ) -> None:
@@ -193,6 +224,19 @@ def test_text_of_another_kind_is_watched_and_what_gets_worse_is_said(
     (name,) = read_checkpoint(tmp_path / "out").provenance["recovery"]["watched"]
     assert f"worse than before recovery on {name}" in result.output
     assert f"worse than before recovery on {numbers}" not in result.output
+
+
+def test_what_is_watched_is_nothing_that_weights_learn_on(
+    pruned: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
+) -> None:
+    """Held out alone and held out of a mixture are not the same blocks, so a part of the mixture is not watched."""
+    numbers = write_texts("numbers.jsonl", [" ".join(str(i * j) for i in range(40)) for j in range(60)])
+    result = recover(pruned, tmp_path / "out", "--data", f"{tiny_text},{numbers}")
+    assert "no text of another kind is watched" in result.output
+    again = os.path.relpath(tiny_text)
+    assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data learns")
+    short = write_texts("short.jsonl", ["a fox"])
+    assert_refused(recover(pruned, tmp_path / "again", "--watch", str(short)), 4, str(short), "more text")
 
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
@@ -307,13 +351,55 @@ def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp
     inside = tmp_path / "models" / "pruned"
     shutil.copytree(pruned, inside)
     (inside.parent / "config.json").touch()
-    assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "holds the pruned model")
+    assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "one in the other")
+    assert_refused(recover(pruned, pruned / "report" / "out"), 5, "one in the other")
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(pruned: Path, tmp_path: Path) -> None:
     result = recover(pruned, tmp_path / "out", "--learning-rate", "1e30", "--warmup", "0", "--save-every", "1")
     assert_refused(result, 6, "the loss is", "what was saved last", "--learning-rate")
     assert (tmp_path / "out.run" / "state.safetensors").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """A pad token outside the embedding harms nothing; a token of the text is refused."""
+    folder = tmp_path / "pruned"
+    shutil.copytree(pruned, folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pruned, trust_remote_code=True)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    assert recover(folder, tmp_path / "out").exit_code == 0
+    tokenizer.add_tokens(["fox number"])
+    tokenizer.save_pretrained(folder)
+    assert_refused(recover(folder, tmp_path / "other"), 3, "makes token 321", "0 to 319")
+
+
+def test_answers_are_the_likeliest_tokens_whatever_the_models_own_settings(pruned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pruned"
+    shutil.copytree(pruned, folder)
+    own = {"repetition_penalty": 5.0, "num_beams": 3, "do_sample": True, "eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    assert recover(pruned, tmp_path / "plain").exit_code == 0 and recover(folder, tmp_path / "own").exit_code == 0
+    plain, other = (read_checkpoint(tmp_path / name).provenance["recovery"]["answers"] for name in ("plain", "own"))
+    assert plain == other and len(set(plain["dense"])) > 1
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.float32])
+def test_a_rate_of_nearly_zero_leaves_weights_as_they_were_stored(
+    stored: torch.dtype, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Though they are learned in bfloat16, which holds fewer digits."""
+    shutil.copytree(tiny_model, tmp_path / "dense")
+    LlamaForCausalLM.from_pretrained(tiny_model).to(stored).save_pretrained(tmp_path / "dense")
+    assert prune(tmp_path / "dense", tiny_text, tmp_path / "pruned").exit_code == 0
+    options = ["--method", "full", "--dtype", "bfloat16", "--learning-rate", "1e-12"]
+    assert recover(tmp_path / "pruned", tmp_path / "out", *options).exit_code == 0
+    before, after = weights(tmp_path / "pruned"), weights(tmp_path / "out")
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype == stored
+        torch.testing.assert_close(after[name], tensor, atol=1e-7, rtol=1e-6 if stored == torch.float32 else 1e-3)
 
 
 def test_no_code_of_a_checkpoint_runs(pruned: Path, tmp_path: Path) -> None:
