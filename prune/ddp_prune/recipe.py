@@ -316,4 +316,4 @@ def parse_amount(text: str) -> float:
     try:
         return float(text if scale is None else text[:-1]) * (scale or 1.0)
     except ValueError:
-        raise SettingError(f"{text!r} is no number; give one such as 5.5B, 120M or 1e9") from None
+        raise SettingError(f"target is {text!r}; it must be a number such as 5.5B, 120M or 1e9") from None

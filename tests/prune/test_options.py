@@ -18,9 +18,15 @@ FLAGS = {
     cli.prune: [
         "--activation-checkpointing", "--align", "--batch-size", "--budget", "--context-length", "--controller",
         "--data", "--distillation", "--dtype", "--group", "--head-unit", "--heldout-blocks", "--micro-batch-size",
-        "--output", "--overwrite", "--polish", "--quant-friendly", "--recipe", "--save-every", "--scope", "--seed",
-        "--seq-len", "--shard", "--sparsity", "--steps", "--target-flops", "--target-kv-bytes", "--target-params",
-        "--tp", "--tracker", "-o",
+        "--output", "--overwrite", "--polish", "--quant-friendly", "--recipe", "--recover", "--save-every", "--scope",
+        "--seed", "--seq-len", "--shard", "--sparsity", "--steps", "--target-flops", "--target-kv-bytes",
+        "--target-params", "--tp", "--tracker", "-o",
+    ],
+    cli.recover: [
+        "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
+        "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
+        "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--tokens", "--warmup",
+        "--watch", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
 }  # fmt: skip

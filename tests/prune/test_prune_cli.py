@@ -161,14 +161,14 @@ def test_an_interrupted_prune_goes_on(
     pruned: tuple[Path, Result], tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "r.toml").write_text("save_every = 2\n")
-    from ddp_prune.pipeline import _Progress
+    from ddp_prune.progress import StepProgress
 
     def stop(self: Any, metrics: dict[str, float]) -> None:
         if metrics["step"] == 5:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Progress, "report", stop)
+        patch.setattr(StepProgress, "report", stop)
         result = prune(tiny_model, tiny_text, tmp_path / "out", "--recipe", str(tmp_path / "r.toml"))
     assert result.exit_code == 1 and "Traceback" not in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.run", "r.toml"]

@@ -19,7 +19,7 @@ from click.testing import Result
 from runs import prune
 from safetensors.torch import load_file, save_file
 
-from ddp_prune.pipeline import _Progress
+from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, fingerprint
 from ddp_vllm.errors import OutputError
@@ -49,7 +49,7 @@ def _interrupt(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Progress, "report", stop)
+        patch.setattr(StepProgress, "report", stop)
         assert _prune(work).exit_code == 1
     assert sorted(path.name for path in (work / "out.run").iterdir()) == ["metrics.jsonl", "state.safetensors"]
 
