@@ -134,12 +134,14 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
 
 def learning(provenance: Mapping[str, Any]) -> str:
     """Say what became of the weights."""
+    together = provenance.get("recipe", {}).get("learn", "scales") != "scales"
+    at_first = "Weights learned with the masks" if together else "Weights were frozen"
     if not (recovery := provenance.get("recovery")):
-        return "Weights were frozen throughout."
+        return f"{at_first}." if together else f"{at_first} throughout."
     recipe = recovery.get("recipe", {})
     what = "low-rank additions to the weights" if recipe.get("method") == "lora" else "the weights that stay"
     tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
-    return f"They were frozen meanwhile; then {what} learned from the dense model on {tokens}."
+    return f"{at_first}{'' if together else ' meanwhile'}; then {what} learned from the dense model on {tokens}."
 
 
 def texts_of(provenance: Mapping[str, Any]) -> str:

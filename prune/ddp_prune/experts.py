@@ -114,11 +114,11 @@ def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) 
 def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """`grouped_linear` expert by expert; only those that some slot belongs to.
 
-    Split, not sliced: each slice's gradient would be as large as x.
+    Split, not sliced: each slice's gradient would be as large as all of them.
     """
     sizes = [b - a for a, b in pairwise([0, *ends_E.tolist()])]
-    pieces = enumerate(x_SI.split(sizes))
-    return torch.cat([F.linear(piece, weight_EOI[expert]) for expert, piece in pieces if len(piece)])
+    pairs = zip(x_SI.split(sizes), weight_EOI.unbind(), strict=True)
+    return torch.cat([F.linear(piece, weight_OI) for piece, weight_OI in pairs if len(piece)])
 
 
 def neutral_where_idle(saliency_LEC: torch.Tensor, counts_LE: torch.Tensor) -> torch.Tensor:

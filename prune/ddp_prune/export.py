@@ -29,6 +29,7 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 MAX_SHARD_BYTES = 4_000_000_000
+Become = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidths]:
@@ -114,12 +115,14 @@ def export(
     evidence: Mapping[str, Masks] | None = None,
     overwrite: bool = False,
     extra_files: Mapping[str, str] | None = None,
+    become: Become | None = None,
 ) -> None:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card.
 
     `gates` are float32 of `unit_shapes` with 0 for what goes; `head_unit` says what an attention unit is;
-    `evidence` is kept beside them in the masks file, by name; `extra_files` maps file names to their text. The output
-    appears whole or not at all.
+    `evidence` is kept beside them in the masks file, by name; `extra_files` maps file names to their text; `become`
+    gives what a stored tensor has become, by its name on disk, where weights learned. The output appears whole or not
+    at all.
     Raises: OutputError if it exists and `overwrite` is off.
     """
     widths = layer_widths(gates, source, head_unit)
@@ -131,8 +134,11 @@ def export(
         for file in FILES:
             shutil.copyfile(file, folder / file.name)
         slicer = Slicer(gates, source, head_unit)
-        cut = ((name, slicer.cut(name, tensor)) for name, tensor in _stored(source.folder))
-        _write_weights(((name, tensor) for name, tensor in cut if tensor is not None), folder)
+        cut = (
+            (name, tensor.dtype, slicer.cut(name, become(name, tensor) if become else tensor))
+            for name, tensor in _stored(source.folder)
+        )
+        _write_weights(((name, left.to(dtype)) for name, dtype, left in cut if left is not None), folder)
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, evidence=evidence)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -141,7 +147,7 @@ def export(
 
 def export_recovered(
     checkpoint: Checkpoint,
-    learned: Callable[[str, torch.Tensor], torch.Tensor],
+    become: Become,
     output: Path,
     *,
     provenance: Mapping[str, Any],
@@ -150,7 +156,7 @@ def export_recovered(
 ) -> None:
     """Write a pruned checkpoint once more, its weights as they learned, each rounded once to the format it had.
 
-    `learned` gives what a stored tensor has become, by its name on disk; the rest is as in `export`. Widths, gates and
+    Arguments are as in `export`. Widths, gates and
     all other files are those of `checkpoint`; what lies in folders inside it, such as its report, is left behind.
     """
     source = checkpoint.folder
@@ -159,7 +165,7 @@ def export_recovered(
         _copy_companions(source, folder)
         for file in (source / "config.json", *FILES):
             shutil.copyfile(file, folder / file.name)
-        _write_weights(((name, learned(name, tensor).to(tensor.dtype)) for name, tensor in _stored(source)), folder)
+        _write_weights(((name, become(name, tensor).to(tensor.dtype)) for name, tensor in _stored(source)), folder)
         rest = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
         write_masks(
             gates, folder / MASKS_FILE, head_unit=str(provenance.get("head_unit", "kv-group")), provenance=rest,
@@ -313,7 +319,9 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
                 "they were learned on another model"
             )
     evidence = read_evidence(masks)
-    if provenance.pop("recovery", None):  # weights that learned are not in the masks, nor is their quality this one's
+    if (
+        provenance.pop("recovery", None) or provenance.get("recipe", {}).get("learn", "scales") != "scales"
+    ):  # weights that learned are not in the masks, nor is their quality this one's
         provenance.pop("perplexity", None)
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)

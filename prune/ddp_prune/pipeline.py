@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.devices import check_shares, failing_together, from_main, in_turn, load, make_accelerator
-from ddp_prune.export import export
+from ddp_prune.export import Become, export
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import block_losses, perplexity_of
 from ddp_prune.model import (
@@ -34,6 +34,7 @@ from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerpri
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
+from ddp_prune.weights import LearningWeights
 from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
@@ -97,7 +98,7 @@ def _prune(
         try:
             model = load(source, recipe, accelerator)
             gated = GatedModel(model, source.family, source.sizes, head_unit)
-            learned, perplexity = _learn(gated, blocks, recipe, accelerator, run, progress)
+            learned, perplexity, become = _learn(gated, source, blocks, recipe, accelerator, run, progress)
         except torch.OutOfMemoryError as error:  # a step says it in words of its own
             raise TrainingError(
                 f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; "
@@ -122,6 +123,7 @@ def _prune(
             evidence={"z": learned.z, "saliency": learned.saliency},
             overwrite=overwrite,
             extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
+            become=become,
         )
         run.remove()
 
@@ -150,24 +152,39 @@ def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool],
 
 
 def _learn(
-    gated: GatedModel, blocks: Blocks, recipe: Recipe, accelerator: Accelerator, run: RunState, progress: StepProgress
-) -> tuple[Learned, dict[str, Any]]:
-    """Return what was learned, and the perplexity of held-out text before and after. Raises: ModelError."""
+    gated: GatedModel,
+    source: Source,
+    blocks: Blocks,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    run: RunState,
+    progress: StepProgress,
+) -> tuple[Learned, dict[str, Any], Become | None]:
+    """Return what was learned, the perplexity of held-out text before and after, and what weights have become.
+
+    Raises: ModelError if the dense model cannot read.
+    """
     dense_losses = block_losses(gated, None, blocks.heldout)
     dense = perplexity_of(dense_losses)
     if not math.isfinite(dense):
         raise ModelError(
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
         )
+    weights = dense_model = None
+    if recipe.learn != "scales":
+        dense_model = load(source, recipe, accelerator)
+        weights = LearningWeights(gated.model, accelerator)
     with progress as report:
-        learned = train(gated, blocks.train, recipe, accelerator, run, report)
+        learned = train(gated, blocks.train, recipe, accelerator, run, report, weights, dense_model)
+    become = weights.finish() if weights else None
     pruned_losses = block_losses(gated, learned.gates, blocks.heldout)
-    return learned, {
+    quality = {
         "dense": dense,
         "pruned": perplexity_of(pruned_losses),
         "tokens": blocks.heldout.numel(),
         "block_losses": {"dense": dense_losses, "pruned": pruned_losses},
     }
+    return learned, quality, become
 
 
 def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blocks]:

@@ -22,6 +22,7 @@ CHOICES = {
     "controller": ("gradual", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "activation_checkpointing": ("auto", "on", "off"),
+    "learn": ("scales", "full"),
     "method": ("auto", "full", "lora"),
     "learn_from": ("auto", "assistant", "all"),
 }
@@ -179,6 +180,9 @@ class Recipe(LearningSettings):
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
 
+    learn: str = "scales"
+    """What learns while gates close: the `scales` of what is open, or also all weights but embeddings (`full`). That
+    takes a second copy of the model, the teacher, and 16 bytes a parameter."""
     recover: float = 0.0
     """Minutes in which the weights that stay then learn from the dense model, as `ddp-vllm recover` does; 0: none."""
 

@@ -33,7 +33,8 @@ from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerpri
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.trainer import Batches
-from ddp_prune.weight_trainer import LEARNING_RATES, WeightTrainer, local_part
+from ddp_prune.weight_trainer import WeightTrainer
+from ddp_prune.weights import LEARNING_RATES, local_part
 from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.pages.evidence import RECOVERY_FILE
@@ -208,7 +209,7 @@ class Recovery:
         self._give(*self.blocks)
         with StepProgress(console, self.recipe.steps, _phase, self.accelerator.is_main_process) as report:
             take_steps(self.trainer, self.recipe, self.accelerator, self.run, report)
-        self.become = self.trainer.finish()
+        self.become = self.trainer.weights.finish()
         self.exam.take("recovered", self.model)
 
     def _give(self, blocks: torch.Tensor, scored: torch.Tensor) -> None:

@@ -8,11 +8,12 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.alm import AlmTrainer
-from ddp_prune.devices import SizedModel, fit_activations, load_run
+from ddp_prune.devices import SizedModel, fit_activations, fit_attention, load_run
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_prune.run_state import RunState
 from ddp_prune.trainer import Batches, Learned, Trainer
+from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import TrainingError
 
 SAVE_SECONDS = 600.0  # a step of the paper's 16 sequences of 2,048 tokens takes minutes on a CPU
@@ -39,10 +40,18 @@ class Learner(Protocol):
 
 
 def train(
-    gated: GatedModel, blocks: torch.Tensor, recipe: Recipe, accelerator: Accelerator, run: RunState, report: Report
+    gated: GatedModel,
+    blocks: torch.Tensor,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    run: RunState,
+    report: Report,
+    weights: LearningWeights | None = None,
+    dense: Any = None,
 ) -> Learned:
-    """Learn the gates of a frozen model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
+    """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
+    The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it.
     Raises: as `take_steps`.
     """
     batches = Batches(blocks, recipe, accelerator)
@@ -50,6 +59,9 @@ def train(
     stock_attention = model.config._attn_implementation
     fit_batches(gated, batches, recipe, accelerator, run.say)
     trainer = TRAINERS[recipe.controller](gated, batches, recipe, accelerator)
+    if weights:
+        fit_attention(dense, recipe.seq_len, accelerator.device)
+        trainer.learn_weights(weights, dense)
     take_steps(trainer, recipe, accelerator, run, report)
     model.set_attn_implementation(stock_attention)  # what is judged is judged as the dense model was
     return trainer.learned()

@@ -1,9 +1,10 @@
 """Gates, scales and budget of one run, and the one step that moves them.
 
 A gate that closes stays closed, and the scales of the others are learned meanwhile: the search of the default
-controller, and after its support is rounded exactly, the polish of every one. Weights are frozen and get no gradients;
-the only parameters are z. Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where
-masks are said to be [L, U], those of routed experts are [L, E, C]: E experts with C channels each.
+controller, and after its support is rounded exactly, the polish of every one. Weights are frozen and get no gradients,
+unless they are told to learn too (`learn_weights`); else the only parameters are z.
+Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where masks are said to be [L, U],
+those of routed experts are [L, E, C]: E experts with C channels each.
 """
 
 import math
@@ -20,6 +21,7 @@ from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.recipe import Recipe, RecoveryRecipe
+from ddp_prune.weights import LEARNING_RATES, WARMUP, LearningWeights, rate_of
 from ddp_vllm.errors import TrainingError
 
 TEACHER_CACHE_BYTES = 4 << 30  # of a process's host memory, for hidden states of text that is gone over again
@@ -111,8 +113,14 @@ class Trainer:
         self.routed = {
             kind: torch.zeros_like(z[..., 0], dtype=torch.int64) for kind, z in self.z.items() if z.dim() == 3
         }
+        self.weights: LearningWeights | None = None  # that learn beside the gates
         self.searched_z: Masks = {}  # empty while searching
         self.rounding: dict[str, dict[str, float]] = {}
+
+    def learn_weights(self, weights: LearningWeights, dense: Any) -> None:
+        """Let the weights of the gated model learn too; `dense` is another copy of it, which stays the teacher."""
+        self.weights, self.narrow = weights, None  # narrow layers are copies, and would learn nothing
+        self.teacher = Teacher(dense, self.batches) if self.recipe.distillation > 0 else None
 
     @property
     def polishing(self) -> bool:
@@ -146,6 +154,9 @@ class Trainer:
             self.learn_scales(gradients)
         else:
             self.search(step, masks, gradients)
+        if self.weights:
+            rate = rate_of(step, recipe.steps, LEARNING_RATES["full"], WARMUP)
+            self.weights.move(rate, self.weights.join())
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
 
@@ -175,6 +186,8 @@ class Trainer:
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
             losses += self._backward(tokens, numbers, leaves, parts, routed.get("experts")) * (len(numbers) / size)
+            if self.weights:
+                self.weights.collect(len(numbers) / size)
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad.double() * (len(numbers) / size)
@@ -276,13 +289,18 @@ class Trainer:
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors."""
         parts = self._state_parts().items()
-        return {f"{part}.{kind}": value.detach().cpu() for part, masks in parts for kind, value in masks.items()}
+        gates = {f"{part}.{kind}": value.detach().cpu() for part, masks in parts for kind, value in masks.items()}
+        return gates | (self.weights.state() if self.weights else {})
 
-    def restore(self, _step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Take back what `state` and `extra` were."""
         parts = self._state_parts()
+        if self.weights:
+            self.weights.restore(step, tensors)
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
+            if part not in parts:
+                continue  # a weight's
             if kind in parts[part]:
                 parts[part][kind].data.copy_(value)
             else:  # z after the search, of which there is none before it has ended

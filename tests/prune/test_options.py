@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 FLAGS = {
     cli.prune: [
         "--activation-checkpointing", "--align", "--batch-size", "--budget", "--context-length", "--controller",
-        "--data", "--distillation", "--dtype", "--group", "--head-unit", "--heldout-blocks", "--micro-batch-size",
+        "--data", "--distillation", "--dtype", "--group", "--head-unit", "--heldout-blocks", "--learn",
+        "--micro-batch-size",
         "--output", "--overwrite", "--polish", "--quant-friendly", "--recipe", "--recover", "--save-every", "--scope",
         "--seed", "--seq-len", "--shard", "--sparsity", "--steps", "--target-flops", "--target-kv-bytes",
         "--target-params", "--tp", "--tracker", "-o",

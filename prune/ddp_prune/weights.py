@@ -1,0 +1,180 @@
+"""Weights that learn: all of a model, or low-rank additions to its projections.
+
+The model computes in its own number format. AdamW moves float32 masters, of which the weights are rounded copies, so
+steps that are smaller than a weight's last digit still add up. Embeddings and output head stay as they are.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from ddp_prune.loss import OutputHead
+from ddp_vllm.remote_code.tensors import LAYERS
+
+LEARNING_RATES = {"full": 2e-4, "lora": 1e-3}  # the best of those tried (log 105)
+WARMUP = 0.1  # of the steps
+BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
+ADAPTER = "default"  # peft's name of the additions
+
+
+class LearningWeights:
+    """The weights of a model that learn, their float32 masters, and the optimizer that moves these."""
+
+    def __init__(self, model: Any, accelerator: Accelerator, method: str = "full", rank: int = 0) -> None:
+        """Make them learn. method: `full` or `lora`; rank: of the additions of `lora`."""
+        self.model, self.accelerator = model, accelerator
+        self.adapted = _add_low_rank(model, rank) if method == "lora" else None
+        outside = (model.get_input_embeddings().weight, OutputHead.of(model).weight)
+        self.learning: dict[str, nn.Parameter] = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if all(parameter is not each for each in outside) and (self.adapted is None or ".lora_" in name)
+        }
+        for parameter in self.learning.values():
+            parameter.requires_grad_(True)
+        self.masters = {name: nn.Parameter(each.detach().float().clone()) for name, each in self.learning.items()}
+        kinds = [[each for each in self.masters.values() if isinstance(each, DTensor) is cut] for cut in (False, True)]
+        groups = [{"params": masters} for masters in kinds if masters]  # its fused kernel takes no mixture
+        self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
+
+    def collect(self, share: float = 1.0) -> None:
+        """Add `share` of what a backward pass left at the weights to the masters' gradients."""
+        for name, parameter in self.learning.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                master, part = self.masters[name], gradient.float()
+                part = part if share == 1.0 else part.mul_(share)
+                master.grad = part if master.grad is None else master.grad.add_(part)
+
+    def join(self) -> float:
+        """Sum the masters' gradients over all processes and return the length of all of them together."""
+        world = self.accelerator.num_processes
+        squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of cut ones
+        for master in self.masters.values():
+            if master.grad is None:  # of a process without a sequence in this step
+                master.grad = torch.zeros_like(master)
+            if isinstance(master.grad, DTensor):
+                master.grad.mul_(world)  # FSDP has taken their mean
+            elif world > 1:
+                master.grad = self.accelerator.reduce(master.grad, "sum")
+            is_cut = int(isinstance(master.grad, DTensor))
+            squares[is_cut] += torch.linalg.vector_norm(local_part(master.grad)).square()
+        squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
+        return float(squares.sum().sqrt())
+
+    @torch.no_grad()
+    def move(self, rate: float, length: float) -> None:
+        """Let AdamW move the masters by their gradients, of this length together, and round them into the model."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if length > LARGEST_GRADIENT:
+            for master in self.masters.values():
+                assert master.grad is not None
+                master.grad.mul_(LARGEST_GRADIENT / length)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._round()
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, parameter in self.learning.items():
+            parameter.copy_(self.masters[name])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything the next step depends on, as named tensors; all processes must call it together."""
+        parts = {"weight": self.masters} | {
+            moment: {name: self.optimizer.state[master][moment] for name, master in self.masters.items()}
+            for moment in MOMENTS
+            if self.optimizer.state
+        }
+        return {f"{part}.{name}": _whole(each) for part, tensors in parts.items() for name, each in tensors.items()}
+
+    @torch.no_grad()
+    def restore(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Take back what `state` returned after `step` steps; all processes must call it together."""
+        for name, master in self.masters.items():
+            master.copy_(_like(master, tensors[f"weight.{name}"]))
+            moments = {each: _like(master, tensors[f"{each}.{name}"]) for each in MOMENTS}
+            self.optimizer.state[master] = {"step": torch.tensor(float(step), device=master.device)} | moments
+        self._round()
+
+    @torch.no_grad()
+    def finish(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Merge what was learned into the model; return how a stored weight, by its name on disk, is made of it.
+
+        What that function returns is float32 where anything was learned, so that it can be rounded once. All processes
+        must call this together.
+        """
+        learned = {name: _whole(each) for name, each in self.masters.items()}
+        if self.adapted is not None:
+            learned = _low_rank_sums(self.model, learned)
+            self.adapted.unload()  # takes the additions out of the model again
+        for name, parameter in self.model.named_parameters():
+            if self.adapted is not None and name in learned:
+                parameter.copy_(parameter.float() + _like(parameter, learned[name]))
+            parameter.requires_grad_(False)
+        stored_as: dict[str, torch.Tensor] = revert_weight_conversion(self.model, learned)  # their names on disk
+
+        def become(name: str, weight: torch.Tensor) -> torch.Tensor:
+            if (change := stored_as.get(name)) is None:
+                return weight
+            if self.adapted is None and weight.dtype == self.model.dtype:
+                return change.to(weight.device)
+            # what the weight lost when it was loaded in another format, it shall not lose for good
+            before = weight.float() if self.adapted else weight.float() - weight.to(self.model.dtype).float()
+            return before + change.to(weight.device)
+
+        return become
+
+
+def rate_of(step: int, num_steps: int, highest: float, warmup: float) -> float:
+    """Return AdamW's rate in a step: it rises linearly over `warmup` of the steps, then falls to 0 along a cosine."""
+    rising = warmup * num_steps
+    if step < rising:
+        return highest * (step + 1) / (rising + 1)
+    return highest * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / (num_steps - rising)))
+
+
+def _add_low_rank(student: Any, rank: int) -> Any:
+    """Put peft's low-rank additions on every linear layer of the decoder layers, in the format of the weights."""
+    from peft import LoraConfig, get_peft_model
+
+    names = [
+        name
+        for name, module in student.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(f"{LAYERS}.")
+    ]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+    return get_peft_model(student, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+
+
+def _low_rank_sums(student: Any, factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what each adapted weight gets added, float32, by the name it has without peft."""
+    sums = {}
+    for name, module in student.named_modules():
+        if (key := f"{name}.lora_{{}}.{ADAPTER}.weight").format("A") in factors:
+            sums[f"{name}.weight"] = factors[key.format("B")] @ factors[key.format("A")] * module.scaling[ADAPTER]
+    return sums
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor that may be cut over processes."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached copy in host memory; of a tensor that is cut over processes, all of it in each of them."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def _like(pattern: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value` where `pattern` is, and cut over processes as that is."""
+    value = value.to(pattern.device)
+    return distribute_tensor(value, pattern.device_mesh, pattern.placements) if isinstance(pattern, DTensor) else value

@@ -1,0 +1,89 @@
+"""Weights that learn while gates close: better than scales alone, written as they were judged, resumed to the bit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import prune
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from ddp_prune.loss import losses
+from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_prune.trainer import Trainer
+from ddp_vllm.checkpoint import read_checkpoint
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+FULL = ["--learn", "full", "--steps", "30"]
+
+
+@pytest.fixture(scope="module")
+def experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts") / "dense"
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, num_local_experts=5, num_experts_per_tok=2, eos_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
+    kind: str, tiny_model: Path, experts: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Also of stacked experts, whose weights have other names and shapes on disk."""
+    model = tiny_model if kind == "dense" else experts
+    assert prune(model, tiny_text, tmp_path / "scales", "--steps", "30").exit_code == 0
+    result = prune(model, tiny_text, tmp_path / "full", *FULL)
+    assert result.exit_code == 0, result.output
+    scales, full = (read_checkpoint(tmp_path / name) for name in ("scales", "full"))
+    assert full.provenance["perplexity"]["pruned"] < 0.9 * scales.provenance["perplexity"]["pruned"]
+    assert full.provenance["perplexity"]["dense"] == scales.provenance["perplexity"]["dense"]
+    assert "Weights learned with the masks." in (tmp_path / "full" / "README.md").read_text()
+    blocks = load_blocks(
+        str(tiny_text), load_tokenizer(str(tmp_path / "full")), seq_len=16, train_blocks=2, heldout_blocks=16,
+        min_train_blocks=2, seed=0,
+    )  # fmt: skip
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "full", trust_remote_code=True)
+    judged = torch.tensor(full.provenance["perplexity"]["block_losses"]["pruned"])
+    torch.testing.assert_close(torch.tensor(losses(plain, blocks.heldout)), judged, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("controller", ["gradual", "alm"])
+def test_a_run_that_is_killed_goes_on_to_the_bit(
+    controller: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*FULL, "--save-every", "4", "--controller", controller]
+    assert prune(tiny_model, tiny_text, tmp_path / "whole", *options).exit_code == 0
+    step = Trainer.step
+
+    def die(self: Trainer, number: int) -> dict[str, float]:
+        if number == 22:  # in the polish
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", die)
+        assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code != 0
+    result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
+    assert "going on at step 21 of 30" in result.output, result.output
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_micro_batches_make_the_same_step(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for size in ("1", "2"):
+        output = tmp_path / size
+        options = ["--learn", "full", "--dtype", "float32", "--micro-batch-size", size]
+        assert prune(tiny_model, tiny_text, output, *options).exit_code == 0
+        found.append(load_file(output / "model.safetensors"))
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, atol=2e-4, rtol=0)
