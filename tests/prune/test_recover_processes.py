@@ -15,18 +15,22 @@ from ddp_vllm.cli import main
 pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in the two
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_two_processes_recover_what_one_does(method: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "ways"), [("full", {"two": [], "cut": ["--shard"]}), ("lora", {"cut": ["--shard"]})]
+)
+def test_two_processes_recover_what_one_does(
+    method: str, ways: dict[str, list[str]], tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
     command = ["recover", str(tmp_path / "pruned"), "--method", method, "--tokens", "320", "-o"]
     assert CliRunner().invoke(main, [*command, str(tmp_path / "one")]).exit_code == 0
-    for name, more in {"two": [], "cut": ["--shard"]}.items():
+    for name, more in ways.items():
         (first, out, err), (second, silence, _) = launch(tmp_path, command_line, *command, str(tmp_path / name), *more)
         assert first == second == 0, err
         assert "recover 10/10" in out and silence == ""
     before = load_file(tmp_path / "pruned" / "model.safetensors")
     one = load_file(tmp_path / "one" / "model.safetensors")
-    for name in ("two", "cut"):
+    for name in ways:
         other = load_file(tmp_path / name / "model.safetensors")
         for each, tensor in one.items():
             # Adam's first steps make a sign of the smallest gradient, and sums over processes round differently
