@@ -77,7 +77,8 @@ class _DistilledHead(torch.autograd.Function):
     """mean(CE + η·KL(teacher‖student)) over tokens, and its gradient for the hidden states, in one pass over chunks.
 
     With target q = (onehot + η·p_teacher)/(1 + η) the gradient of the logits is (1 + η)(p_student − q); forward
-    already takes it back through the head, so nothing of size V is kept for backward.
+    already takes it back through the head, so nothing of size V is kept for backward. With weights w of the labels it
+    is (w + η)·p_student − w·onehot − η·p_teacher.
     """
 
     @staticmethod
@@ -89,6 +90,7 @@ class _DistilledHead(torch.autograd.Function):
         teacher_head: OutputHead,
         labels_N: torch.Tensor,
         eta: float,
+        weights_N: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = student_NH.shape[0]
         gradient_NH = torch.empty_like(student_NH)
@@ -100,16 +102,25 @@ class _DistilledHead(torch.autograd.Function):
             chunk = slice(start, start + size)
             logits, labels = head.logits(student_NH[chunk]), labels_N[chunk, None]
             p, log_z = _softmax(logits)
-            cross_entropy += (log_z - logits.gather(1, labels)[:, 0]).sum()
+            losses = log_z - logits.gather(1, labels)[:, 0]
             gradient, share = p, 1.0 / (1.0 + eta) if distil else 1.0  # share: of the labels in the target q
+            if weights_N is not None:
+                losses, weights, share = losses * weights_N[chunk], weights_N[chunk, None], 1.0
+            cross_entropy += losses.sum()
             if distil and teacher_NH is not None:
                 teacher = teacher_head.logits(teacher_NH[chunk])
                 t, log_z_teacher = _softmax(teacher)
                 # KL = Σ t (log t − log p), the logarithms taken apart into logits and normalisers
                 divergence += teacher.sub_(logits).mul_(t).sum() + (log_z - log_z_teacher).sum()
-                gradient = p.sub_(t, alpha=1.0 - share)
+                if weights_N is None:
+                    gradient = p.sub_(t, alpha=1.0 - share)
+                else:
+                    gradient = p.mul_(weights + eta).sub_(t, alpha=eta)
                 del teacher, t  # before the gradient is rounded and taken back
-            gradient.scatter_add_(1, labels, torch.full_like(labels, -share, dtype=gradient.dtype))
+            elif weights_N is not None:
+                gradient = p.mul_(weights)
+            onehot = torch.full_like(labels, -share, dtype=gradient.dtype)
+            gradient.scatter_add_(1, labels, onehot if weights_N is None else -weights)
             gradient_NH[chunk] = head.pull_back(gradient, logits) / (share * num_tokens)
         ctx.save_for_backward(gradient_NH)
         metrics = torch.stack([cross_entropy, divergence]) / num_tokens
@@ -117,9 +128,9 @@ class _DistilledHead(torch.autograd.Function):
         return metrics[0] + eta * metrics[1], metrics
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_NH,) = ctx.saved_tensors
-        return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None, None
+        return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None, None, None
 
 
 def distilled_loss(
@@ -129,14 +140,16 @@ def distilled_loss(
     labels_N: torch.Tensor,
     eta: float,
     teacher_head: OutputHead | None = None,
+    weights_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float, float]:
-    """Return (mean CE + η·KL, mean CE, mean KL) in nats a token (Eq. 16 and 17).
+    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats a token (Eq. 16 and 17; w is 1 without `weights_N`).
 
     `student_NH` and `teacher_NH` are final hidden states [N, H] after the last norm, `labels_N` int64 [N]. The first
     value is differentiable in `student_NH` only; the KL is exact, over the whole vocabulary. `teacher_NH=None` leaves
     the distillation out. Both models have the same `head`, unless the teacher has one of its own.
     """
-    loss, metrics = _DistilledHead.apply(student_NH, teacher_NH, head, teacher_head or head, labels_N, eta)
+    arguments = (student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, weights_N)
+    loss, metrics = _DistilledHead.apply(*arguments)
     cross_entropy, divergence = metrics.tolist()
     return loss, cross_entropy, divergence
 

@@ -234,8 +234,8 @@ class RecoveryRecipe(LearningSettings):
     warmup: float = 0.1
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
     learn_from: str = "auto"
-    """Tokens that count: `assistant` those of its turns in conversations, and all of other text; `all`. `auto` is
-    `assistant` for a model with a chat template."""
+    """Tokens whose cross-entropy counts: `assistant` those of its turns in conversations, and all of other text; `all`.
+    `auto` is `assistant` for a model with a chat template. The teacher teaches on every token."""
     watch: str = ""
     """Text of another kind, named as `data`, on which nothing is learned; it is said if the model gets worse there."""
 

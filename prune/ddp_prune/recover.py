@@ -170,16 +170,12 @@ class Recovery:
         )
         if len(texts) == 1:
             self.say("no text of another kind is watched; --watch names one, to hear if the model gets worse there")
-        self.blocks = blocks.train, blocks.scored
-        if recipe.learn_from == "all":
-            self.blocks = blocks.train, torch.ones_like(blocks.scored)
-        elif blocks.scored.all():
+        everything = torch.ones_like(blocks.scored)
+        self.blocks = blocks.train, everything if recipe.learn_from == "all" else blocks.scored
+        if blocks.scored.all() and recipe.learn_from == "assistant":
             self.say(f"no conversations are told apart in {recipe.data}, so all of it counts; add some after a comma")
-        else:
-            says = blocks.scored[:, 1:].any(1)
-            if int(says.sum()) < recipe.batch_size:
-                raise TextError(f"{recipe.data} holds hardly anything that an assistant says; try --learn-from all")
-            self.blocks = blocks.train[says], blocks.scored[says]
+        elif not self.blocks[1][:, 1:].any():
+            raise TextError(f"{recipe.data} holds nothing that an assistant says; try --learn-from all")
         learned_from = fingerprint([*self.blocks, *texts.values()], self.files)
         learned_from["asked"] = decisive(self.asked.to_dict())
         main = self.accelerator.is_main_process

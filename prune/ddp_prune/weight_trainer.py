@@ -24,7 +24,7 @@ class WeightTrainer:
         self.weights = LearningWeights(student, accelerator, recipe.method, recipe.rank)
 
     def read(self, batches: Batches, scored: torch.Tensor, recipe: RecoveryRecipe) -> None:
-        """Learn from these blocks. scored: bool [num_blocks, seq_len], the tokens that count, one a block at least."""
+        """Learn from these blocks. scored: bool [num_blocks, seq_len], the tokens whose cross-entropy counts."""
         self.batches, self.scored, self.recipe = batches, scored, recipe
         self.teacher = Teacher(self.dense, batches) if recipe.distillation > 0 else None
 
@@ -57,7 +57,7 @@ class WeightTrainer:
 
     def _gradients(self, step: int) -> tuple[float, float, float]:
         """Give the masters the gradient of a step; return CE and KL in nats a token, and the gradient's length."""
-        counted = int(self.scored[self.batches.numbers(step), 1:].sum())
+        counted = max(1, int(self.scored[self.batches.numbers(step), 1:].sum()))
         losses = torch.zeros(2, device=self.accelerator.device)
         for numbers in self.batches.step(step):
             losses += self._backward(numbers, counted)
@@ -67,12 +67,13 @@ class WeightTrainer:
     def _backward(self, numbers: list[int], counted: int) -> torch.Tensor:
         """Add one micro-batch's part of the step's gradient to the masters'; return its part of [CE, KL]."""
         tokens = self.batches.blocks[numbers].to(self.accelerator.device)
-        chosen = self.scored[numbers, 1:].flatten().to(tokens.device)
-        labels, share = tokens[:, 1:].flatten()[chosen], float(chosen.sum()) / counted
-        teacher = self.teacher.hidden(tokens, numbers)[chosen] if self.teacher else None
-        student = final_hidden(self.student, tokens)[chosen]
+        teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
+        student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
+        share, num_tokens = len(numbers) / self.batches.size, self.batches.size * (tokens.shape[1] - 1)
+        # every token has something to learn of the teacher, but only those that count of the text itself
+        weights = self.scored[numbers, 1:].flatten().to(student.device).float() * (num_tokens / counted)
         loss, cross_entropy, divergence = distilled_loss(
-            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head
+            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, weights
         )
         (loss * share).backward()
         self.weights.collect()

@@ -22,24 +22,29 @@ def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
     return student.requires_grad_(), teacher, weight, torch.randint(0, 40, (53,), generator=generator)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("eta", [0.0, 2.0])
-def test_loss_and_gradient_equal_plain_pytorch(eta: float, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradient_equal_plain_pytorch(
+    eta: float, head: str, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights of the labels too, and then with a teacher that has a head of its own."""
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 40 * 17)  # 53 tokens: three full chunks and a short one
     student, teacher, weight, labels = _inputs()
-    loss, cross_entropy, divergence = distilled_loss(
-        student, teacher, OutputHead(weight=weight, **HEADS[head]), labels, eta
-    )
+    weights = torch.linspace(-1, 3, 53).clamp_min(0) if weighted else None
+    teacher_weight = weight.roll(1, 0) if weighted else weight
+    heads = [OutputHead(weight=each, **HEADS[head]) for each in (weight, teacher_weight)]
+    loss, cross_entropy, divergence = distilled_loss(student, teacher, heads[0], labels, eta, heads[1], weights)
     (3.0 * loss).backward()
     gradient, student.grad = student.grad, None
     divisor, cap = HEADS[head].get("divisor", 1.0), HEADS[head].get("cap")
 
-    def plain(hidden: torch.Tensor) -> torch.Tensor:
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         logits = hidden @ weight.t() / divisor
         return F.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), -1)
 
-    log_p, log_t = plain(student), plain(teacher)
-    plain_ce = F.nll_loss(log_p, labels)
+    log_p, log_t = plain(student, weight), plain(teacher, teacher_weight)
+    plain_ce = (F.nll_loss(log_p, labels, reduction="none") * (1.0 if weights is None else weights)).mean()
     plain_kl = F.kl_div(log_p, log_t, log_target=True, reduction="batchmean")
     (3.0 * (plain_ce + eta * plain_kl)).backward()
     assert cross_entropy == pytest.approx(plain_ce.item(), rel=1e-5)
