@@ -79,8 +79,9 @@ def prune(
 ) -> None:
     """Learn what MODEL can do without and write the pruned checkpoint.
 
-    MODEL is a folder or a Hugging Face hub name. Its weights are frozen; gates on heads and channels are learned on
-    text, those that close are removed. Interrupted, the same command goes on where it was. On several devices:
+    MODEL is a folder or a Hugging Face hub name. Gates on heads and channels of its frozen weights are learned on text;
+    those that close are removed. With --recover, what is left then learns from MODEL. Interrupted, the same command
+    goes on where it was. On several devices:
     accelerate launch -m ddp_vllm prune …
     """
     recipe = load_recipe(recipe_file, _settings(**settings) | {"model": model})
