@@ -28,7 +28,7 @@ from ddp_vllm.pages.evidence import (
     tables,
 )
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import bare_name, learning, size_table, texts_of
+from ddp_vllm.pages.summary import bare_names, learning, size_table, texts_of
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
 REPORT_FILE, DATA_FOLDER = "report.html", "report"
@@ -76,7 +76,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         table = perplexity_table(losses)
         sections.append(Section(heading="Perplexity on held-out text", table=table, remark=remark))
     for name, losses_there in evidence.watched.items():
-        heading, watched = f"Perplexity on {bare_name(name)}", perplexity_table(losses_there)
+        heading, watched = f"Perplexity on {bare_names(name.split(','))}", perplexity_table(losses_there)
         sections.append(
             Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
         )
@@ -97,7 +97,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
             sections.append(Section(heading=heading, table=settings, folded=True))
     return Page(
         title=f"{checkpoint.folder.resolve().name}: what was removed",
-        lead=[("", f"From {dense}, by masks learned on the frozen weights of {learned_on}. {learning(provenance)}")],
+        lead=[("", f"From {dense}, by masks learned on {learned_on}. {learning(provenance)}")],
         sections=sections,
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
         files=files,

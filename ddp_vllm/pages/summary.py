@@ -1,6 +1,6 @@
 """What was removed from a checkpoint: units, parameters, FLOPs and KV cache, and what to know about its routing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -147,12 +147,12 @@ def learning(provenance: Mapping[str, Any]) -> str:
 def texts_of(provenance: Mapping[str, Any]) -> str:
     """Return the names of the texts that were learned on last, each once and without folders."""
     learned_on = provenance.get("recovery") or provenance
-    return ", ".join(dict.fromkeys(map(bare_name, learned_on.get("texts") or ["unknown origin"])))
+    return bare_names(learned_on.get("texts") or ["unknown origin"])
 
 
-def bare_name(name: str) -> str:
-    """Return the name of a text or a list of texts without the folders of whoever had them."""
-    return ",".join(each.rsplit("/", 1)[-1] for each in name.split(","))
+def bare_names(names: Sequence[str]) -> str:
+    """Return the names of texts, each once and without the folders of whoever had them."""
+    return ", ".join(dict.fromkeys(name.rsplit("/", 1)[-1] for name in names))
 
 
 def perplexities(quality: Mapping[str, Any]) -> str:
