@@ -272,12 +272,13 @@ def pack(texts: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
 def encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
     """Return the tokens of each text and EOS, as `pack` joins them."""
     parts = [re.split(f"([{BEGIN}{END}])", text) for text in texts]  # text, mark, text, …, mark, text
-    options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": tokenizer.is_fast}
+    tells = getattr(tokenizer, "is_fast", False)  # where in the text its tokens are
+    options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": tells}
     encoded = tokenizer(["".join(each[::2]) for each in parts], **options)
     found = []
     for number, each in enumerate(parts):
         tokens = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
-        if len(each) > 1 and tokenizer.is_fast:
+        if len(each) > 1 and tells:
             said = [np.full(len(text), mark == BEGIN) for mark, text in zip([END, *each[1::2]], each[::2], strict=True)]
             said_C = np.concatenate([[False], *said, [False]])  # one character later: before, in and after the text
             starts = np.asarray(encoded["offset_mapping"][number], np.int64).reshape(-1, 2)[:, 0]
