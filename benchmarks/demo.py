@@ -1,4 +1,4 @@
-"""The whole product on two CPU cores: fetch, prune by 20 %, let the rest learn, serve, ask, measure.
+"""The whole product on two CPU cores: fetch, prune by 20 %, serve, ask, measure.
 
     make demo
 
@@ -24,7 +24,6 @@ PROMPT = "The three primary colours are"
 OPTIONS = "--max-model-len 2048 --enforce-eager"
 SERVE = f"vllm serve {FOLDER / 'pruned'} --trust-remote-code {OPTIONS}"
 SPARSITY, STEPS, BATCH, LENGTH = 0.2, 80, 2, 256  # 41k tokens: enough to see it work; real runs learn on 30M
-MINUTES = 4  # of recovery
 
 
 def main() -> None:
@@ -35,10 +34,10 @@ def main() -> None:
     fetched = time.perf_counter()
 
     say(f"2/4  pruning 20 % of the heads and channels of {model}")
-    if not (pruned / "config.json").exists() or "recovery" not in read_checkpoint(pruned).provenance:
+    if not (pruned / "config.json").exists():
         speed.unlink(missing_ok=True)
         command("prune", model, "--sparsity", SPARSITY, "-o", pruned, "--data", text, "--steps", STEPS,
-                "--batch-size", BATCH, "--seq-len", LENGTH, "--recover", MINUTES)  # fmt: skip
+                "--batch-size", BATCH, "--seq-len", LENGTH)  # fmt: skip
     else:
         command("inspect", pruned)
 
