@@ -319,9 +319,8 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
                 "they were learned on another model"
             )
     evidence = read_evidence(masks)
-    if (
-        provenance.pop("recovery", None) or provenance.get("recipe", {}).get("learn", "scales") != "scales"
-    ):  # weights that learned are not in the masks, nor is their quality this one's
+    learned_too = provenance.get("recipe", {}).get("learn", "scales") != "scales"
+    if provenance.pop("recovery", None) or learned_too:  # weights are not in the masks, nor is their quality this one's
         provenance.pop("perplexity", None)
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)

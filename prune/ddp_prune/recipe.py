@@ -182,7 +182,7 @@ class Recipe(LearningSettings):
 
     learn: str = "scales"
     """What learns while gates close: the `scales` of what is open, or also all weights but embeddings (`full`). That
-    takes a second copy of the model, the teacher, and 16 bytes a parameter."""
+    takes a second copy of the model, the teacher, and 18 bytes more a parameter."""
     recover: float = 0.0
     """Minutes in which the weights that stay then learn from the dense model, as `ddp-vllm recover` does; 0: none."""
 
@@ -226,7 +226,7 @@ class RecoveryRecipe(LearningSettings):
     """Instead of `minutes`: tokens to learn on."""
     method: str = "auto"
     """What learns: `full` all weights but embeddings and output head, `lora` low-rank additions to the projections,
-    merged at the end. `auto` is `full` where memory holds its optimizer, 16 bytes a parameter."""
+    merged at the end. `auto` is `full` where memory holds its optimizer, 18 bytes a parameter."""
     rank: int = 16
     """Rank of the additions of `lora`."""
     learning_rate: float = 0.0

@@ -39,7 +39,7 @@ from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.pages.evidence import RECOVERY_FILE
 
-FULL_BYTES = 16  # a parameter that learns: weight and gradient, float32 master and its gradient, two moments
+FULL_BYTES = 18  # beside a 16-bit weight that learns: its gradient, a float32 master and its gradient, two moments
 SHARE_OF_FREE = 0.7  # of memory, for these; the rest is for activations
 
 

@@ -36,6 +36,7 @@ class WeightTrainer:
                 self.weights.move(0.0, length)
             seconds = time.perf_counter() - began
         self.weights.optimizer.state.clear()
+        self.weights.optimizer.zero_grad()  # of a step that was no number, which a run will meet and say
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
     @property
@@ -49,8 +50,8 @@ class WeightTrainer:
         cross_entropy, divergence, length = self._gradients(step)
         loss = cross_entropy + recipe.distillation * divergence
         rate = rate_of(step, recipe.steps, recipe.learning_rate, recipe.warmup)
-        if not math.isfinite(loss) or not math.isfinite(length):
-            raise TrainingError(f"the loss is {loss} and its gradient {length} at step {step + 1}")
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss is {loss} at step {step + 1}")
         self.weights.move(rate, length)
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | {"learning_rate": rate}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from ddp_prune.loss import OutputHead
+from ddp_vllm.errors import TrainingError
 from ddp_vllm.remote_code.tensors import LAYERS
 
 LEARNING_RATES = {"full": 2e-4, "lora": 1e-3}  # the best of those tried (log 105)
@@ -71,7 +72,12 @@ class LearningWeights:
 
     @torch.no_grad()
     def move(self, rate: float, length: float) -> None:
-        """Let AdamW move the masters by their gradients, of this length together, and round them into the model."""
+        """Let AdamW move the masters by their gradients, of this length together, and round them into the model.
+
+        Raises: TrainingError if the length is not a number.
+        """
+        if not math.isfinite(length):
+            raise TrainingError(f"the gradient of the weights is {length}")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if length > LARGEST_GRADIENT:
