@@ -1,6 +1,7 @@
 """A tiny random Llama of the real config class, with a real tokenizer trained on the spot, and text to learn on."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 settings.register_profile("patient", deadline=None)  # what is slow beside other jobs is not wrong
 settings.load_profile("patient")
@@ -43,6 +44,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Pat
         initializer_range=0.2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a dense mixture: 2 layers, 5 experts of 32 channels, 2 chosen; Mixtral, whose names on disk differ."""
+    folder = tmp_path_factory.mktemp("experts") / "dense"
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, num_local_experts=5, num_experts_per_tok=2, eos_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with 40 % removed."""
+    from runs import prune
+
+    folder = tmp_path_factory.mktemp("recover") / "pruned"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddp_prune.progress.write_report", lambda _checkpoint, output: output)
+        assert prune(tiny_model, tiny_text, folder).exit_code == 0
     return folder
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import load_model, open_source
@@ -88,6 +89,16 @@ def prune(model: Path | str, text: Path | str, output: Path, *more: str, sparsit
     """Run `ddp-vllm prune` for six steps."""
     arguments = ["prune", str(model), "--sparsity", sparsity, "--data", str(text), "-o", str(output)]
     return CliRunner().invoke(main, [*arguments, *SMALL, *more])
+
+
+def recover(pruned: Path, output: Path, *more: str) -> Result:
+    """Run `ddp-vllm recover` for thirty steps of two sequences of 16, unless told otherwise."""
+    return CliRunner().invoke(main, ["recover", str(pruned), "-o", str(output), "--tokens", "960", *more])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the one file of a tiny model's weights."""
+    return load_file(folder / "model.safetensors")
 
 
 def assert_refused(result: Result, code: int, *words: str) -> None:

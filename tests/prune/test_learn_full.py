@@ -1,6 +1,5 @@
 """Weights that learn while gates close: better than scales alone, written as they were judged, resumed to the bit."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from runs import prune
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ddp_prune.loss import losses
 from ddp_prune.text import load_blocks, load_tokenizer
@@ -19,27 +18,12 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 FULL = ["--learn", "full", "--steps", "30"]
 
 
-@pytest.fixture(scope="module")
-def experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts") / "dense"
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=8, num_local_experts=5, num_experts_per_tok=2, eos_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(folder)
-    for file in tiny_model.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
-    kind: str, tiny_model: Path, experts: Path, tiny_text: Path, tmp_path: Path
+    kind: str, tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """Also of stacked experts, whose weights have other names and shapes on disk."""
-    model = tiny_model if kind == "dense" else experts
+    model = tiny_model if kind == "dense" else tiny_experts
     assert prune(model, tiny_text, tmp_path / "scales", "--steps", "30").exit_code == 0
     result = prune(model, tiny_text, tmp_path / "full", *FULL)
     assert result.exit_code == 0, result.output

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM
 from two_processes import BLOCKS, SETTINGS, command_line, launch, learn
 
 from ddp_prune.gates import GatedModel
@@ -34,26 +33,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mixtral with five experts, which two processes cannot cut evenly and which are stacked as they are read."""
-    folder = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=8, num_local_experts=5, num_experts_per_tok=2, eos_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def learned(
-    request: pytest.FixtureRequest, tiny_model: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_model: Path, tiny_experts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Learned, Path]:
     """What one process learns, and the folder of what two learned."""
-    model = tiny_model if request.param == "dense" else experts
+    model = tiny_model if request.param == "dense" else tiny_experts
     folder = tmp_path_factory.mktemp("two")
     for code, _, stderr in launch(folder, learn, str(model), folder):
         assert code == 0, stderr
@@ -89,10 +74,10 @@ def test_all_go_on_where_the_main_process_was(learned: tuple[Learned, Path]) -> 
 
 
 def test_each_process_holds_its_share_of_every_layer_and_the_head(
-    learned: tuple[Learned, Path], tiny_model: Path, experts: Path
+    learned: tuple[Learned, Path], tiny_model: Path, tiny_experts: Path
 ) -> None:
     _, folder = learned
-    model = experts if learned[0].routed else tiny_model
+    model = tiny_experts if learned[0].routed else tiny_model
     whole = {name: value.nbytes for name, value in load_model(open_source(str(model)), "float32").named_parameters()}
     shares = [json.loads((folder / f"facts-{rank}.json").read_text())["bytes"] for rank in (0, 1)]
     assert shares[0].keys() == shares[1].keys() == whole.keys()

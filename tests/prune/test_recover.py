@@ -3,17 +3,15 @@
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from runs import assert_refused, prune
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from click.testing import CliRunner
+from runs import assert_refused, prune, recover, weights
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.weight_trainer import WeightTrainer
@@ -21,25 +19,6 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-TOKENS = ["--tokens", "960"]  # thirty steps of two sequences of 16
-
-
-def recover(pruned: Path, output: Path, *more: str) -> Result:
-    """Run `ddp-vllm recover` for thirty steps."""
-    return CliRunner().invoke(main, ["recover", str(pruned), "-o", str(output), *TOKENS, *more])
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recover") / "pruned"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp_prune.progress.write_report", lambda _checkpoint, output: output)
-        assert prune(tiny_model, tiny_text, folder).exit_code == 0
-    return folder
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -139,18 +118,9 @@ def test_timing_a_step_learns_nothing(pruned: Path, tmp_path: Path, monkeypatch:
     assert all(torch.equal(timed_weights[name], others[name]) for name in others)
 
 
-def test_experts_learn_at_the_widths_they_have(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_experts_learn_at_the_widths_they_have(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Mixtral's names on disk are not those of transformers' modules."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=8, num_local_experts=5, num_experts_per_tok=2, eos_token_id=0,
-        initializer_range=0.2,
-    )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "dense")
-    for file in tiny_model.glob("tokenizer*"):
-        shutil.copy(file, tmp_path / "dense")
-    assert prune(tmp_path / "dense", tiny_text, tmp_path / "pruned").exit_code == 0
+    assert prune(tiny_experts, tiny_text, tmp_path / "pruned").exit_code == 0
     for method in ("full", "lora"):
         result = recover(tmp_path / "pruned", tmp_path / method, "--method", method)
         assert result.exit_code == 0, result.output
@@ -181,24 +151,6 @@ def test_prune_with_recover_is_prune_and_then_recover(
     one, two = weights(tmp_path / "out"), weights(tmp_path / "two")
     assert all(torch.equal(one[name], two[name]) for name in two)
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1"), 5, "exists")
-
-
-def test_prune_with_recover_takes_no_other_model_for_its_own(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was pruned alone is left alone, and where the text has changed masks are learned again."""
-    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 20.0)
-    assert prune(tiny_model, tiny_text, tmp_path / "alone").exit_code == 0
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / "alone", "--recover", "1"), 5, "exists")
-    text = tmp_path / "text.jsonl"
-    shutil.copy(tiny_text, text)
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightTrainer, "step", lambda *_: sys.exit(1))
-        assert prune(tiny_model, text, tmp_path / "out", "--recover", "1").exit_code == 1
-    text.write_text(text.read_text().replace("fox", "cat"))
-    assert_refused(prune(tiny_model, text, tmp_path / "out", "--recover", "1"), 5, "exists")
-    result = prune(tiny_model, text, tmp_path / "out", "--recover", "1", "--overwrite")
-    assert result.exit_code == 0 and "polish 6/6" in result.output and "recover 3/3" in result.output
 
 
 def test_prune_gives_its_settings_of_memory_to_the_recovery(
@@ -285,97 +237,6 @@ def test_a_piece_from_the_midst_of_an_answer_counts(tokenizer: Any) -> None:
         assert scored.any() and not scored.all()
 
 
-def refused_inputs() -> dict[str, tuple[Callable[[Path, Path, Path], list[str]], int, tuple[str, ...]]]:
-    """Return what a user can get wrong: the arguments, the exit code, words of the message."""
-
-    def other_model(folder: Path, **sizes: int) -> str:
-        settings = {
-            "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": True,
-        }  # fmt: skip
-        LlamaForCausalLM(LlamaConfig(**settings | sizes)).save_pretrained(folder / "other")
-        return str(folder / "other")
-
-    def quantised(pruned: Path, folder: Path) -> str:
-        shutil.copytree(pruned, folder / "quantised")
-        config = json.loads((pruned / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "fp8"}
-        (folder / "quantised" / "config.json").write_text(json.dumps(config))
-        return str(folder / "quantised")
-
-    def maskless(pruned: Path, folder: Path) -> str:
-        shutil.copytree(pruned, folder / "maskless")
-        (folder / "maskless" / "ddp_masks.safetensors").unlink()
-        return str(folder / "maskless")
-
-    def short(folder: Path) -> str:
-        (folder / "short.txt").write_text("a fox")
-        return str(folder / "short.txt")
-
-    return {
-        "teacher of another vocabulary": (
-            lambda p, d, t: [str(p), "--teacher", other_model(t, vocab_size=300)], 3, ("vocab_size", "300", "320"),
-        ),
-        "teacher of other shapes": (
-            lambda p, d, t: [str(p), "--teacher", other_model(t, num_hidden_layers=4)], 3, ("num_layers",),
-        ),
-        "teacher that is pruned": (lambda p, d, t: [str(p), "--teacher", str(p)], 3, ("pruned already",)),
-        "no teacher": (lambda p, d, t: [str(p), "--teacher", "nowhere/at/all"], 3, ("nowhere/at/all",)),
-        "quantised": (lambda p, d, t: [quantised(p, t)], 7, ("quantised", "recover first")),
-        "no masks file": (lambda p, d, t: [maskless(p, t), "--teacher", str(d), "--data", str(p)], 7, ("ddp_masks",)),
-        "a dense model": (lambda p, d, t: [str(d)], 7, ("not a pruned checkpoint",)),
-        "text too short": (lambda p, d, t: [str(p), "--data", short(t)], 4, ("tokens", "more text")),
-        "sequences too long": (lambda p, d, t: [str(p), "--seq-len", "100000"], 2, ("seq_len", "--seq-len")),
-        "no such method": (lambda p, d, t: [str(p), "--method", "magic"], 2, ()),
-        "a rate below 0": (lambda p, d, t: [str(p), "--learning-rate", "-1"], 2, ("learning_rate",)),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", refused_inputs())
-def test_what_cannot_be_recovered_is_said_in_one_line(
-    case: str, pruned: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    arguments, code, words = refused_inputs()[case]
-    result = recover(Path((given := arguments(pruned, tiny_model, tmp_path))[0]), tmp_path / "out", *given[1:])
-    if case == "no such method":
-        assert result.exit_code == code and "magic" in result.output
-    else:
-        assert_refused(result, code, *words)
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.run").exists()
-
-
-def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    assert_refused(recover(pruned, tmp_path / "out"), 5, "exists")
-    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "dense model")
-    inside = tmp_path / "models" / "pruned"
-    shutil.copytree(pruned, inside)
-    (inside.parent / "config.json").touch()
-    assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "one in the other")
-    assert_refused(recover(pruned, pruned / "report" / "out"), 5, "one in the other")
-
-
-def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(pruned: Path, tmp_path: Path) -> None:
-    result = recover(pruned, tmp_path / "out", "--learning-rate", "1e30", "--warmup", "0", "--save-every", "1")
-    assert_refused(result, 6, "the loss is", "what was saved last", "--learning-rate")
-    assert (tmp_path / "out.run" / "state.safetensors").exists() and not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """A pad token outside the embedding harms nothing; a token of the text is refused."""
-    folder = tmp_path / "pruned"
-    shutil.copytree(pruned, folder)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(pruned, trust_remote_code=True)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    tokenizer.save_pretrained(folder)
-    assert recover(folder, tmp_path / "out").exit_code == 0
-    tokenizer.add_tokens(["fox number"])
-    tokenizer.save_pretrained(folder)
-    assert_refused(recover(folder, tmp_path / "other"), 3, "makes token 321", "0 to 319")
-
-
 def test_answers_are_the_likeliest_tokens_whatever_the_models_own_settings(pruned: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pruned"
     shutil.copytree(pruned, folder)
@@ -402,16 +263,6 @@ def test_a_rate_of_nearly_zero_leaves_weights_as_they_were_stored(
         torch.testing.assert_close(after[name], tensor, atol=1e-7, rtol=1e-6 if stored == torch.float32 else 1e-3)
 
 
-def test_no_code_of_a_checkpoint_runs(pruned: Path, tmp_path: Path) -> None:
-    hostile = tmp_path / "hostile"
-    shutil.copytree(pruned, hostile)
-    for file in hostile.glob("*.py"):
-        file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    assert recover(hostile, tmp_path / "out").exit_code == 0
-    assert not (tmp_path / "ran").exists()
-    assert (tmp_path / "out" / "modeling_ddp.py").read_text() == (pruned / "modeling_ddp.py").read_text()
-
-
 def test_a_student_is_loaded_with_the_widths_of_its_folder(pruned: Path, tiny_model: Path) -> None:
     dense, checkpoint = open_source(str(tiny_model)), read_checkpoint(pruned)
     model = load_model(open_pruned(checkpoint, dense), "auto")
@@ -433,17 +284,6 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_if_nothing_had_learned(
     assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
     assert recover(tmp_path / "again", tmp_path / "recovered").exit_code == 0
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == str(tmp_path / "copy")
-
-
-def test_models_that_a_device_cannot_hold(pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is made here: no GPU runs in these tests."""
-
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr("ddp_prune.recover.load", run_out)
-    assert_refused(recover(pruned, tmp_path / "out"), 6, str(pruned), "memory of a device", "--method lora")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("free", "method"), [(10**9, "full"), (10**6, "lora")])
