@@ -55,6 +55,21 @@ class _Scale(torch.autograd.Function):
         return gradients[0] * spread, products_TU.sum(0), None, None, None
 
 
+class _Cut(torch.autograd.Function):
+    """x at `kept` along an axis, each place at most once; the gradient is 0 elsewhere. That of indexing would add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: int, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        ctx.shape, ctx.axis = x.shape, axis
+        return x.index_select(axis, kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        return gradients[0].new_zeros(ctx.shape).index_copy_(ctx.axis, kept, gradients[0]), None, None
+
+
 class GatedModel:
     """A stock transformers model whose heads and channels can be scaled from outside.
 
@@ -164,7 +179,8 @@ class NarrowLayers:
     """Copies of a dense model's projections that compute only the heads and channels that are still open.
 
     A gate that closed for good gives neither output nor gradient. The narrow weights are used by the student and not
-    by the dense teacher, which is the same model.
+    by the dense teacher, which is the same model where weights are frozen. Weights that learn are cut anew for every
+    forward, and their gradients arrive at the whole ones.
     """
 
     def __init__(self, gated: GatedModel) -> None:
@@ -178,7 +194,9 @@ class NarrowLayers:
             block: [None] * self.sizes.num_layers for block in DENSE_BLOCKS
         }
         """Units that are computed, rising, int64; one tensor a layer, None where all are."""
-        self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], nn.Parameter]] = {}
+        self.learning = False  # the weights move between forwards
+        self._bundles_kept: dict[tuple[str, int], torch.Tensor] = {}
+        self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], torch.Tensor]] = {}  # of those that are frozen
 
     def copied_bytes(self) -> int | None:
         """Return what copies of all these projections would take; None where a process holds only a part of them."""
@@ -188,7 +206,6 @@ class NarrowLayers:
         cut = any(isinstance(tensor, DTensor) for tensor in tensors)
         return None if cut else sum(tensor.nbytes for tensor in tensors)
 
-    @torch.no_grad()
     def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
         """Compute the open units (bool [L, U] a module type) from now on; what is cut depends on nothing else."""
         for block in DENSE_BLOCKS:
@@ -200,26 +217,28 @@ class NarrowLayers:
                 kept_K = wanted_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
                 if num_kept >= num_bundles or not self.inputs[block]:
                     self.kept[block][layer] = None
+                    self._bundles_kept.pop((block, layer), None)
                     self._weights.pop((block, layer), None)
                     continue
                 units_NU = torch.arange(open_NU.numel(), device=kept_K.device).view_as(open_NU)
                 before, now = self.kept[block][layer], units_NU[kept_K].flatten()
                 if before is None or not torch.equal(before, now):
-                    self.kept[block][layer], self._weights[block, layer] = now, self._cut(block, layer, kept_K)
+                    self.kept[block][layer], self._bundles_kept[block, layer] = now, kept_K
+                    self._weights.pop((block, layer), None)
 
-    def _cut(self, block: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    def _cut(self, block: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], torch.Tensor]:
         found = {}
         for projection in self.inputs[block]:
             module = self.layers[layer].get_submodule(projection.name)
             for key, tensor in module.named_parameters():
                 pieces = zip(tensor.chunk(len(projection.units)), projection.units, strict=True)
-                kept = [self._bundles(piece, 0, projection, unit)[kept_K].flatten(0, 1) for piece, unit in pieces]
-                found[module, key] = torch.cat(kept)
+                bundles = [self._bundles(piece, 0, projection, unit) for piece, unit in pieces]
+                found[module, key] = torch.cat([_Cut.apply(each, 0, kept_K).flatten(0, 1) for each in bundles])
         projection = self.outputs[block]
         output: Any = self.layers[layer].get_submodule(projection.name)  # its bias does not depend on units
         columns = self._bundles(output.weight, 1, projection, projection.units[0])
-        found[output, "weight"] = columns[:, kept_K].flatten(1)
-        return {place: nn.Parameter(tensor, requires_grad=False) for place, tensor in found.items()}
+        found[output, "weight"] = _Cut.apply(columns, 1, kept_K).flatten(1)
+        return found
 
     def _bundles(self, tensor: torch.Tensor, axis: int, projection: Projection, unit: str) -> torch.Tensor:
         """Split an axis into bundles and what one of them has there."""
@@ -229,7 +248,11 @@ class NarrowLayers:
     @contextmanager
     def computed(self) -> Iterator[None]:
         """Put the narrow weights in the place of the model's, inside the block."""
-        changes = {place: narrow for cut in self._weights.values() for place, narrow in cut.items()}
+        weights = {} if self.learning else self._weights
+        for place, kept_K in self._bundles_kept.items():
+            if place not in weights:
+                weights[place] = self._cut(*place, kept_K)
+        changes = {place: narrow for cut in weights.values() for place, narrow in cut.items()}
         whole = {(module, name): module._parameters[name] for module, name in changes}
         try:
             for (module, name), narrow in changes.items():

@@ -119,7 +119,9 @@ class Trainer:
 
     def learn_weights(self, weights: LearningWeights, dense: Any) -> None:
         """Let the weights of the gated model learn too; `dense` is another copy of it, which stays the teacher."""
-        self.weights, self.narrow = weights, None  # narrow layers are copies, and would learn nothing
+        self.weights = weights
+        if self.narrow:
+            self.narrow.learning = True
         self.teacher = Teacher(dense, self.batches) if self.recipe.distillation > 0 else None
 
     @property

@@ -9,6 +9,7 @@ from runs import prune
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ddp_prune import gates
 from ddp_prune.loss import losses
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_prune.trainer import Trainer
@@ -71,3 +72,17 @@ def test_micro_batches_make_the_same_step(tiny_model: Path, tiny_text: Path, tmp
         found.append(load_file(output / "model.safetensors"))
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, atol=2e-4, rtol=0)
+
+
+def test_what_is_closed_need_not_be_computed(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of narrow copies arrive at the weights they were cut from."""
+    monkeypatch.setattr(gates, "CHANNEL_BLOCK", 4)
+    options = ["--learn", "full", "--dtype", "float32", "--steps", "12", "--head-unit", "query-head"]
+    assert prune(tiny_model, tiny_text, tmp_path / "narrow", *options).exit_code == 0
+    monkeypatch.setattr("ddp_prune.trainer.narrow_layers", lambda *_: None)
+    assert prune(tiny_model, tiny_text, tmp_path / "whole", *options).exit_code == 0
+    narrow, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("narrow", "whole"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(narrow[name], tensor, atol=2e-4, rtol=0)
