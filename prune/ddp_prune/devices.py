@@ -37,6 +37,8 @@ Found = TypeVar("Found")
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
 USABLE = 0.8  # of free memory: what a step takes is an estimate, and memory breaks into pieces
 SHARE_OF_FREE = 0.5  # of free memory for activations, else they are checkpointed
+LEARNING_BYTES = 18  # beside a 16-bit weight that learns: its gradient, a float32 master and its gradient, two moments
+LEARNING_SHARE = 0.7  # of free memory, for these; the rest is for activations
 EAGER_TOKENS = 512  # a sequence, up to which attention's weights are written down on a CPU
 
 
@@ -154,6 +156,12 @@ def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: in
     copies, needed = narrow.copied_bytes(), pass_bytes(gated, num_sequences, seq_len)
     fits = copies is not None and copies + needed <= USABLE * free_memory(accelerator)
     return narrow if fits else None
+
+
+def fits_learning(num_weights: int, accelerator: Accelerator, bytes_each: int = LEARNING_BYTES) -> bool:
+    """Return whether the memory of every process holds what that many weights need to learn."""
+    fits = bytes_each * num_weights <= LEARNING_SHARE * free_memory(accelerator)
+    return bool(accelerator.gather(torch.tensor([fits], device=accelerator.device)).all())
 
 
 @contextmanager

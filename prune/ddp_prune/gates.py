@@ -256,7 +256,7 @@ class NarrowLayers:
         whole = {(module, name): module._parameters[name] for module, name in changes}
         try:
             for (module, name), narrow in changes.items():
-                module._parameters[name] = narrow
+                module._parameters[name] = narrow  # type: ignore[assignment]  # no leaf if it learns
             yield
         finally:
             for (module, name), parameter in whole.items():

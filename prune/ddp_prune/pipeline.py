@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,16 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import check_shares, failing_together, from_main, in_turn, load, make_accelerator
+from ddp_prune.devices import (
+    LEARNING_BYTES,
+    check_shares,
+    failing_together,
+    fits_learning,
+    from_main,
+    in_turn,
+    load,
+    make_accelerator,
+)
 from ddp_prune.export import Become, export
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import block_losses, perplexity_of
@@ -30,7 +40,7 @@ from ddp_prune.model import (
 from ddp_prune.progress import StepProgress, show
 from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.recover import recover
-from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint
+from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
@@ -69,11 +79,13 @@ def _prune(
 ) -> None:
     """Learn masks and write the pruned checkpoint, unless that is there already and only its recovery is missing."""
     main = accelerator.is_main_process
+    source, shapes = in_turn(accelerator, lambda: _open(recipe, output))
+    recipe = settled(recipe, shapes, output, accelerator)
     with failing_together(accelerator):
         before = learned_before(recipe, output) if main else None
         if main and before is None:
             check_output(output, overwrite=overwrite)
-    source, head_unit, pools, blocks = in_turn(accelerator, lambda: _prepare(recipe, output))
+    head_unit, pools, blocks = in_turn(accelerator, lambda: _prepare(recipe, source, shapes))
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipe.to_dict())
     set_seed(recipe.seed)
@@ -128,12 +140,32 @@ def _prune(
         run.remove()
 
 
+def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accelerator: Accelerator) -> Recipe:
+    """Return the recipe with `learn` chosen: as an interrupted run for this output had it, or as memory allows now."""
+    if recipe.learn != "auto":
+        return recipe
+    for saved in (saved_header(output).get("recipe", {}), _provenance(output).get("recipe", {})):
+        asked = recipe.to_dict() | {"learn": saved.get("learn")}
+        same = accelerator.is_main_process and decisive(saved) == decisive(json.loads(json.dumps(asked)))
+        if found := from_main(accelerator, saved["learn"] if same else None):
+            return dataclasses.replace(recipe, learn=found)
+    num_weights = sum(math.prod(shape) for shape in shapes.values())
+    held = num_weights // (accelerator.num_processes if recipe.shard else 1)
+    fits = fits_learning(held, accelerator, LEARNING_BYTES + 2 * 2)  # and the two models, not loaded yet
+    return dataclasses.replace(recipe, learn="full" if fits and recipe.controller == "gradual" else "scales")
+
+
+def _provenance(output: Path) -> dict[str, Any]:
+    """Return what a pruned folder says of its making, if there is one."""
+    try:
+        return read_provenance(output / MASKS_FILE)
+    except CheckpointError:
+        return {}
+
+
 def learned_before(recipe: Recipe, output: Path) -> dict[str, Any] | None:
     """Return what the masks in `output` learned from, if it is there for this recipe's recovery to go on; else None."""
-    try:
-        provenance = read_provenance(output / MASKS_FILE) if recipe.recover else {}
-    except CheckpointError:
-        return None
+    provenance = _provenance(output) if recipe.recover else {}
     learned_by = provenance.get("recipe", {})
     same = decisive(learned_by) == decisive(json.loads(json.dumps(recipe.to_dict()))) and learned_by.get("recover")
     return provenance.get("learned_from") if same and "recovery" not in provenance else None
@@ -146,7 +178,8 @@ def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool],
     return [
         f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
         f"({passes:.2g} passes), {blocks.heldout.numel():,} held out",
-        f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}",
+        f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; "
+        f"{'all weights learn' if recipe.learn == 'full' else 'scales learn'} while gates close",
         *map(describe, pools),
     ]
 
@@ -171,7 +204,7 @@ def _learn(
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
         )
     weights = dense_model = None
-    if recipe.learn != "scales":
+    if recipe.learn == "full":
         dense_model = load(source, recipe, accelerator)
         weights = LearningWeights(gated.model, accelerator)
     with progress as report:
@@ -187,17 +220,22 @@ def _learn(
     return learned, quality, become
 
 
-def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blocks]:
-    """Find the model and the text, and check that the recipe suits them."""
+def _open(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
+    """Find the model and the shapes of its weights, and check that the output spares it."""
     source = open_source(recipe.model)
     check_spares_source(output, source)
     check_index(source.folder)
+    return source, weight_shapes(source)
+
+
+def _prepare(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]) -> tuple[str, list[Pool], Blocks]:
+    """Find the text, and check that the recipe suits it and the model."""
     if recipe.seq_len > (longest := source.config.get("max_position_embeddings") or math.inf):
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     if recipe.scope == "expert" and not source.sizes.num_experts:
         raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
-    pools = make_pools(source.config, weight_shapes(source), source.sizes, head_unit, recipe)
+    pools = make_pools(source.config, shapes, source.sizes, head_unit, recipe)
     blocks = load_blocks(
         recipe.data,
         load_tokenizer(str(source.folder)),
@@ -208,7 +246,7 @@ def _prepare(recipe: Recipe, output: Path) -> tuple[Source, str, list[Pool], Blo
         seed=recipe.seed,
     )
     check_vocabulary(blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
-    return source, head_unit, pools, blocks
+    return head_unit, pools, blocks
 
 
 def routing(learned: Learned, routed_layers: tuple[int, ...]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ CHOICES = {
     "controller": ("gradual", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "activation_checkpointing": ("auto", "on", "off"),
-    "learn": ("scales", "full"),
+    "learn": ("auto", "scales", "full"),
     "method": ("auto", "full", "lora"),
     "learn_from": ("auto", "assistant", "all"),
 }
@@ -180,9 +180,10 @@ class Recipe(LearningSettings):
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
 
-    learn: str = "scales"
-    """What learns while gates close: the `scales` of what is open, or also all weights but embeddings (`full`). That
-    takes a second copy of the model, the teacher, and 18 bytes more a parameter."""
+    learn: str = "auto"
+    """What learns while gates close: the `scales` of what is open, as in the paper, or also all weights but embeddings
+    (`full`). That takes a second copy of the model, the teacher, and 18 bytes more a parameter. `auto` is `full` where
+    memory holds it, but `scales` for `alm`."""
     recover: float = 0.0
     """Minutes in which the weights that stay then learn from the dense model, as `ddp-vllm recover` does; 0: none."""
 

@@ -18,7 +18,7 @@ from ddp_prune.devices import (
     check_shares,
     failing_together,
     fit_attention,
-    free_memory,
+    fits_learning,
     from_main,
     in_turn,
     load,
@@ -38,9 +38,6 @@ from ddp_prune.weights import LEARNING_RATES, local_part
 from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.pages.evidence import RECOVERY_FILE
-
-FULL_BYTES = 18  # beside a 16-bit weight that learns: its gradient, a float32 master and its gradient, two moments
-SHARE_OF_FREE = 0.7  # of memory, for these; the rest is for activations
 
 
 def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
@@ -133,9 +130,7 @@ class Recovery:
         method, source = recipe.method, recipe.learn_from
         if method == "auto":
             held = sum(local_part(parameter).numel() for parameter in self.model.parameters())
-            fits = FULL_BYTES * held <= SHARE_OF_FREE * free_memory(self.accelerator)
-            fits = bool(self.accelerator.gather(torch.tensor([fits], device=self.accelerator.device)).all())
-            method = "full" if fits else "lora"
+            method = "full" if fits_learning(held, self.accelerator) else "lora"
         if source == "auto":
             source = "assistant" if self.tokenizer.chat_template else "all"
         rate = recipe.learning_rate or LEARNING_RATES[method]

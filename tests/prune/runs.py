@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": STEPS, "batch_size": 4, "seq_len": 16, "save_every": 3,
     "alm": AlmSettings(learning_rate=0.1),  # the paper's moves little in 8 steps
 }  # fmt: skip
-SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16"]
+SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--learn", "scales"]
 
 
 class Lab:

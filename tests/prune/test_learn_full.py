@@ -9,7 +9,7 @@ from runs import prune
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import gates
+from ddp_prune import devices, gates
 from ddp_prune.loss import losses
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_prune.trainer import Trainer
@@ -86,3 +86,35 @@ def test_what_is_closed_need_not_be_computed(
     narrow, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("narrow", "whole"))
     for name, tensor in whole.items():
         torch.testing.assert_close(narrow[name], tensor, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("controller", "share", "chosen"), [("gradual", 0.7, "full"), ("gradual", 0.0, "scales"), ("alm", 0.7, "scales")]
+)
+def test_weights_learn_where_memory_holds_it(
+    controller: str, share: float, chosen: str, tiny_model: Path, tiny_text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(devices, "LEARNING_SHARE", share)
+    options = ["--learn", "auto", "--controller", controller]
+    assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code == 0
+    assert read_checkpoint(tmp_path / "out").provenance["recipe"]["learn"] == chosen
+
+
+def test_a_run_keeps_what_it_chose(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is short later changes nothing."""
+    options, step = ["--learn", "auto", "--save-every", "2"], Trainer.step
+
+    def die(self: Trainer, number: int) -> dict[str, float]:
+        if number == 3:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", die)
+        prune(tiny_model, tiny_text, tmp_path / "out", *options)
+    monkeypatch.setattr(devices, "LEARNING_SHARE", 0.0)
+    result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
+    assert "going on at step 3 of 6" in result.output and "all weights learn" in result.output, result.output
