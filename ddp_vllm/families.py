@@ -6,12 +6,12 @@ columns of the projection that adds it (`remote_code/tensors.py`). In a mixture 
 each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.tensors import TABLES, TensorTable
+from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable
 from ddp_vllm.remote_code.widths import (
     LayerWidths,
     WidthsError,
@@ -107,6 +107,23 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     _check_features(model_type, config)
     return Family(name=FAMILIES[model_type], tensors=TABLES[model_type])
+
+
+def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
+    """Return the dense config with its widths, its own type and the classes that load it."""
+    family = family_of(config)
+    head = {
+        "architectures": [family.pruned_architecture],
+        "model_type": MODEL_TYPE_PREFIX + str(config["model_type"]),
+        "auto_map": {
+            "AutoConfig": f"configuration_ddp.{family.pruned_config}",
+            "AutoModelForCausalLM": f"{family.modeling_file}.{family.pruned_architecture}",
+        },
+    }
+    rest = {key: value for key, value in config.items() if key not in head and key != "_name_or_path"}
+    if "kv_lora_rank" not in config:  # latent attention has several head sizes and works them out itself
+        rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
 
 
 def _check_features(model_type: str, config: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The verbs `bench` and `eval`. Nothing heavy is imported before a verb runs."""
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ddp_vllm.errors import SettingError
+from ddp_vllm.latency import PHASES, Workload
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
 _seed = click.option("--seed", type=int, default=0, show_default=True)
@@ -147,6 +149,78 @@ def kernel(
             print_kernel(results, console)
             console.print(f"{output} keeps every ratio and width")
             click.echo(kernel_line(results))
+
+
+@bench.command()
+@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a hub name.")
+@click.option("--pruned", required=True, metavar="DIR", help="A pruned checkpoint.")
+@click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
+@click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
+@click.option("--context", type=int, default=1024, show_default=True, help="Tokens of each.")
+@click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
+@click.argument("engine_arguments", nargs=-1)
+def steps(dense: str, pruned: str, pairs: int, engine_arguments: tuple[str, ...], **workload: Any) -> None:
+    """Measure a step of vLLM's engine, dense against pruned, and hold it against what the budget predicted.
+
+    \b
+    ddp-vllm bench steps --dense MODEL --pruned ./pruned --batch 8 --context 1024
+
+    ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
+    """
+    from ddp_benchmarks.processes import terminable
+    from ddp_benchmarks.profile import compare_steps
+    from ddp_benchmarks.tables import plain_console
+    from ddp_vllm.checkpoint import read_checkpoint
+
+    console = plain_console()
+    predicted = read_checkpoint(Path(pruned)).provenance.get("latency", {})
+    with terminable():
+        found = compare_steps(
+            dense, pruned, Workload(**workload), pairs, engine_arguments, say=partial(console.print, style="dim")
+        )
+    console.print(f"{Workload(**workload)}: {found['sentence']}")
+    if predicted.get("workload") == workload:
+        console.print(f"predicted: {predicted['speedup']:.2f}×")
+        found["predicted"] = predicted["speedup"]
+    click.echo(json.dumps(found))
+
+
+@click.command()
+@click.argument("model")
+@click.option("--batch", "batches", default="1,8", show_default=True, help="Sequences served at once, by commas.")
+@click.option("--context", "contexts", default="256,1024", show_default=True, help="Tokens of each, by commas.")
+@click.option("--rounds", type=int, default=3, show_default=True, help="Measurements of each shape.")
+@click.option("--steps", type=int, default=32, show_default=True, help="Decode steps of a measurement.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True)
+@_overwrite
+@click.argument("engine_arguments", nargs=-1)
+def profile(model: str, batches: str, contexts: str, output: Path, overwrite: bool, **options: Any) -> None:
+    """Measure what a step of MODEL costs here by the widths of its layers, for prune --speedup.
+
+    \b
+    ddp-vllm profile MODEL -o machine.json
+    ddp-vllm prune MODEL --speedup 1.3 --profile machine.json -o ./pruned
+
+    MODEL is a folder or a hub name; its weights are not needed. Engines of vLLM run one after the other, so nothing
+    heavy may run beside them. Interrupted, the same command goes on where it was. ENGINE_ARGUMENTS after -- go to every
+    vLLM engine as they are.
+    """
+    from ddp_benchmarks.processes import terminable
+    from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
+    from ddp_benchmarks.tables import plain_console
+
+    settings = ProfileSettings(
+        model=model,
+        batches=_whole_numbers("--batch", batches),
+        contexts=_whole_numbers("--context", contexts),
+        **options,
+    )
+    console = plain_console()
+    with terminable():
+        run_profile(settings, output, overwrite=overwrite, say=partial(console.print, style="dim"))
+    for line in describe(output):
+        console.print(line)
+    console.print(f"{output} keeps every measurement")
 
 
 def _check_left_out(needed: str, *names: str) -> None:

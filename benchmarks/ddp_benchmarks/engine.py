@@ -22,9 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ddp_benchmarks.machine import versions
 from ddp_benchmarks.processes import end_group, group_members, resident_bytes
 from ddp_vllm.errors import ServingError
+from ddp_vllm.machine import versions
 
 HOST = "127.0.0.1"
 CPU_DEFAULTS = {
@@ -111,8 +111,9 @@ class Engine:
     Used as a context manager; leaving the block, by an error or Ctrl-C too, stops the whole process group.
     """
 
-    def __init__(self, arguments: Sequence[str], *, log: Path | None = None) -> None:
-        self.command = [*vllm_command(), *arguments]
+    def __init__(self, arguments: Sequence[str], *, log: Path | None = None, module: str = "") -> None:
+        """`module`: instead of vLLM's command line, a module of ours that imports vLLM."""
+        self.command = [sys.executable, "-m", module, *arguments] if module else [*vllm_command(), *arguments]
         self.keep_log = log is not None
         self.log = log or Path(tempfile.mkdtemp(prefix="ddp-vllm-")) / "vllm.log"
         self.peak_memory_bytes = 0

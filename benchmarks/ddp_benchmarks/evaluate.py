@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import engine_environment, model_arguments, runs_on_cpu, vllm_command
-from ddp_benchmarks.machine import today, versions
 from ddp_benchmarks.processes import end_group
 from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.facts import describe_model, local_folder
+from ddp_vllm.machine import today, versions
 from ddp_vllm.results import write_results
 
 _PER_TASK = (

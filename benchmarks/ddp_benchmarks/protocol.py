@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from ddp_benchmarks.machine import hardware, today, versions
 from ddp_vllm.errors import SettingError
+from ddp_vllm.machine import hardware, today, versions
 
 Way = TypeVar("Way")
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
 from ddp_benchmarks.engine import Engine, Server, model_arguments, vllm_command, vllm_file_says
-from ddp_benchmarks.machine import today
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.facts import describe_model
 from ddp_vllm.fetch import fetch_conversations
+from ddp_vllm.machine import today
 from ddp_vllm.results import FORMAT, verdicts, write_results
 
 GRACE_SECONDS = 10  # for a client to write what it has after its server died

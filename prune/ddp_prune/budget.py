@@ -8,16 +8,27 @@ experts), N units of such a place.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
-from ddp_prune.selection import Lists, best_first, best_support, cut_lists, evenly, greedy, keeping_worth
+from ddp_prune.selection import (
+    Lists,
+    best_first,
+    best_support,
+    cut_lists,
+    evenly,
+    exact_choice,
+    greedy,
+    keeping_worth,
+)
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import Dimensions, dense_layers, unit_shapes
+from ddp_vllm.latency import read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -47,8 +58,12 @@ class Pool:
     """[L, U], or [L, E, C] of experts, a module type."""
     costs: Mapping[str, torch.Tensor]
     """float64 [L]: what a unit of each layer costs by itself."""
-    opening: torch.Tensor | None
-    """float64 [L]: what a KV head costs until the last query head that shares it goes; None: nothing is shared."""
+    opening: Mapping[str, torch.Tensor]
+    """float64 [L] a module type: what a list of units costs until its last unit goes, where lists have such a cost."""
+    tables: Mapping[str, torch.Tensor]
+    """float64 [L, B + 1] a module type: what the first 0, 1, … blocks of a layer cost as measured; empty: by unit."""
+    shares_kv: bool
+    """A list of heads is those that share a KV head, not those of a layer."""
     blocks: Mapping[str, int]
     """Units that stay or go together, a module type."""
     scope: str
@@ -70,9 +85,13 @@ class Pool:
     def unit_costs(self, kind: str) -> torch.Tensor:
         """Return the cost of every unit in the shape of its masks, with its part of what it shares."""
         shape, cost_L = self.shapes[kind], self.costs[kind]
-        if kind == "attn" and self.opening is not None:
-            cost_L = cost_L + self.opening / self.queries_per_kv
+        if kind in self.opening:
+            cost_L = cost_L + self.opening[kind] / self._list_length(kind)
         return cost_L.view(-1, *[1] * (len(shape) - 1)).expand(shape)
+
+    def _list_length(self, kind: str) -> int:
+        """Return how many units share an opening cost."""
+        return self.queries_per_kv if self.shares_kv and kind == "attn" else self.shapes[kind][-1]
 
     def join(self, values: Masks) -> torch.Tensor:
         """Return values of all units, a tensor a module type, as [G, N]."""
@@ -89,6 +108,9 @@ class Pool:
 
     def close(self, worth: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         """Return which open units (bool) stay while searching, where all may keep `keep_ratio` of what they cost."""
+        if self.tables:  # whole blocks compete with units
+            blockless = replace(self, blocks={}, tables={}, kept=keep_ratio * self.total)
+            return {kind: stays & is_open[kind] for kind, stays in blockless.choose(worth, is_open).items()}
         cost_GN = self.join({kind: self.unit_costs(kind).to(worth[kind].device) for kind in self.shapes})
         budget_G = keep_ratio * cost_GN.sum(-1)
         open_GN = self.join(is_open)
@@ -109,21 +131,42 @@ class Pool:
             kind: part.view(shape) * scale[kind] for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)
         }
         cost_G = self.join(cost).sum(1)
-        lists = [self._cut(kind, values) for kind, values in worth.items()]
-        supports = best_support(lists, self.kept * cost_G / cost_G.sum())
+        if self.tables:
+            supports = self._choose_measured(worth)
+        else:
+            lists = [self._cut(kind, values) for kind, values in worth.items()]
+            supports = best_support(lists, self.kept * cost_G / cost_G.sum())
         return {
             kind: support.reshape(shape).to(saliency[kind].device)
             for support, (kind, shape) in zip(supports, self.shapes.items(), strict=True)
         }
 
+    def _choose_measured(self, worth: Masks) -> list[torch.Tensor]:
+        """Return the support of every module type that is worth most at the measured cost of whole blocks."""
+        tables = list(self.tables.values())
+        worth_RB, orders_RU = [], []
+        for kind, values in worth.items():
+            values_RU, block = values.flatten(0, -2), self.blocks.get(kind, 1)
+            order_RU = best_first(values_RU)
+            ranked = values_RU.gather(1, order_RU)[:, : values_RU.shape[1] // block * block]
+            blocks_RB = ranked.unflatten(1, (-1, block)).sum(-1).cumsum(1)
+            worth_RB.append(torch.cat([torch.zeros_like(blocks_RB[:, :1]), blocks_RB], 1))
+            orders_RU.append(order_RU)
+        counts_R = exact_choice(worth_RB, tables, self.kept)
+        supports = []
+        for (kind, order_RU), counts in zip(zip(worth, orders_RU, strict=True), counts_R, strict=True):
+            first_RU = torch.arange(order_RU.shape[1]) < (counts * self.blocks.get(kind, 1))[:, None]
+            supports.append(torch.zeros_like(first_RU).scatter(1, order_RU, first_RU))
+        return supports
+
     def _cut(self, kind: str, worth: torch.Tensor) -> Lists:
         """Cut one module type into lists: layers or experts, or KV heads where query heads share one that costs."""
-        worth_RU, opening = worth.flatten(0, -2), self.opening if kind == "attn" else None
+        worth_RU, opening = worth.flatten(0, -2), self.opening.get(kind)
         if kind == "attn" and self.even_heads:
             order_RU = evenly(worth_RU, self.queries_per_kv)
             opening = None if opening is None else opening * (worth_RU.shape[1] // self.queries_per_kv)
         else:
-            if opening is not None:
+            if opening is not None and kind == "attn" and self.shares_kv:
                 worth_RU = worth_RU.reshape(-1, self.queries_per_kv)
             order_RU = best_first(worth_RU)
         lists_a_layer = len(worth_RU) // worth.shape[0]
@@ -142,8 +185,7 @@ class Pool:
             raise SettingError(
                 f"sparsity keeps {self.kept:.0f} of {units} units; choose one that keeps some and removes some"
             )
-        shared = {"attn": 0.0 if self.opening is None else self.opening}
-        cheapest = min(float((cost_L + shared.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
+        cheapest = min(float((cost_L + self.opening.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
         if self.kept < cheapest:
             raise SettingError(
                 f"{self.kept:,.0f} {self.name} of what can be pruned may stay, less than any unit costs "
@@ -176,6 +218,8 @@ def make_pools(
         "scope": recipe.scope,
         "queries_per_kv": sizes.queries_per_kv,
         "even_heads": shares_kv and recipe.tp > 1,
+        "shares_kv": shares_kv,
+        "tables": {},
     }
     blocks = _blocks(units, sizes, config, recipe, shares_kv=shares_kv)
     if recipe.budget == "units":
@@ -184,13 +228,17 @@ def make_pools(
                 name=kind,
                 shapes={kind: shape},
                 costs={kind: torch.ones(shape[0], dtype=torch.float64)},
-                opening=None,
+                opening={},
                 blocks={kind: blocks[kind]} if kind in blocks else {},
                 kept=round((1.0 - recipe.sparsity) * math.prod(shape)),
                 **common,
             )
             for kind, shape in units.items()
         ]
+    elif recipe.budget == "latency":
+        if shares_kv:
+            raise SettingError("a query head without its KV head saves no time worth a budget; leave head_unit out")
+        pools = [_measured_pool(units, sizes, blocks, config, recipe, common)]
     else:
         layers = prices(recipe.budget, config, shapes, recipe.context_length)
         queries = sizes.queries_per_kv if head_unit == "kv-group" else 1
@@ -203,7 +251,9 @@ def make_pools(
             name=recipe.budget,
             shapes=units,
             costs={kind: torch.tensor(costs[kind], dtype=torch.float64) for kind in units},
-            opening=torch.tensor([price.kv_head for price in layers], dtype=torch.float64) if shares_kv else None,
+            opening={"attn": torch.tensor([price.kv_head for price in layers], dtype=torch.float64)}
+            if shares_kv
+            else {},
             blocks=blocks,
             kept=0.0,
             **common,
@@ -214,10 +264,58 @@ def make_pools(
     return pools
 
 
+def _measured_pool(
+    units: Mapping[str, tuple[int, ...]],
+    sizes: Dimensions,
+    blocks: Mapping[str, int],
+    config: Mapping[str, Any],
+    recipe: Recipe,
+    common: dict[str, Any],
+) -> Pool:
+    """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it cannot be met."""
+    profile = read_profile(Path(recipe.profile))
+    profile.check_suits(config)
+    times = profile.middle(recipe.workload)
+    curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
+    costs, opening, tables, steps = {}, {}, {}, {}
+    for kind, shape in units.items():
+        curve = curves[kind]
+        assert curve is not None
+        share = 1e6 / (shape[1] if kind == "experts" else 1)  # of an expert in its layer
+        steps[kind] = math.lcm(blocks.get(kind, 1), curve.multiple)
+        rows = torch.ones(shape[0], dtype=torch.float64)
+        costs[kind], opening[kind] = rows * curve.unit * share, rows * curve.fixed * share
+        widths = range(0, shape[-1] + 1, steps[kind])
+        table = torch.tensor([curve.seconds(width) * share for width in widths], dtype=torch.float64)
+        tables[kind] = table.expand(math.prod(shape[:-1]), -1)
+    if "experts" in units:  # a fixed cost of all experts of a layer goes with none of them
+        opening, tables = {}, {}
+    pool = Pool(
+        name="latency",
+        shapes=units,
+        costs=costs,
+        opening=opening,
+        blocks=steps,
+        kept=0.0,
+        **common | {"tables": tables},
+    )
+    kept = (1.0 - recipe.sparsity) * pool.total
+    if recipe.speedup:
+        kept = 1e6 * (times.dense / recipe.speedup - times.dense + times.prunable)
+        if kept <= 0:
+            raise SettingError(
+                f"speedup is {recipe.speedup:g}, but {times.most:.2f} is the most for {recipe.workload}: "
+                f"{1 - times.prunable / times.dense:.0%} of a step is spent outside of what can be pruned"
+            )
+    return replace(pool, kept=kept)
+
+
 def describe(pool: Pool) -> str:
     """Return in one line what a pool keeps, and what its blocks make of that."""
     if pool.name not in pool.shapes:
         share = f"{pool.kept / pool.total:.1%} of what can be pruned"
+        if pool.name == "latency":
+            return f"budget: {pool.kept:,.0f} µs of a step in {', '.join(pool.shapes)} stay, {share}"
         return f"budget: {pool.kept:,.0f} {pool.name} of {', '.join(pool.shapes)} stay, {share}"
     line = f"budget: {pool.kept:,.0f} of {pool.total:,.0f} {pool.name} units stay"
     block, shape = pool.blocks.get(pool.name, 1), pool.shapes[pool.name]

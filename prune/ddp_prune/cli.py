@@ -20,7 +20,9 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output
 
-ALIASES = {"scope": "--group"}  # field -> what its option was called in 0.1
+ALIASES = {  # field -> another name of its option: that of 0.1, or that of the same thing in `profile`
+    "scope": "--group", "context_length": "--context", "concurrency": "--batch"
+}  # fmt: skip
 NO_OPTION = {"model", "target", "alm"}  # the argument, three options of their own, a table of the recipe file
 TARGETS = {  # budget -> help of its option
     "params": "Instead of a fraction: parameters of the whole model, as 5.5B.",

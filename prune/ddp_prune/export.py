@@ -19,12 +19,12 @@ from ddp_prune.selection import realign
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, Checkpoint, read_checkpoint, read_provenance
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.families import Family, unit_shapes
+from ddp_vllm.families import pruned_config, unit_shapes
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code import FILES
-from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, MODEL_TYPE_PREFIX
+from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -129,7 +129,7 @@ def export(
     with atomic_folder(output, overwrite=overwrite) as folder:
         _copy_companions(source.folder, folder)
         _state_tokenizer_class(source.folder, folder)
-        config = pruned_config(source.config, source.family, widths)
+        config = pruned_config(source.config, widths)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in FILES:
             shutil.copyfile(file, folder / file.name)
@@ -176,22 +176,6 @@ def export_recovered(
         for name, text in extra_files.items():
             (folder / name).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(model_card(read_checkpoint(folder), output.name), encoding="utf-8")
-
-
-def pruned_config(config: Mapping[str, Any], family: Family, widths: list[LayerWidths]) -> dict[str, Any]:
-    """Return the dense config with its widths, its own type and the classes that load it."""
-    head = {
-        "architectures": [family.pruned_architecture],
-        "model_type": MODEL_TYPE_PREFIX + str(config["model_type"]),
-        "auto_map": {
-            "AutoConfig": f"configuration_ddp.{family.pruned_config}",
-            "AutoModelForCausalLM": f"{family.modeling_file}.{family.pruned_architecture}",
-        },
-    }
-    rest = {key: value for key, value in config.items() if key not in head and key != "_name_or_path"}
-    if "kv_lora_rank" not in config:  # latent attention has several head sizes and works them out itself
-        rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
 
 
 def _copy_companions(source: Path, target: Path) -> None:

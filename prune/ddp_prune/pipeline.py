@@ -1,8 +1,10 @@
 """One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
 
 import dataclasses
+import hashlib
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -26,7 +28,7 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.export import Become, export
+from ddp_prune.export import Become, export, layer_widths
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import block_losses, perplexity_of
 from ddp_prune.model import (
@@ -45,11 +47,15 @@ from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
+from ddp_vllm.cache import cache_folder
 from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
-from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
+from ddp_vllm.errors import CheckpointError, ModelError, ServingError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
-from ddp_vllm.output import check_output
+from ddp_vllm.latency import read_profile
+from ddp_vllm.machine import hardware, versions
+from ddp_vllm.output import check_output, make_folder
 from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.remote_code.widths import LayerWidths
 
 
 def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
@@ -79,6 +85,7 @@ def _prune(
 ) -> None:
     """Learn masks and write the pruned checkpoint, unless that is there already and only its recovery is missing."""
     main = accelerator.is_main_process
+    recipe = in_turn(accelerator, partial(with_profile, recipe))
     source, shapes = in_turn(accelerator, lambda: _open(recipe, output))
     recipe = settled(recipe, shapes, output, accelerator)
     with failing_together(accelerator):
@@ -129,6 +136,7 @@ def _prune(
                 "texts": sources_of(recipe.data),
                 "rounding": learned.rounding,
                 **routing(learned, source.sizes.routed_layers),
+                **predicted(recipe, layer_widths(learned.gates, source, head_unit)),
                 "perplexity": perplexity,
                 "learned_from": learned_from,
             },
@@ -138,6 +146,42 @@ def _prune(
             become=become,
         )
         run.remove()
+
+
+def with_profile(recipe: Recipe) -> Recipe:
+    """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
+
+    Raises: SettingError for a profile of another machine; ServingError if measuring fails.
+    """
+    if recipe.budget != "latency":
+        return recipe
+    if not recipe.profile:
+        work, here = recipe.workload, hardware()
+        facts = json.dumps(
+            [recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
+        )
+        path = cache_folder() / "profiles" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+        if not path.exists() or not json.loads(path.read_text(encoding="utf-8")).get("complete"):
+            make_folder(path.parent)
+            options = ["--batch", str(work.batch), "--context", str(work.context), "-o", str(path)]
+            if subprocess.run([sys.executable, "-m", "ddp_vllm", "profile", recipe.model, *options]).returncode:
+                raise ServingError("the machine could not be measured; run ddp-vllm profile, and give it by --profile")
+        recipe = dataclasses.replace(recipe, profile=str(path))
+    profile = read_profile(Path(recipe.profile))
+    if not recipe.other_machine:
+        profile.check_here(hardware())
+    return recipe
+
+
+def predicted(recipe: Recipe, widths: list[LayerWidths]) -> dict[str, Any]:
+    """Return what a budget in measured time promises, for the provenance; {} for another budget."""
+    if recipe.budget != "latency":
+        return {}
+    profile = read_profile(Path(recipe.profile))
+    speedup, low, high = profile.speedup(widths, recipe.workload)
+    where = {"hardware": profile.content["hardware"], "versions": profile.content["versions"]}
+    workload = dataclasses.asdict(recipe.workload)
+    return {"latency": {"speedup": speedup, "low": low, "high": high, "workload": workload, **where}}
 
 
 def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accelerator: Accelerator) -> Recipe:

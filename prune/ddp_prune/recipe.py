@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import SettingError
+from ddp_vllm.latency import PHASES, Workload
 
 CHOICES = {
     "head_unit": ("auto", "kv-group", "query-head"),
     "scope": ("global", "layer", "expert"),
-    "budget": ("units", "params", "flops", "kv-bytes"),
+    "budget": ("units", "params", "flops", "kv-bytes", "latency"),
+    "phase": PHASES,
     "controller": ("gradual", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "activation_checkpointing": ("auto", "on", "off"),
@@ -152,11 +154,22 @@ class Recipe(LearningSettings):
     by default of each module type: heads, MLP channels; of a mixture of experts, its expert channels."""
     target: float = 0.0
     """Instead of `sparsity`: what the whole model, embeddings and all, may have left of what `budget` counts."""
+    speedup: float = 0.0
+    """Instead of `sparsity`: how many times faster than the dense model a step shall be where it will be served, with
+    the budget `latency`."""
     budget: str = "units"
     """What the fraction counts: `units` of each module type as in the paper, or over all types together `params`,
-    `flops` (a token) or `kv-bytes` (of KV cache a token, at 16 bits)."""
+    `flops` (a token), `kv-bytes` (of KV cache a token, at 16 bits) or `latency` (measured time of a step)."""
     context_length: int = 2048
-    """Tokens attended to, on which `flops` depend."""
+    """Tokens attended to, on which `flops` and `latency` depend."""
+    concurrency: int = 8
+    """Sequences served at once, on which `latency` depends."""
+    phase: str = "decode"
+    """What `latency` counts: a step of `decode`, the `prefill` of prompts, or a `mix`, half prompt and half answer."""
+    profile: str = ""
+    """What `ddp-vllm profile` measured for `latency`; without one it is measured first."""
+    other_machine: bool = False
+    """Take a profile that was measured on another machine, where the model will be served."""
     scope: str = "global"
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     head_unit: str = "auto"
@@ -190,17 +203,27 @@ class Recipe(LearningSettings):
     def __post_init__(self) -> None:
         """Check every value once. Raises: SettingError."""
         super().__post_init__()
-        if self.target:
+        if self.speedup:
+            if self.sparsity or self.target or self.speedup <= 1:
+                raise SettingError(f"speedup is {self.speedup:g}; give a number above 1, and no sparsity or target")
+            if self.budget != "latency" or self.scope != "global":
+                raise SettingError("speedup needs the budget latency of the whole model; leave budget and scope out")
+        elif self.target:
             if self.sparsity or self.target < 0:
                 raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
             if self.budget == "units":
                 raise SettingError("target needs a budget of params, flops or kv-bytes; with units, give a sparsity")
         elif not 0.0 < self.sparsity < 1.0:
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
-        for name in ("steps", "align", "tp", "context_length"):
+        for name in ("steps", "align", "tp", "context_length", "concurrency"):
             _at_least(name, getattr(self, name), 1)
         _at_least("recover", self.recover, 0)
         _check_fraction("polish", self.polish)
+
+    @property
+    def workload(self) -> Workload:
+        """What the budget `latency` is measured by."""
+        return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
 
     @property
     def polish_steps(self) -> int:
@@ -263,6 +286,8 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
     """
     values = _read(path, settings, Recipe)
     where = str(path or "the recipe")
+    if values.get("speedup"):
+        values.setdefault("budget", "latency")
     if "alm" in values:
         if not isinstance(alm := values["alm"], Mapping):
             raise SettingError(f"alm is {alm!r}; it must be a table, [alm]")
@@ -270,9 +295,13 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
         values["alm"] = AlmSettings(**alm)
         if values["alm"] != AlmSettings() and values.get("controller") != "alm":
             raise SettingError(f'the table [alm] of {where} is for controller = "alm"; set that, or leave it out')
-    if missing := {"model", "sparsity"} - set(values) - ({"sparsity"} if "target" in values else set()):
+    if (
+        missing := {"model", "sparsity"}
+        - set(values)
+        - ({"sparsity"} if {"target", "speedup"} & set(values) else set())
+    ):
         name = min(missing)
-        instead = ", or a target such as --target-params 5.5B," if name == "sparsity" else ""
+        instead = ", or --speedup, or a target such as --target-params 5.5B," if name == "sparsity" else ""
         raise SettingError(f"{name} is missing; give it{instead} on the command line or in the recipe")
     if isinstance(values.get("target"), str):
         values["target"] = parse_amount(values["target"])

@@ -9,7 +9,12 @@ of a list, B blocks of a list.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
+import scipy.optimize
+import scipy.sparse
 import torch
+
+from ddp_vllm.errors import SettingError
 
 
 def greedy(
@@ -141,6 +146,32 @@ def best_support(lists: Sequence[Lists], budget_G: torch.Tensor) -> list[torch.T
     taken_GM = greedy(worth_GM, cost_GM, budget_G, torch.cat(leads).expand_as(worth_GM))
     parts = taken_GM.split([part.cost.numel() // num_places for part in lists], dim=1)
     return [part.support(mine.reshape(part.cost.shape)) for part, mine in zip(lists, parts, strict=True)]
+
+
+def exact_choice(
+    worth_RB: Sequence[torch.Tensor], cost_RB: Sequence[torch.Tensor], budget: float
+) -> list[torch.Tensor]:
+    """Return how many blocks each list keeps, int64 [R] a module type: the most worth that `budget` can pay for.
+
+    worth_RB, cost_RB: float64 [R, B + 1] a module type, what keeping the first 0, 1, … blocks is worth and costs;
+    costs need not grow evenly. A choice of one number a list, by branch and bound (HiGHS). Raises: SettingError if
+    nothing can be paid for.
+    """
+    worth, cost = (torch.cat([part.flatten() for part in parts]).numpy() for parts in (worth_RB, cost_RB))
+    sizes = [len(row) for part in worth_RB for row in part]
+    rows = numpy.repeat(numpy.arange(len(sizes)), sizes)
+    one_each = scipy.sparse.csr_array((numpy.ones(len(rows)), (rows, numpy.arange(len(rows)))))
+    found = scipy.optimize.milp(
+        -worth / max(worth.max(), 1e-300),
+        integrality=numpy.ones(len(worth)),
+        bounds=(0, 1),
+        constraints=[(one_each, 1, 1), (cost[None] / budget, -numpy.inf, 1.0)],
+        options={"mip_rel_gap": 1e-6, "time_limit": 60.0},
+    )
+    if found.x is None:
+        raise SettingError("nothing that can be kept meets the budget; ask for less")
+    chosen = torch.from_numpy(found.x > 0.5).split([part.numel() for part in worth_RB])
+    return [mine.view_as(part).int().argmax(1) for mine, part in zip(chosen, worth_RB, strict=True)]
 
 
 def keeping_worth(saliency: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:

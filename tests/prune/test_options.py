@@ -16,11 +16,11 @@ from ddp_vllm.errors import SettingError
 pytestmark = pytest.mark.usefixtures("cache")
 FLAGS = {
     cli.prune: [
-        "--activation-checkpointing", "--align", "--batch-size", "--budget", "--context-length", "--controller",
-        "--data", "--distillation", "--dtype", "--group", "--head-unit", "--heldout-blocks", "--learn",
-        "--micro-batch-size",
-        "--output", "--overwrite", "--polish", "--quant-friendly", "--recipe", "--recover", "--save-every", "--scope",
-        "--seed", "--seq-len", "--shard", "--sparsity", "--steps", "--target-flops", "--target-kv-bytes",
+        "--activation-checkpointing", "--align", "--batch", "--batch-size", "--budget", "--concurrency", "--context",
+        "--context-length", "--controller", "--data", "--distillation", "--dtype", "--group", "--head-unit",
+        "--heldout-blocks", "--learn", "--micro-batch-size", "--other-machine", "--output", "--overwrite", "--phase",
+        "--polish", "--profile", "--quant-friendly", "--recipe", "--recover", "--save-every", "--scope", "--seed",
+        "--seq-len", "--shard", "--sparsity", "--speedup", "--steps", "--target-flops", "--target-kv-bytes",
         "--target-params", "--tp", "--tracker", "-o",
     ],
     cli.recover: [

@@ -1,0 +1,298 @@
+"""How long a step of vLLM takes by the widths of its layers: what `profile` measures and a latency budget spends.
+
+`profile` times whole models as they are served, with weights of no meaning: the dense one and some that differ from it
+in one width, the same in every layer (`shapes_of`). Differences of their times, divided by the number of layers, are
+what an attention block, an MLP or the routed experts of one layer cost at some widths; what is left belongs to
+embeddings, output head, sampling and scheduling. Between measured widths cost is linear, in steps of what the plugin
+fills MLPs up to. A removed block costs nothing, so the first unit of a block brings the block's fixed cost with it.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ddp_vllm.errors import SettingError
+from ddp_vllm.families import Dimensions, dense_layers, dimensions_of
+from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.widths import LayerWidths
+
+FORMAT = "ddp-vllm profile 1"
+PHASES = ("decode", "prefill", "mix")
+FRACTIONS = (0.25, 0.5, 0.75)  # of the dense width of MLPs and experts that are timed
+EXPERT_BLOCK = 16  # channels that experts are packed in (`moe_experts.py`)
+DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+              "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a machine is to do fast."""
+
+    phase: str
+    """`decode`: a step that gives each sequence one token; `prefill`: reading the prompts; `mix`: sequences of which
+    half is prompt and half is answer."""
+    batch: int
+    """Sequences served at once."""
+    context: int
+    """Tokens of each."""
+
+    def __str__(self) -> str:
+        return f"{self.phase}, {self.batch} sequences of {self.context:,} tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Seconds that a block of one kind adds to a step at some widths, as measured."""
+
+    points: tuple[tuple[int, float], ...]
+    """(width, seconds), both rising, without width 0, which takes none."""
+    multiple: int
+    """Widths take the time of the next multiple of this."""
+
+    @property
+    def unit(self) -> float:
+        """Seconds a unit, between the lowest and the highest width."""
+        (low, first), (high, last) = self.points[0], self.points[-1]
+        return (last - first) / (high - low) if high > low else last / high
+
+    @property
+    def fixed(self) -> float:
+        """Seconds that fall away only with the whole block: what is left of the widest one beside its units."""
+        width, seconds = self.points[-1]
+        return max(0.0, seconds - self.unit * width)
+
+    def seconds(self, width: float) -> float:
+        """Return what a block of this width adds; below the lowest measured width as the line through the next two."""
+        if width <= 0:
+            return 0.0
+        widths = [each for each, _ in self.points]
+        width = min(-(-width // self.multiple) * self.multiple, widths[-1])
+        if len(self.points) == 1:
+            return self.points[0][1] * width / widths[0]
+        place = min(max(bisect_left(widths, width), 1), len(widths) - 1)
+        (low, first), (high, last) = self.points[place - 1 : place + 1]
+        return max(0.0, first + (last - first) * (width - low) / (high - low))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What a step is made of, in seconds."""
+
+    dense: float
+    """The whole step of the dense model."""
+    attention: Curve | None
+    """By the number of KV heads, each with all its query heads; None in a mixture of experts, which keeps them."""
+    mlp: Curve | None
+    """By the number of channels; None in a mixture of experts."""
+    experts: Curve | None
+    """By the mean width of the routed experts of a layer."""
+    sizes: Dimensions
+
+    @property
+    def prunable(self) -> float:
+        """What goes if everything goes that can be pruned."""
+        return sum(self.of_layer(layer) for layer in self._dense_layers)
+
+    @property
+    def most(self) -> float:
+        """The speedup of a model without anything that can be pruned."""
+        return self.dense / max(self.dense - self.prunable, 1e-9)
+
+    @property
+    def _dense_layers(self) -> list[LayerWidths]:
+        queries = (self.sizes.queries_per_kv,) * self.sizes.num_kv_heads
+        width, routed = self.sizes.expert_intermediate_size, set(self.sizes.routed_layers)
+        return [
+            LayerWidths(
+                query_heads_per_kv_head=queries,
+                intermediate_size=0 if index in routed else self.sizes.intermediate_size,
+                expert_intermediate_sizes=(width,) * self.sizes.num_experts if index in routed else None,
+            )
+            for index in range(self.sizes.num_layers)
+        ]
+
+    def of_layer(self, widths: LayerWidths) -> float:
+        """Return what the blocks of a layer add that can be pruned."""
+        seconds = 0.0
+        if self.attention:
+            seconds += self.attention.seconds(widths.num_query_heads / self.sizes.queries_per_kv)
+        if self.mlp:
+            seconds += self.mlp.seconds(widths.intermediate_size)
+        if self.experts and (each := widths.expert_intermediate_sizes):
+            packed = [-(-width // EXPERT_BLOCK) * EXPERT_BLOCK for width in each]
+            seconds += self.experts.seconds(sum(packed) / len(packed))
+        return seconds
+
+    def speedup(self, layers: Sequence[LayerWidths]) -> float:
+        """Return how many times faster than the dense model a step of a model of these widths is."""
+        return self.dense / (self.dense - self.prunable + sum(map(self.of_layer, layers)))
+
+
+def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerWidths] | None]:
+    """Return the widths of every model to time, by name; None stands for the dense model itself.
+
+    multiple: what the plugin fills MLPs up to, so that no timed width lies between two steps.
+    """
+    sizes, dense = dimensions_of(config), dense_layers(config)
+
+    def everywhere(**changes: Any) -> list[LayerWidths]:
+        return [replace(layer, **changes) for layer in dense]
+
+    shapes: dict[str, list[LayerWidths] | None] = {"dense": None}
+    if sizes.num_experts:
+        for part in (0.0, *FRACTIONS):
+            width = _part(sizes.expert_intermediate_size, part, EXPERT_BLOCK)
+            shapes[f"experts {width}"] = [
+                replace(layer, expert_intermediate_sizes=(width,) * sizes.num_experts) if index in sizes.routed_layers
+                else layer
+                for index, layer in enumerate(dense)
+            ]  # fmt: skip
+        return shapes
+    for part in (0.0, *FRACTIONS):
+        width = _part(sizes.intermediate_size, part, multiple)
+        shapes[f"mlp {width}"] = everywhere(intermediate_size=width)
+    if sizes.num_kv_heads > 1:
+        half = -(-sizes.num_kv_heads // 2)
+        shapes[f"attention {half}"] = everywhere(query_heads_per_kv_head=(sizes.queries_per_kv,) * half)
+    gone = everywhere(query_heads_per_kv_head=())  # but vLLM wants one layer with a KV cache
+    shapes["attention once"] = [dense[0], *gone[1:]]
+    return shapes
+
+
+def _part(width: int, part: float, multiple: int) -> int:
+    return round(part * width / multiple) * multiple
+
+
+class Profile:
+    """A file that `ddp-vllm profile` wrote."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        self.path, self.content = path, content
+
+    def check_suits(self, config: Mapping[str, Any]) -> None:
+        """Refuse a profile of a model of other sizes. Raises: SettingError."""
+        mine, theirs = dimensions_in(config), self.content["model"]
+        if different := [name for name, value in mine.items() if theirs.get(name) != value]:
+            name = different[0]
+            raise SettingError(
+                f"{self.path} was measured with a model whose {name} is {theirs.get(name)}, here it is {mine[name]}; "
+                "measure this one with ddp-vllm profile"
+            )
+
+    def check_here(self, hardware: Mapping[str, Any]) -> None:
+        """Refuse a profile of another machine. Raises: SettingError."""
+        for name in ("cpu", "cores", "gpus"):
+            if self.content["hardware"].get(name) != hardware.get(name):
+                raise SettingError(
+                    f"{self.path} was measured on a machine with {name} {self.content['hardware'].get(name)}, this one "
+                    f"has {hardware.get(name)}; measure here with ddp-vllm profile, or pass --other-machine if the "
+                    "model will be served there"
+                )
+
+    def times(self, workload: Workload) -> list[StepTimes]:
+        """Return what a step is made of, once for each round in which every shape was timed.
+
+        Between measured batches and contexts times are interpolated. Raises: SettingError outside of them.
+        """
+        rounds: dict[int, dict[str, float]] = {}
+        for run in self.content["times"]:
+            rounds.setdefault(run["round"], {})[run["shape"]] = seconds_of(run["cells"], workload)
+        names = set(self.content["shapes"])
+        config = self.content["config"]
+        return [_made_of(found, config, self.content["multiple"]) for found in rounds.values() if set(found) == names]
+
+    def middle(self, workload: Workload) -> StepTimes:
+        """Return what a step is made of, in the median of the rounds."""
+        found: dict[str, list[float]] = {}
+        for run in self.content["times"]:
+            found.setdefault(run["shape"], []).append(seconds_of(run["cells"], workload))
+        seconds = {name: median(values) for name, values in found.items()}
+        return _made_of(seconds, self.content["config"], self.content["multiple"])
+
+    def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
+        """Return the predicted speedup of these widths over the dense model: of the median, and the rounds' range."""
+        each = [times.speedup(layers) for times in self.times(workload)]
+        return self.middle(workload).speedup(layers), min(each), max(each)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile back. Raises: SettingError if it is none, or was not finished."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{path} cannot be read ({error}); write one with ddp-vllm profile MODEL") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise SettingError(f"{path} is no profile of this version; write one with ddp-vllm profile MODEL")
+    if not content.get("complete"):
+        raise SettingError(f"{path} is not finished; the command that began it goes on with it")
+    return Profile(path, content)
+
+
+def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a config decides how long its model takes, as plain data."""
+    return {"model_type": dense_type(config)} | {name: config[name] for name in DIMENSIONS if config.get(name)}
+
+
+def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
+    """Return the seconds of a workload, bilinear between the batches and contexts of measured cells.
+
+    Raises: SettingError outside of them.
+    """
+    phase, batch, context = workload.phase, workload.batch, workload.context
+    if phase == "mix":
+        decode, prefill = (seconds_of(cells, replace(workload, phase=each)) for each in ("decode", "prefill"))
+        return prefill / 2 + decode * context / 2
+    measured = [(cell["batch"], cell["context"], cell[phase]) for cell in cells]
+    batches, contexts = sorted({cell[0] for cell in measured}), sorted({cell[1] for cell in measured})
+    for name, value, known in (("batch", batch, batches), ("context", context, contexts)):
+        if not known[0] <= value <= known[-1]:
+            raise SettingError(
+                f"the profile was measured with a {name} of {' to '.join(map(str, sorted({known[0], known[-1]})))}, "
+                f"not {value}; measure that too: "
+                f"ddp-vllm profile MODEL --{name} {','.join(map(str, sorted({*known, value})))}"
+            )
+    seconds = {(b, c): value for b, c, value in measured}
+    along_batch = [(b, _between([(c, seconds[b, c]) for c in contexts], context)) for b in batches]
+    return _between(along_batch, batch)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    place = min(max(bisect_left([each for each, _ in points], x), 1), len(points) - 1)
+    if len(points) == 1:
+        return points[0][1]
+    (low, first), (high, last) = points[place - 1 : place + 1]
+    return first + (last - first) * (x - low) / (high - low)
+
+
+def _made_of(seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
+    """Return what a step is made of, from the seconds of every shape."""
+    sizes, dense = dimensions_of(config), seconds["dense"]
+
+    def curve(kind: str, full: int, layers: int, step: int, at_zero: Callable[[], float]) -> Curve:
+        """Noise may make a wider block faster; it then takes as long as the narrower one."""
+        whole = max(0.0, at_zero())
+        found = {full: whole}
+        for name, value in seconds.items():
+            of, _, text = name.partition(" ")
+            if of == kind and text.isdecimal() and int(text):
+                found[int(text)] = max(0.0, whole - (dense - value) / layers)
+        points, highest = [], 0.0
+        for width in sorted(found):
+            highest = max(highest, found[width])
+            points.append((width, min(highest, whole)))
+        return Curve(points=tuple(points), multiple=step)
+
+    if sizes.num_experts:
+        routed = len(sizes.routed_layers)
+        experts = curve("experts", sizes.expert_intermediate_size, routed, 1,
+                        lambda: (dense - seconds["experts 0"]) / routed)  # fmt: skip
+        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, sizes=sizes)
+    layers = sizes.num_layers
+    attention = curve("attention", sizes.num_kv_heads, layers, 1,
+                      lambda: (dense - seconds["attention once"]) / max(1, layers - 1))  # fmt: skip
+    mlp = curve("mlp", sizes.intermediate_size, layers, multiple, lambda: (dense - seconds["mlp 0"]) / layers)
+    return StepTimes(dense=dense, attention=attention, mlp=mlp, experts=None, sizes=sizes)

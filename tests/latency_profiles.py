@@ -1,0 +1,46 @@
+"""A profile of a machine whose times are known exactly, for tests of what is made of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.families import dense_layers
+from ddp_vllm.latency import FORMAT, dimensions_in, shapes_of
+from ddp_vllm.remote_code.widths import LayerWidths
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 320,
+}  # fmt: skip
+REST, ATTENTION, KV_HEAD, MLP, CHANNEL = 5e-3, 1e-4, 2e-4, 3e-4, 1e-6
+
+
+def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256) -> float:
+    """What a machine takes whose times follow the model exactly; batch and context make it linearly slower."""
+    total = REST
+    for layer in layers:
+        total += (ATTENTION + KV_HEAD * layer.num_kv_heads) * bool(layer.num_kv_heads)
+        total += (MLP + CHANNEL * -(-layer.intermediate_size // 128) * 128) * bool(layer.intermediate_size)
+    return total * (1 + batch / 8) * (1 + context / 256)
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """A profile of two rounds, the second everywhere a tenth slower at decoding."""
+
+    def cell(widths: list[LayerWidths] | None, turn: int, batch: int, context: int) -> dict[str, Any]:
+        each = seconds(widths or dense_layers(CONFIG), batch, context)
+        return {"batch": batch, "context": context, "decode": (1 + turn / 10) * each, "prefill": 50 * each}
+
+    shapes = shapes_of(CONFIG, 128)
+    times = [
+        {"round": turn, "shape": name, "cells": [cell(widths, turn, b, c) for b in (1, 8) for c in (256, 1024)]}
+        for turn in (0, 1)
+        for name, widths in shapes.items()
+    ]
+    content = {
+        "format": FORMAT, "complete": True, "multiple": 128, "model": dimensions_in(CONFIG), "config": CONFIG,
+        "shapes": list(shapes), "times": times, "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []}, "versions": {},
+    }  # fmt: skip
+    path = folder / "machine.json"
+    path.write_text(json.dumps(content | changes))
+    return path

@@ -1,0 +1,60 @@
+"""Times of a step by widths: what a profile says of models that nobody timed."""
+
+from pathlib import Path
+
+import pytest
+from latency_profiles import ATTENTION, CHANNEL, CONFIG, KV_HEAD, MLP, REST, seconds, written
+
+from ddp_vllm.errors import SettingError
+from ddp_vllm.families import dense_layers
+from ddp_vllm.latency import Profile, Workload, read_profile
+from ddp_vllm.remote_code.widths import LayerWidths
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Profile:
+    return read_profile(written(tmp_path))
+
+
+def layers(*widths: tuple[int, int]) -> list[LayerWidths]:
+    return [LayerWidths(query_heads_per_kv_head=(2,) * heads, intermediate_size=channels) for heads, channels in widths]
+
+
+@pytest.mark.parametrize("batch, context", [(8, 256), (1, 1024), (4, 700)])
+def test_a_model_that_nobody_timed_takes_what_its_blocks_take(profile: Profile, batch: int, context: int) -> None:
+    """Widths between those timed, blocks that are gone, batches and contexts between those measured."""
+    pruned = layers((4, 900), (0, 513), (2, 0), (3, 128))
+    expected = seconds(dense_layers(CONFIG), batch, context) / seconds(pruned, batch, context)
+    speedup, low, high = profile.speedup(pruned, Workload(phase="decode", batch=batch, context=context))
+    assert speedup == pytest.approx(expected, rel=1e-6) and low - 1e-9 <= speedup <= high + 1e-9
+
+
+def test_a_mix_is_half_reading_and_half_writing(profile: Profile) -> None:
+    dense = dense_layers(CONFIG)
+    mixed = profile.middle(Workload(phase="mix", batch=8, context=256)).dense
+    once = seconds(dense)
+    assert mixed == pytest.approx(50 * once / 2 + 128 * 1.05 * once)
+
+
+def test_what_a_block_costs_falls_apart_into_fixed_and_by_unit(profile: Profile) -> None:
+    times = profile.times(Workload(phase="decode", batch=8, context=256))[0]
+    assert times.mlp and times.attention
+    assert times.mlp.unit == pytest.approx(4 * CHANNEL) and times.mlp.fixed == pytest.approx(4 * MLP)
+    assert times.attention.unit == pytest.approx(4 * KV_HEAD) and times.attention.fixed == pytest.approx(4 * ATTENTION)
+    assert times.most == pytest.approx(seconds(dense_layers(CONFIG)) / (4 * REST))
+
+
+def test_refusals(tmp_path: Path, profile: Profile) -> None:
+    with pytest.raises(SettingError, match="batch of 1 to 8, not 16"):
+        profile.middle(Workload(phase="decode", batch=16, context=256))
+    with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
+        profile.check_suits(CONFIG | {"hidden_size": 128})
+    with pytest.raises(SettingError, match="a machine with cores 2"):
+        profile.check_here({"cpu": "a CPU", "cores": 64, "gpus": []})
+    with pytest.raises(SettingError, match="not finished"):
+        read_profile(written(tmp_path, complete=False))
+    with pytest.raises(SettingError, match="no profile of this version"):
+        read_profile(written(tmp_path, format="another"))
+    (tmp_path / "machine.json").write_text("{")
+    with pytest.raises(SettingError, match="cannot be read"):
+        read_profile(tmp_path / "machine.json")
