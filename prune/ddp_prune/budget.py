@@ -33,14 +33,14 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 
-def keep_schedule(progress: float, keep_ratio: float) -> float:
-    """Return the keep ratio asked for at `progress` in [0, 1]: 1 at the start, ρ from 0.85 on, quadratic between.
+def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
+    """Return the keep ratio asked for at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic between.
 
     As in gradual pruning (arXiv:1710.01878): much while the rest can still adapt, little near the end. Its cubic closes
     too much before the first tokens have told what matters.
     """
     left = max(0.0, 1.0 - progress / 0.85)
-    return keep_ratio + (1.0 - keep_ratio) * left**2
+    return keep_ratio + (start - keep_ratio) * left**2
 
 
 def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe, load_recipe, load_recovery
+from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe, load_recipes, load_recovery
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output
@@ -23,12 +23,26 @@ from ddp_vllm.output import check_output
 ALIASES = {  # field -> another name of its option: that of 0.1, or that of the same thing in `profile`
     "scope": "--group", "context_length": "--context", "concurrency": "--batch"
 }  # fmt: skip
-NO_OPTION = {"model", "target", "alm"}  # the argument, three options of their own, a table of the recipe file
+NO_OPTION = {"model", "target", "alm", "in_family", "after", "after_steps"}  # argument, three options, a table, sizes
+SIZES = {"sparsity", "speedup"}  # of which there may be several
 TARGETS = {  # budget -> help of its option
     "params": "Instead of a fraction: parameters of the whole model, as 5.5B.",
     "flops": "The same in FLOPs a token, at --context-length.",
     "kv-bytes": "The same in bytes of KV cache a token, at 16 bits.",
 }
+
+
+class Sizes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
+    """A number, or several by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            sizes = [float(part) for part in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is no number, nor several by commas", param, ctx)
+        return sizes[0] if len(sizes) == 1 else sizes
 
 
 def field_docs(settings: type) -> dict[str, str]:
@@ -59,8 +73,9 @@ def recipe_options(settings: type, command: Callable[..., None]) -> Callable[...
         names = [f"--{field.name.replace('_', '-')}", *filter(None, [ALIASES.get(field.name)]), field.name]
         first_sentence = docs.get(field.name, "").partition(". ")[0].removesuffix(".").replace("`", "")
         kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
+        kind = Sizes() if field.name in SIZES else kind
         flag = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
-        has_default = kind is not bool and field.name not in ("sparsity", "teacher")  # what has to be given, or may
+        has_default = kind is not bool and field.name not in {*SIZES, "teacher"}  # what has to be given, or may
         inherits = settings is RecoveryRecipe and field.name in INHERITED
         default = "as for the masks" if inherits else field.default
         text = first_sentence + (f". [default: {default}]" if has_default else ".")
@@ -81,13 +96,13 @@ def prune(
 ) -> None:
     """Learn what MODEL can do without and write the pruned checkpoint.
 
-    MODEL is a folder or a Hugging Face hub name. Gates on heads and channels of its frozen weights are learned on text;
-    those that close are removed. With --recover, what is left then learns from MODEL. Interrupted, the same command
-    goes on where it was. On several devices:
-    accelerate launch -m ddp_vllm prune …
+    MODEL is a folder or a Hugging Face hub name. Gates on its heads and channels are learned on text; those that close
+    are removed. What stays learns meanwhile, and with --recover longer. Several sizes, as --sparsity 0.1,0.2,0.3, come
+    from one search, each in a folder of its own. Interrupted, the same command goes on where it was. On several
+    devices: accelerate launch -m ddp_vllm prune …
     """
-    recipe = load_recipe(recipe_file, _settings(**settings) | {"model": model})
-    if not (recipe.recover and output.is_dir()):  # where an interrupted recovery may have a pruned model to go on from
+    recipes = load_recipes(recipe_file, _settings(**settings) | {"model": model})
+    if not (recipes[0].recover or len(recipes) > 1) or not output.is_dir():  # there may be something to go on from
         check_output(output, overwrite=overwrite)
     # OpenMP threads that spin while they wait slow a step several times over beside another busy process (log 3)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -95,7 +110,7 @@ def prune(
 
     from ddp_prune.pipeline import prune as run
 
-    run(recipe, output, overwrite=overwrite, tracker=tracker, console=Console())
+    run(recipes, output, overwrite=overwrite, tracker=tracker, console=Console())
 
 
 @click.command()

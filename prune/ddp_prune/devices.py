@@ -236,8 +236,11 @@ def load(source: Source, recipe: Recipe | RecoveryRecipe, accelerator: Accelerat
     return load_model(source, recipe.dtype, accelerator.device)
 
 
-def check_shares(batch_size: int, num_processes: int) -> None:
+def check_shares(recipe: Recipe | RecoveryRecipe, num_processes: int) -> None:
     """Refuse what would leave processes waiting for others' weights. Raises: SettingError."""
+    batch_size = recipe.batch_size
+    if not recipe.shard:
+        return
     if num_processes == 1:
         raise SettingError(
             "shard cuts the weights over processes, but there is one; start with: "

@@ -6,8 +6,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.recover import recover
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
-from ddp_prune.train import train
+from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.cache import cache_folder
@@ -57,58 +57,73 @@ from ddp_vllm.output import check_output, make_folder
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code.widths import LayerWidths
 
+BRANCH = "branch"  # where a family keeps how far its search is, beside the folders of its sizes
 
-def prune(recipe: Recipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
-    """Learn masks for `recipe.model` and write the pruned checkpoint to `output`.
+
+def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
+    """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
 
     What a user can get wrong is checked before the model is loaded, the output by the command line.
     Raises: a child of DdpError.
     """
-    check_run_folders(output)
+    first, alone = recipes[0], len(recipes) == 1
+    folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
+    for folder in folders:
+        check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
-    if recipe.shard:
-        check_shares(recipe.batch_size, accelerator.num_processes)
-    _prune(recipe, output, accelerator, overwrite=overwrite, tracker=tracker, console=console)
-    if recipe.recover:
-        shared: dict[str, Any] = {
-            each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)
-        }
-        weights = RecoveryRecipe(model=str(output), teacher=recipe.model, minutes=recipe.recover, **shared)
-        recover(weights, output, accelerator, overwrite=True, console=console)
+    check_shares(first, accelerator.num_processes)
+    first = in_turn(accelerator, partial(with_profile, first))
+    source, shapes = in_turn(accelerator, lambda: _open(first, output))
+    first = settled(first, shapes, folders[0], accelerator)
+    recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]
+    if tracker:
+        accelerator.init_trackers("ddp-vllm", config=recipes[-1].to_dict())
+    say = partial(console.print, markup=False, soft_wrap=True) if accelerator.is_main_process else lambda _: None
+    for place, (recipe, folder) in enumerate(zip(recipes, folders, strict=True)):
+        head_unit, pools, blocks = in_turn(accelerator, partial(_prepare, recipe, source, shapes, recipes[-1].steps))
+        for line in _announce(recipe, source, head_unit, pools, blocks):
+            say(line)
+        learned_from = fingerprint([blocks.train, blocks.heldout], weight_files(source.folder))
+        state = partial(RunState, learned_from=learned_from, writes=accelerator.is_main_process)
+        before = None if place == 0 else state(output / BRANCH, recipes[place - 1])
+        after = None if alone else state(output / BRANCH, recipe)
+        if from_main(accelerator, not _learned_before(recipe, folder, learned_from)):
+            with failing_together(accelerator):
+                if accelerator.is_main_process:
+                    check_output(folder, overwrite=overwrite)
+            run = state(folder, recipe, say=say)
+            _prune(recipe, folder, source, head_unit, pools, blocks, accelerator, run, (before, after),
+                   overwrite=overwrite, console=console)  # fmt: skip
+        else:
+            say(f"{folder} was learned before")
+        _recover(recipe, folder, accelerator, console)
     accelerator.end_training()
     if accelerator.is_main_process:
-        show(output, recipe.model, console)
+        if after and after.folder.is_dir():
+            after.remove()
+            with suppress(OSError):  # another run's files
+                after.folder.rmdir()
+        for folder in folders:
+            show(folder, first.model, console)
 
 
 def _prune(
-    recipe: Recipe, output: Path, accelerator: Accelerator, *, overwrite: bool, tracker: str | None, console: Console
+    recipe: Recipe,
+    output: Path,
+    source: Source,
+    head_unit: str,
+    pools: list[Pool],
+    blocks: Blocks,
+    accelerator: Accelerator,
+    run: RunState,
+    branches: Branches,
+    *,
+    overwrite: bool,
+    console: Console,
 ) -> None:
-    """Learn masks and write the pruned checkpoint, unless that is there already and only its recovery is missing."""
+    """Learn masks of one size and write the pruned checkpoint."""
     main = accelerator.is_main_process
-    recipe = in_turn(accelerator, partial(with_profile, recipe))
-    source, shapes = in_turn(accelerator, lambda: _open(recipe, output))
-    recipe = settled(recipe, shapes, output, accelerator)
-    with failing_together(accelerator):
-        before = learned_before(recipe, output) if main else None
-        if main and before is None:
-            check_output(output, overwrite=overwrite)
-    head_unit, pools, blocks = in_turn(accelerator, lambda: _prepare(recipe, source, shapes))
-    if tracker:
-        accelerator.init_trackers("ddp-vllm", config=recipe.to_dict())
     set_seed(recipe.seed)
-    say = partial(console.print, markup=False)  # [ in the name of a file is a [
-    if main:
-        for line in _announce(recipe, source, head_unit, pools, blocks):
-            say(line)
-    learned_from = fingerprint([blocks.train, blocks.heldout], weight_files(source.folder))
-    if from_main(accelerator, before == learned_from):
-        if main:
-            say("the masks were learned before; going on with the recovery")
-        return
-    with failing_together(accelerator):
-        if main and before is not None:
-            check_output(output, overwrite=overwrite)
-    run = RunState(output, recipe, learned_from=learned_from, writes=main, say=partial(say, soft_wrap=True))
     with ExitStack() as stack:
         with failing_together(accelerator):
             stack.enter_context(run.locked())
@@ -117,7 +132,7 @@ def _prune(
         try:
             model = load(source, recipe, accelerator)
             gated = GatedModel(model, source.family, source.sizes, head_unit)
-            learned, perplexity, become = _learn(gated, source, blocks, recipe, accelerator, run, progress)
+            learned, perplexity, become = _learn(gated, source, blocks, recipe, accelerator, run, branches, progress)
         except torch.OutOfMemoryError as error:  # a step says it in words of its own
             raise TrainingError(
                 f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; "
@@ -138,7 +153,7 @@ def _prune(
                 **routing(learned, source.sizes.routed_layers),
                 **predicted(recipe, layer_widths(learned.gates, source, head_unit)),
                 "perplexity": perplexity,
-                "learned_from": learned_from,
+                "learned_from": run.learned_from,
             },
             evidence={"z": learned.z, "saliency": learned.saliency},
             overwrite=overwrite,
@@ -207,12 +222,22 @@ def _provenance(output: Path) -> dict[str, Any]:
         return {}
 
 
-def learned_before(recipe: Recipe, output: Path) -> dict[str, Any] | None:
-    """Return what the masks in `output` learned from, if it is there for this recipe's recovery to go on; else None."""
-    provenance = _provenance(output) if recipe.recover else {}
-    learned_by = provenance.get("recipe", {})
-    same = decisive(learned_by) == decisive(json.loads(json.dumps(recipe.to_dict()))) and learned_by.get("recover")
-    return provenance.get("learned_from") if same and "recovery" not in provenance else None
+def _learned_before(recipe: Recipe, output: Path, learned_from: dict[str, Any]) -> bool:
+    """Tell whether `output` holds what this recipe made of these texts and weights, for the rest to go on from."""
+    found = _provenance(output)
+    learned_by = found.get("recipe", {})
+    same = decisive(learned_by) == decisive(json.loads(json.dumps(recipe.to_dict())))
+    unfinished = recipe.in_family or (recipe.recover and learned_by.get("recover") and "recovery" not in found)
+    return bool(unfinished and same and found.get("learned_from") == learned_from)
+
+
+def _recover(recipe: Recipe, output: Path, accelerator: Accelerator, console: Console) -> None:
+    """Let the weights learn afterwards for as long as the recipe says, unless they have."""
+    if not recipe.recover or "recovery" in _provenance(output):
+        return
+    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
+    weights = RecoveryRecipe(model=str(output), teacher=recipe.model, minutes=recipe.recover, **shared)
+    recover(weights, output, accelerator, overwrite=True, console=console)
 
 
 def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool], blocks: Blocks) -> list[str]:
@@ -235,6 +260,7 @@ def _learn(
     recipe: Recipe,
     accelerator: Accelerator,
     run: RunState,
+    branches: Branches,
     progress: StepProgress,
 ) -> tuple[Learned, dict[str, Any], Become | None]:
     """Return what was learned, the perplexity of held-out text before and after, and what weights have become.
@@ -252,7 +278,7 @@ def _learn(
         dense_model = load(source, recipe, accelerator)
         weights = LearningWeights(gated.model, accelerator)
     with progress as report:
-        learned = train(gated, blocks.train, recipe, accelerator, run, report, weights, dense_model)
+        learned = train(gated, blocks.train, recipe, accelerator, run, report, weights, dense_model, branches)
     become = weights.finish() if weights else None
     pruned_losses = block_losses(gated, learned.gates, blocks.heldout)
     quality = {
@@ -272,8 +298,10 @@ def _open(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
     return source, weight_shapes(source)
 
 
-def _prepare(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]) -> tuple[str, list[Pool], Blocks]:
-    """Find the text, and check that the recipe suits it and the model."""
+def _prepare(
+    recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], num_steps: int
+) -> tuple[str, list[Pool], Blocks]:
+    """Find the text for so many steps, and check that the recipe suits it and the model."""
     if recipe.seq_len > (longest := source.config.get("max_position_embeddings") or math.inf):
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
@@ -284,7 +312,7 @@ def _prepare(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]) ->
         recipe.data,
         load_tokenizer(str(source.folder)),
         seq_len=recipe.seq_len,
-        train_blocks=recipe.steps * recipe.batch_size,
+        train_blocks=num_steps * recipe.batch_size,
         heldout_blocks=recipe.heldout_blocks,
         min_train_blocks=recipe.batch_size,
         seed=recipe.seed,

@@ -8,7 +8,7 @@ checkpoint, so a result can be made again. The command line's options, their hel
 import dataclasses
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ CHOICES = {
 }
 
 
+FAMILY_POLISH = 0.4  # of the polish of one size alone: five sizes then cost 1.3 times the largest
 INHERITED = ("data", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
 """Settings that a recovery takes over from the run that learned the masks, where none are given."""
 
@@ -193,6 +194,13 @@ class Recipe(LearningSettings):
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
 
+    in_family: bool = False
+    """One of several sizes from one search."""
+    after: float = 0.0
+    """Of a family: the size that the same search passed before this one; 0: it begins here."""
+    after_steps: int = 0
+    """Steps that the search had done by then."""
+
     learn: str = "auto"
     """What learns while gates close: the `scales` of what is open, as in the paper, or also all weights but embeddings
     (`full`). That takes a second copy of the model, the teacher, and 18 bytes more a parameter. `auto` is `full` where
@@ -219,6 +227,19 @@ class Recipe(LearningSettings):
             _at_least(name, getattr(self, name), 1)
         _at_least("recover", self.recover, 0)
         _check_fraction("polish", self.polish)
+
+    @property
+    def size_name(self) -> str:
+        return "speedup" if self.speedup else "sparsity"
+
+    @property
+    def size(self) -> float:
+        """How much goes, as it was asked for."""
+        return self.speedup or self.sparsity
+
+    def resized(self, size: float, **changes: Any) -> "Recipe":
+        """Return the recipe of another size of a family."""
+        return dataclasses.replace(self, **{self.size_name: size, **changes})
 
     @property
     def workload(self) -> Workload:
@@ -277,6 +298,39 @@ class RecoveryRecipe(LearningSettings):
     def steps(self) -> int:
         """Optimizer steps; at least one."""
         return max(1, self.tokens // (self.batch_size * self.seq_len))
+
+
+def load_recipes(path: Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
+    """Build the recipe of each size, smallest cut first, as `load_recipe` does; several sizes are one family."""
+    values = _read(path, settings, Recipe)
+    name = "speedup" if values.get("speedup") else "sparsity"
+    if not isinstance(values.get(name), list | tuple):
+        return [load_recipe(path, settings)]
+    sizes = sorted({float(each) for each in values[name] if type(each) in (int, float)})
+    if len(sizes) != len(values[name]):
+        raise SettingError(f"{name} is {values[name]}; give numbers that differ, as 0.1,0.2,0.3")
+    last = load_recipe(path, {**settings, name: sizes[-1]})
+    return family(last, sizes) if len(sizes) > 1 else [last]
+
+
+def family(last: Recipe, sizes: Sequence[float]) -> list[Recipe]:
+    """Return the recipes of all sizes, rising, that one search passes on its way to `last`, the largest cut.
+
+    The search has as many steps as that of `last` alone, shared out by what each size removes more than the one before.
+    Raises: SettingError if a size is left without steps.
+    """
+    if last.controller != "gradual":
+        raise SettingError(f"controller is {last.controller!r}, which passes no sizes on its way; give one size")
+    polish, recipes, before, done = max(1, round(FAMILY_POLISH * last.polish_steps)), [], 0.0, 0
+    for size in sizes:
+        removed, in_all = (1 - 1 / each if last.speedup else each for each in (size, sizes[-1]))
+        end = round(last.search_steps * removed / in_all)
+        if end <= done:
+            raise SettingError(f"steps is {last.steps}, which leaves none for {last.size_name} {size:g}; give more")
+        steps = {"steps": end + polish, "polish": polish / (end + polish), "after_steps": done}
+        recipes.append(last.resized(size, in_family=True, after=before, **steps))
+        before, done = size, end
+    return recipes
 
 
 def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:

@@ -58,8 +58,7 @@ def recover(
     Raises: a child of DdpError.
     """
     check_run_folders(output)
-    if recipe.shard:
-        check_shares(recipe.batch_size, accelerator.num_processes)
+    check_shares(recipe, accelerator.num_processes)
     found = in_turn(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
     say = partial(console.print, markup=False, soft_wrap=True) if accelerator.is_main_process else lambda _: None

@@ -90,7 +90,8 @@ class RunState:
     def _forget_after(self, step: int) -> None:
         """Cut off the metrics of later steps, and a line that was not finished; needs no room on the disk."""
         if self.metrics.exists():
-            lines = self.metrics.read_bytes().splitlines(keepends=True)[:step]
+            done = step - getattr(self.recipe, "after_steps", 0)  # before them another size had its own metrics
+            lines = self.metrics.read_bytes().splitlines(keepends=True)[:done]
             os.truncate(self.metrics, sum(len(line) for line in lines if line.endswith(b"\n")))
 
     def start(self) -> None:
@@ -115,6 +116,8 @@ class RunState:
         header = {"format": STATE_FORMAT, "step": step, "recipe": self.recipe.to_dict(), "extra": extra}
         header["learned_from"] = self.learned_from
         contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
         with self._writing(), atomic_file(self.state) as temporary:
             save_file(contiguous, temporary, {"run": json.dumps(header)})
 

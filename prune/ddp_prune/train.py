@@ -14,12 +14,14 @@ from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_prune.run_state import RunState
 from ddp_prune.trainer import Batches, Learned, Trainer
 from ddp_prune.weights import LearningWeights
-from ddp_vllm.errors import TrainingError
+from ddp_vllm.errors import OutputError, TrainingError
 
 SAVE_SECONDS = 600.0  # a step of the paper's 16 sequences of 2,048 tokens takes minutes on a CPU
 TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
 
 Report = Callable[[dict[str, float]], None]
+Branches = tuple[RunState | None, RunState | None]
+"""Of a family of sizes: the search of the size before, to begin from, and where to leave that of this one."""
 
 
 class Learner(Protocol):
@@ -48,6 +50,7 @@ def train(
     report: Report,
     weights: LearningWeights | None = None,
     dense: Any = None,
+    branches: Branches = (None, None),
 ) -> Learned:
     """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
@@ -62,7 +65,7 @@ def train(
     if weights:
         fit_attention(dense, recipe.seq_len, accelerator.device)
         trainer.learn_weights(weights, dense)
-    take_steps(trainer, recipe, accelerator, run, report)
+    take_steps(trainer, recipe, accelerator, run, report, branches)
     model.set_attn_implementation(stock_attention)  # what is judged is judged as the dense model was
     return trainer.learned()
 
@@ -83,17 +86,27 @@ def fit_batches(
 
 
 def take_steps(
-    learner: Learner, recipe: Recipe | RecoveryRecipe, accelerator: Accelerator, run: RunState, report: Report
+    learner: Learner,
+    recipe: Recipe | RecoveryRecipe,
+    accelerator: Accelerator,
+    run: RunState,
+    report: Report,
+    branches: Branches = (None, None),
 ) -> None:
     """Do all steps of a recipe, or those that an interrupted run has left.
 
     `report` is called after every step with its metrics (losses in nats a token, tokens and seconds). Raises:
     TrainingError if the loss is not a number or memory runs out; what was saved last stays in the run's folder.
     """
-    first, saved, saved_at = 0, load_run(run, accelerator), time.perf_counter()
-    if saved is None:
+    (before, after), first, saved_at = branches, 0, time.perf_counter()
+    if (saved := load_run(run, accelerator)) is None:
         run.start()
-    else:
+        if before and (saved := load_run(before, accelerator)) is None:
+            raise OutputError(
+                f"{before.folder} lacks the search of the size before, which this one goes on from; delete "
+                f"{before.folder.parent} and begin anew"
+            )
+    if saved:
         first = saved[0]
         learner.restore(*saved)
     for step in range(first, recipe.steps):
@@ -110,6 +123,8 @@ def take_steps(
         if due or step + 1 == recipe.steps:  # what comes after the last step can fail too
             run.save(step + 1, learner.state(), learner.extra)
             saved_at = time.perf_counter()
+        if after and isinstance(recipe, Recipe) and step + 1 == recipe.search_steps:
+            after.save(step + 1, learner.state(), learner.extra)
         accelerator.log(metrics, step=step + 1)
         report(metrics)
 

@@ -104,6 +104,11 @@ class Trainer:
         model: Any = gated.model
         shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self.pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
+        self.start = {pool.name: 1.0 for pool in self.pools}  # keep ratios at which the search begins
+        if recipe.after:
+            before = recipe.resized(recipe.after)
+            pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, before)
+            self.start = {pool.name: pool.keep_ratio for pool in pools}
         self.narrow = narrow_layers(gated, accelerator, batches.micro, recipe.seq_len)
         device = accelerator.device
         self.z = {kind: torch.ones(shape, device=device) for kind, shape in gated.shapes.items()}
@@ -157,7 +162,8 @@ class Trainer:
         else:
             self.search(step, masks, gradients)
         if self.weights:
-            rate = rate_of(step, recipe.steps, LEARNING_RATES["full"], WARMUP)
+            flat = recipe.search_steps if recipe.in_family else 0  # the rate of a size does not hang on later ones
+            rate = rate_of(step, recipe.steps, LEARNING_RATES["full"], WARMUP, flat)
             self.weights.move(rate, self.weights.join())
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
@@ -169,7 +175,8 @@ class Trainer:
 
     def progress(self, step: int) -> float:
         """Return how much of the search is done after this step, in (0, 1]."""
-        return min(1.0, (step + 1) / self.recipe.search_steps)
+        first = self.recipe.after_steps
+        return min(1.0, (step + 1 - first) / (self.recipe.search_steps - first))
 
     def _gradients(self, step: int, masks: Masks) -> tuple[float, float, Masks, Masks]:
         """Return CE, KL, dloss/dm [L, U] and the sum over tokens of the square of each one's own, over all processes.
@@ -231,7 +238,8 @@ class Trainer:
         """Close the gates that are worth least for their cost until what stays is what the schedule allows now."""
         for pool in self.pools:
             worth = {kind: self._worth(kind, self.z[kind]) for kind in pool.shapes}
-            self.support.update(pool.close(worth, self.support, keep_schedule(progress, pool.keep_ratio)))
+            start = self.start[pool.name]
+            self.support.update(pool.close(worth, self.support, keep_schedule(progress, pool.keep_ratio, start)))
 
     def _saliency(self, kind: str) -> torch.Tensor:
         """Return the information on each gate a step, with no verdict on experts that were never chosen."""

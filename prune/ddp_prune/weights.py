@@ -140,12 +140,16 @@ class LearningWeights:
         return become
 
 
-def rate_of(step: int, num_steps: int, highest: float, warmup: float) -> float:
-    """Return AdamW's rate in a step: it rises linearly over `warmup` of the steps, then falls to 0 along a cosine."""
+def rate_of(step: int, num_steps: int, highest: float, warmup: float, flat_until: int = 0) -> float:
+    """Return AdamW's rate in a step: it rises linearly over `warmup` of the steps, then falls to 0 along a cosine.
+
+    flat_until: the step at which it begins to fall, if that is later.
+    """
     rising = warmup * num_steps
     if step < rising:
         return highest * (step + 1) / (rising + 1)
-    return highest * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / (num_steps - rising)))
+    falling = max(rising, flat_until)
+    return highest * 0.5 * (1.0 + math.cos(math.pi * max(0.0, step - falling) / (num_steps - falling)))
 
 
 def _add_low_rank(student: Any, rank: int) -> Any:

@@ -234,10 +234,10 @@ def test_free_memory_in_a_container(limit: str, free: int, tmp_path: Path, monke
 
 def test_weights_are_cut_over_several_processes_with_equal_batches() -> None:
     with pytest.raises(SettingError, match="there is one; start with: accelerate launch"):
-        check_shares(16, 1)
+        check_shares(Recipe(model="m", sparsity=0.2, shard=True), 1)
     with pytest.raises(SettingError, match=r"batch_size is 10, which 4 processes .* make it 12"):
-        check_shares(10, 4)
-    check_shares(16, 8)
+        check_shares(Recipe(model="m", sparsity=0.2, shard=True, batch_size=10), 4)
+    check_shares(Recipe(model="m", sparsity=0.2, shard=True), 8)
 
 
 @pytest.fixture

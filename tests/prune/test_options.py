@@ -10,7 +10,7 @@ import pytest
 from runs import assert_refused, prune
 
 from ddp_prune import cli
-from ddp_prune.recipe import CHOICES, Recipe, load_recipe
+from ddp_prune.recipe import CHOICES, Recipe, load_recipes
 from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -31,7 +31,7 @@ FLAGS = {
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
 }  # fmt: skip
-FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in ("model", "target", "alm")]
+FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.NO_OPTION]
 
 
 def _option(name: str) -> click.Option:
@@ -54,10 +54,12 @@ def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
     assert text.startswith(help_text.removesuffix(".")) and ". " not in help_text and help_text.endswith(".")
     rest = text.removeprefix(help_text.removesuffix("."))
     assert rest in ("", ".") or rest.startswith(". ")  # a whole sentence
-    has_default = field.name != "sparsity" and not option.is_flag  # that has to be given, or a target
+    has_default = field.name not in cli.SIZES and not option.is_flag  # that has to be given, or a target
     assert default == (f"{field.default}]" if has_default else "")
     if field.name in CHOICES:
         assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == CHOICES[field.name]
+    elif field.name in cli.SIZES:
+        assert isinstance(option.type, cli.Sizes)
     else:
         assert isinstance(option.type, type(click.types.convert_type(field.type)))
 
@@ -71,11 +73,11 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Also by the name of 0.1, over those of the file; and what is not given is not."""
     seen: list[Recipe] = []
 
-    def keep(*arguments: object) -> Recipe:
-        seen.append(load_recipe(*arguments))  # type: ignore[arg-type]
+    def keep(*arguments: object) -> list[Recipe]:
+        seen.extend(load_recipes(*arguments))  # type: ignore[arg-type]
         raise SettingError("enough")
 
-    monkeypatch.setattr(cli, "load_recipe", keep)
+    monkeypatch.setattr(cli, "load_recipes", keep)
     (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
     more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
