@@ -1,12 +1,13 @@
 """The model card that a pruned checkpoint carries: what was removed, what it cost, how to serve it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.pages.page import Table, markdown_table
-from ddp_vllm.pages.summary import has_experts, learning, perplexities, routing_notes, size_table, texts_of
+from ddp_vllm.pages.summary import has_experts, learning, perplexities, prediction, routing_notes, size_table, texts_of
 from ddp_vllm.remote_code.widths import dense_expert_size
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -53,7 +54,7 @@ def model_card(checkpoint: Checkpoint, name: str) -> str:
         sizes=markdown_table(size_table(checkpoint)),
         learned=learning(provenance),
         units="channels of the routed experts" if experts else "attention heads and MLP channels",
-        quality="\n\n".join([_quality(checkpoint), *(f"Note: {note}." for note in routing_notes(checkpoint))]),
+        quality="\n\n".join(_quality(checkpoint)),
         tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers))),
         layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
     )
@@ -78,7 +79,15 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
     return Table(headings=["layer", heading], rows=rows, is_text=True)
 
 
-def _quality(checkpoint: Checkpoint) -> str:
+def _quality(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a paragraph on perplexity, on the speed that was asked for, and for each note."""
+    yield _perplexity(checkpoint)
+    if promised := prediction(checkpoint.provenance):
+        yield f"A step of vLLM is predicted to run at {promised}."
+    yield from (f"Note: {note}." for note in routing_notes(checkpoint))
+
+
+def _perplexity(checkpoint: Checkpoint) -> str:
     provenance = checkpoint.provenance
     quality = provenance.get("perplexity")
     if not quality:

@@ -42,9 +42,15 @@ def report(folder: Path, output: Path | None) -> None:
     "--results", multiple=True, type=click.Path(path_type=Path), help="Results outside the folders; repeatable."
 )
 @click.option("--dense", metavar="MODEL", help="The dense model. [default: the one of the recipe]")
+@click.option("--tolerance", type=float, help="Say which model to take if perplexity may be so many times the dense.")
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
 def compare(
-    folders: tuple[Path, ...], output: Path, results: tuple[Path, ...], dense: str | None, overwrite: bool
+    folders: tuple[Path, ...],
+    output: Path,
+    results: tuple[Path, ...],
+    dense: str | None,
+    tolerance: float | None,
+    overwrite: bool,
 ) -> None:
     """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
 
@@ -58,11 +64,13 @@ def compare(
         raise SettingError(f"{output} is where the Markdown goes; call the page {output.with_suffix('.html')}")
     for path in (output, markdown):
         check_file(path, overwrite=overwrite)
-    from ddp_vllm.pages.compare import write_comparison
+    from ddp_vllm.pages.compare import choice, write_comparison
     from ddp_vllm.pages.measurements import collect
 
     comparison = collect(folders, results=results, dense=dense)
-    write_comparison(comparison, output, markdown)
+    write_comparison(comparison, output, markdown, tolerance)
+    if tolerance is not None:
+        click.echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
     for note in comparison.notes:
         click.echo(note, err=True)
     click.echo(f"{output} and {markdown}")

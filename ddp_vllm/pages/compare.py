@@ -7,11 +7,19 @@ from typing import Any
 
 from ddp_vllm.evaluations import TASKS, in_points, points
 from ddp_vllm.output import write_text
-from ddp_vllm.pages.measurements import Comparison, Entry, difference, engine_fact, retained, task_scores
+from ddp_vllm.pages.measurements import (
+    Comparison,
+    Entry,
+    Interval,
+    difference,
+    engine_fact,
+    retained,
+    task_scores,
+)
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.paper import PaperModel, paper_model
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence
+from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
 
 PICTURE_HEIGHT = 3.6  # inches
 PAPER_METRIC = "requests_per_second"
@@ -23,18 +31,19 @@ _ENGINE_FACTS = (  # fact, heading, divisor, decimals
 )
 
 
-def write_comparison(comparison: Comparison, html: Path, markdown: Path) -> None:
-    """Write the page twice. Raises: OutputError."""
-    page = page_of(comparison)
+def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
+    """Write the page twice; `tolerance` as in `choice`. Raises: OutputError."""
+    page = page_of(comparison, tolerance)
     write_text(to_html(page), html)
     write_text(to_markdown(page), markdown)
 
 
-def page_of(comparison: Comparison) -> Page:
+def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     """Return the page: a sentence a model, the picture if there are two points, tables, and where it was measured."""
+    take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
     return Page(
         title="Pruned models: quality against speed",
-        lead=[(_name(entry), headline(entry, comparison)) for entry in comparison.pruned],
+        lead=[*take, *((_name(entry), headline(entry, comparison)) for entry in comparison.pruned)],
         sections=list(_sections(comparison)),
         footer=provenance(comparison),
     )
@@ -63,8 +72,8 @@ def _less(what: str, ours: int | None, dense: int | None) -> list[str]:
 
 def _sections(comparison: Comparison) -> Iterable[Section]:
     """Yield the sections there is something for."""
-    if picture := _draw(comparison):
-        yield Section(heading="", pictures=[picture])
+    if pictures := [each for each in (_draw(comparison), _draw_heldout(comparison)) if each]:
+        yield Section(heading="", pictures=pictures)
     remark = "Speed: how many times better than dense, pair by pair, with its 95 % interval. Accuracy ± standard error."
     yield Section(heading="Size, speed, quality", table=size_table(comparison), remark=remark)
     if (tasks := task_table(comparison)).rows:
@@ -93,6 +102,7 @@ def size_table(comparison: Comparison) -> Table:
         ["KV bytes a token", *_cells((entry.facts.kv_bytes_per_token for entry in entries), "{:,}".format)],
         *_engine_rows(comparison),
         *_speed_rows(comparison),
+        *_own_rows(comparison),
         *_accuracy_rows(comparison),
     ]
     return Table(headings=["", *map(_column, entries)], rows=rows)
@@ -113,6 +123,15 @@ def _speed_rows(comparison: Comparison) -> Iterable[list[str]]:
             found = [ratio_text(main_verdict(speed)) for speed in entry.speeds if speed["load"] == load]
             cells.append(found[0] if found else "–")
         yield [f"{_SPEEDS[main_metric(load)]}, {load}", *cells]
+
+
+def _own_rows(comparison: Comparison) -> Iterable[list[str]]:
+    """Yield what the checkpoints say of themselves."""
+    first = ["1"] if comparison.dense else []
+    for heading, name in (("speed of a step, predicted", "predicted"), ("held-out perplexity, × dense", "heldout")):
+        values = [getattr(entry, name) for entry in comparison.pruned]
+        if any(values):
+            yield [heading, *first, *_cells(values, lambda value: with_interval(*value))]
 
 
 def _accuracy_rows(comparison: Comparison) -> Iterable[list[str]]:
@@ -174,7 +193,7 @@ def _draw(comparison: Comparison) -> Picture | None:
         return None
     speeds = dict.fromkeys(_SPEEDS[main_metric(each.speed["load"])] for each in entries if each.speed)
     return render(
-        partial(draw_points, points=list(map(_point, entries)), speed=" or ".join(speeds)),
+        partial(draw_points, points=list(map(_point, entries)), speed=" or ".join(speeds), quality="mean accuracy, %"),
         name="quality",
         title="Accuracy against speed",
         caption="Right and up is better. Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors "
@@ -189,8 +208,54 @@ def _point(entry: Entry) -> Point:
     verdict = main_verdict(entry.speed) if entry.speed else {"ratio": 1.0, "low": 1.0, "high": 1.0}
     ratio, low, high = (verdict["ratio"] if verdict[key] is None else verdict[key] for key in ("ratio", "low", "high"))
     value, error, _ = entry.accuracy
-    dense = not entry.facts.pruned
-    return Point(name=_name(entry), is_dense=dense, ratio=(ratio, low, high), accuracy=100 * value, reach=196 * error)
+    quality = (100 * value, 100 * value - 196 * error, 100 * value + 196 * error)
+    return Point(name=_name(entry), is_dense=not entry.facts.pruned, ratio=(ratio, low, high), quality=quality)
+
+
+def _speedup(entry: Entry) -> Interval | None:
+    """Return how much faster than the dense model it was measured to be, or else was promised to be."""
+    if entry.speed is None:
+        return entry.predicted
+    verdict = main_verdict(entry.speed)
+    return tuple(verdict["ratio"] if verdict[key] is None else verdict[key] for key in ("ratio", "low", "high"))
+
+
+def _draw_heldout(comparison: Comparison) -> Picture | None:
+    """Return held-out perplexity against speed; None if no two models have both."""
+    points = [
+        Point(name=_name(entry), is_dense=False, ratio=speed, quality=entry.heldout)
+        for entry in comparison.pruned
+        if entry.heldout and (speed := _speedup(entry))
+    ]
+    if len(points) < 2:
+        return None
+    points.insert(0, Point(name="dense", is_dense=True, ratio=(1.0, 1.0, 1.0), quality=(1.0, 1.0, 1.0)))
+    drawn = partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True)
+    return render(
+        drawn,
+        name="heldout",
+        title="Held-out perplexity against speed",
+        caption="Right and up is better. Speed as measured by bench, or else as the profile predicts, with its range. "
+        "Perplexity over the dense model's, of text held out of what each learned on; bars are 95 % intervals over "
+        "blocks of text.",
+        height=PICTURE_HEIGHT,
+    )
+
+
+def choice(comparison: Comparison, tolerance: float) -> str:
+    """Say which model to take if perplexity may be this many times the dense model's: the fastest of those."""
+    within = [entry for entry in comparison.pruned if entry.heldout and entry.heldout[0] <= tolerance]
+    if not within:
+        return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
+
+    def by_speed(entry: Entry) -> tuple[float, float]:
+        return (_speedup(entry) or (0.0,))[0], -float(entry.facts.parameters or 0)
+
+    best = max(within, key=by_speed)
+    assert best.heldout
+    speed = _speedup(best)
+    gain = f", {with_interval(*speed)} as fast" if speed else ""
+    return f"{best.facts.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
 
 
 def provenance(comparison: Comparison) -> list[str]:

@@ -8,6 +8,7 @@ only compared if they asked the same questions.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,8 +17,10 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, default_output, mean_accuracy, mean_difference, score
 from ddp_vllm.facts import ModelFacts, describe_model, identify
-from ddp_vllm.results import FORMAT, measured, on_gpu
+from ddp_vllm.results import FORMAT, judge, measured, on_gpu
 
+Interval = tuple[float, float, float]
+"""A value and the ends of its interval."""
 Results = Mapping[str, Any]
 """Of one run of bench or eval, or a part of it, as it stands in the file."""
 LARGEST_FILE = 100 * 2**20  # bytes; larger ones beside a model are no results
@@ -36,6 +39,10 @@ class Entry:
     """lm-eval's results."""
     speeds: tuple[Results, ...] = ()
     """Verdicts of `bench sharegpt`, each with the `bench` it comes from."""
+    heldout: Interval | None = None
+    """Perplexity of the text that was held out of what it learned on, times the dense model's."""
+    predicted: Interval | None = None
+    """Speedup that a budget in measured time promised, with the range of the profile's rounds."""
 
     @property
     def accuracy(self) -> tuple[float, float, int] | None:
@@ -159,7 +166,20 @@ def _entry(checkpoint: Checkpoint, dense: str | None, found: Sequence[Results], 
         command = f"ddp-vllm bench sharegpt --dense {_origin(checkpoint) or dense or 'MODEL'} --pruned {folder}"
         notes.append(f"{facts.name} was not measured: {command}")
     sparsity = (recipe.get("sparsity") or None) if recipe.get("budget", "units") == "units" else None
-    return Entry(facts=facts, dense=_origin(checkpoint), sparsity=sparsity, quality=quality, speeds=speeds)
+    own: dict[str, Any] = {"heldout": heldout_ratio(checkpoint.provenance)}
+    if latency := checkpoint.provenance.get("latency"):
+        own["predicted"] = (latency["speedup"], latency["low"], latency["high"])
+    return Entry(facts=facts, dense=_origin(checkpoint), sparsity=sparsity, quality=quality, speeds=speeds, **own)
+
+
+def heldout_ratio(provenance: Mapping[str, Any]) -> Interval | None:
+    """Return held-out perplexity over the dense model's, with a 95 % interval by Student t over blocks of text."""
+    losses = provenance.get("perplexity", {}).get("block_losses", {})
+    last = losses.get("recovered") or losses.get("pruned")
+    if not last or len(last) != len(losses.get("dense", ())):
+        return None
+    verdict = judge([exp(loss) for loss in losses["dense"]], [exp(loss) for loss in last])
+    return verdict.ratio, verdict.low, verdict.high
 
 
 def _of(models: Sequence[Results], facts: ModelFacts) -> list[Results]:

@@ -174,35 +174,40 @@ class Point:
     is_dense: bool
     ratio: tuple[float, float, float]
     """How many times faster than the dense model, and the ends of the 95 % interval."""
-    accuracy: float
-    """In percent."""
-    reach: float
-    """Half the 95 % interval of the accuracy."""
+    quality: tuple[float, float, float]
+    """In the picture's unit, and the ends of the 95 % interval."""
 
 
-def draw_points(figure: Figure, *, points: Sequence[Point], speed: str) -> None:
-    """Draw accuracy against speed with intervals, and the line through what no other model beats in both."""
+def draw_points(
+    figure: Figure, *, points: Sequence[Point], speed: str, quality: str, less_is_better: bool = False
+) -> None:
+    """Draw quality against speed with intervals, and the line through what no other model beats in both."""
     (axes,) = _panels(figure, 1)
-    front = _pareto(points)
-    axes.plot([point.ratio[0] for point in front], [point.accuracy for point in front], color="0.6", ls="--", zorder=0)
+    front = _pareto(points, less_is_better)
+    line = [(point.ratio[0], point.quality[0]) for point in front]
+    axes.plot(*zip(*line, strict=True), color="0.6", ls="--", zorder=0)
     for number, point in enumerate(points):
         ratio, low, high = point.ratio
         marker = "o" if point.is_dense else MARKERS[(number - 1) % len(MARKERS)]
         fill = "white" if point.is_dense else "black"
+        value, least, most = point.quality
         axes.errorbar(
-            ratio, point.accuracy, xerr=[[ratio - low], [high - ratio]], yerr=point.reach, label=point.name,
-            fmt=marker, color="black", markerfacecolor=fill, markersize=6, capsize=3,
+            ratio, value, xerr=[[ratio - low], [high - ratio]], yerr=[[value - least], [most - value]],
+            label=point.name, fmt=marker, color="black", markerfacecolor=fill, markersize=6, capsize=3,
         )  # fmt: skip
-    axes.set(xlabel=f"{speed}, times better than dense", ylabel="mean accuracy, %")
+    axes.set(xlabel=f"{speed}, times better than dense", ylabel=quality)
+    if less_is_better:
+        axes.invert_yaxis()
     axes.margins(0.15)
     figure.legend(loc="outside lower center", ncols=1 if len(points) < 4 else 2, frameon=False)
 
 
-def _pareto(points: Sequence[Point]) -> list[Point]:
-    """Return the points that no other beats in both speed and accuracy, fastest first."""
+def _pareto(points: Sequence[Point], less_is_better: bool) -> list[Point]:
+    """Return the points that no other beats in both speed and quality, fastest first."""
     front: list[Point] = []
-    for point in sorted(points, key=lambda point: (-point.ratio[0], -point.accuracy)):
-        if not front or point.accuracy > front[-1].accuracy:
+    sign = -1 if less_is_better else 1
+    for point in sorted(points, key=lambda point: (-point.ratio[0], -sign * point.quality[0])):
+        if not front or sign * point.quality[0] > sign * front[-1].quality[0]:
             front.append(point)
     return front
 

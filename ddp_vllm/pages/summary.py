@@ -7,8 +7,10 @@ from typing import Any
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.families import dense_layers
+from ddp_vllm.latency import Workload
 from ddp_vllm.pages.page import Table
 from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.results import measured_on, with_interval
 
 Size = tuple[str, int, int]
 """What is counted, how much of it the dense model has, how much is left."""
@@ -142,6 +144,14 @@ def learning(provenance: Mapping[str, Any]) -> str:
     what = "low-rank additions to the weights" if recipe.get("method") == "lora" else "the weights that stay"
     tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
     return f"{at_first}{'' if together else ' meanwhile'}; then {what} learned from the dense model on {tokens}."
+
+
+def prediction(provenance: Mapping[str, Any]) -> str:
+    """Say what a budget in measured time promises; "" for another budget."""
+    if not (latency := provenance.get("latency")):
+        return ""
+    speed = with_interval(latency["speedup"], latency["low"], latency["high"])
+    return f"{speed} the dense model's speed ({Workload(**latency['workload'])}; {measured_on(latency)})"
 
 
 def texts_of(provenance: Mapping[str, Any]) -> str:

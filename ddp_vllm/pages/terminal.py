@@ -15,6 +15,7 @@ from ddp_vllm.pages.summary import (
     footprint,
     has_experts,
     perplexities,
+    prediction,
     routing_notes,
     times_chosen,
     units,
@@ -94,6 +95,8 @@ def _print_quality(provenance: Mapping[str, Any], console: Console) -> None:
     """Print held-out perplexities and what rounding changed, if the checkpoint says so."""
     if quality := provenance.get("perplexity"):
         console.print(f"{'held-out perplexity':>22}  {perplexities(quality)} ({quality['tokens']:,} tokens)")
+    if promised := prediction(provenance):
+        console.print(f"{'predicted':>22}  {promised}")
     for kind, change in provenance.get("rounding", {}).items():
         console.print(
             f"{f'rounding of {kind}':>22}  sparsity was {change['raw_sparsity']:.1%} before; "

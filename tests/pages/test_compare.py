@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from written_folders import write_bench, write_evaluation, write_model
+from written_folders import MACHINE, write_bench, write_evaluation, write_masks, write_model
 
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
@@ -244,3 +244,36 @@ def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert not (tmp_path / "page.md").read_text().startswith("<")
+
+
+def write_family(folder: Path, dense: str) -> list[Path]:
+    """Three sizes, each slower to fall behind than the next, with what a budget in measured time promised."""
+    found = []
+    for speedup, loss in ((1.1, 0.05), (1.25, 0.15), (1.5, 0.5)):
+        size = write_model(folder / f"speedup-{speedup}", widths=HALF, origin=dense)
+        work = {"phase": "decode", "batch": 8, "context": 1024}
+        latency = {"speedup": speedup, "low": speedup - 0.01, "high": speedup + 0.01, "workload": work, **MACHINE}
+        losses = {"dense": [3.0, 3.2, 3.1], "pruned": [3.0 + loss, 3.21 + loss, 3.12 + loss]}
+        quality = dict.fromkeys(losses, 20.0) | {"tokens": 48, "block_losses": losses}
+        recipe = {"model": dense, "speedup": speedup, "budget": "latency"}
+        write_masks(size, {}, {"recipe": recipe, "perplexity": quality, "latency": latency})
+        found.append(size)
+    return found
+
+
+def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path) -> None:
+    """Before anything was benchmarked: by the perplexity and the promise that each checkpoint carries."""
+    sizes = write_family(tmp_path / "sizes", "owner/dense")
+    arguments = ["compare", *map(str, sizes), "-o", str(tmp_path / "page.html"), "--tolerance"]
+    result = CliRunner().invoke(main, [*arguments, "1.2"])
+    assert result.exit_code == 0, result.output
+    assert "within 1.2 times: speedup-1.25: held-out perplexity 1.17× [" in result.output
+    page = (tmp_path / "page.md").read_text()
+    assert "| speed of a step, predicted | 1 | 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
+    assert "Held-out perplexity against speed" in (tmp_path / "page.html").read_text()
+    result = CliRunner().invoke(main, [*arguments, "1.01", "--overwrite"])
+    assert "none has a held-out perplexity of at most 1.01 times" in result.output
+    shown = CliRunner().invoke(main, ["inspect", str(sizes[0])])
+    assert "1.10× [1.09, 1.11] the dense model's speed (decode, 8 sequences of 1,024 tokens;" in " ".join(
+        shown.output.split()
+    )
