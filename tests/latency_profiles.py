@@ -24,21 +24,21 @@ def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256) -> fl
     return total * (1 + batch / 8) * (1 + context / 256)
 
 
-def written(folder: Path, **changes: Any) -> Path:
+def written(folder: Path, config: dict[str, Any] = CONFIG, multiple: int = 128, **changes: Any) -> Path:
     """A profile of two rounds, the second everywhere a tenth slower at decoding."""
 
     def cell(widths: list[LayerWidths] | None, turn: int, batch: int, context: int) -> dict[str, Any]:
-        each = seconds(widths or dense_layers(CONFIG), batch, context)
+        each = seconds(widths or dense_layers(config), batch, context)
         return {"batch": batch, "context": context, "decode": (1 + turn / 10) * each, "prefill": 50 * each}
 
-    shapes = shapes_of(CONFIG, 128)
+    shapes = shapes_of(config, multiple)
     times = [
         {"round": turn, "shape": name, "cells": [cell(widths, turn, b, c) for b in (1, 8) for c in (256, 1024)]}
         for turn in (0, 1)
         for name, widths in shapes.items()
     ]
     content = {
-        "format": FORMAT, "complete": True, "multiple": 128, "model": dimensions_in(CONFIG), "config": CONFIG,
+        "format": FORMAT, "complete": True, "multiple": multiple, "model": dimensions_in(config), "config": config,
         "shapes": list(shapes), "times": times, "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []}, "versions": {},
     }  # fmt: skip
     path = folder / "machine.json"

@@ -1,17 +1,20 @@
 """Several sizes from one search: nested, each as its recipe says, from every place where it was killed."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from latency_profiles import written
-from runs import assert_refused, prune, weights
+from runs import SMALL, assert_refused, prune, weights
 
 from ddp_prune.export import read_masks
 from ddp_prune.recipe import Recipe, family, load_recipes
 from ddp_prune.trainer import Trainer
 from ddp_vllm.checkpoint import MASKS_FILE, read_checkpoint
+from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -90,6 +93,30 @@ def test_what_is_no_family_is_refused(tiny_model: Path, tiny_text: Path, tmp_pat
     assert result.exit_code == 2 and "several by commas" in result.output
 
 
-def test_a_profile_of_another_model_is_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    options = ["--budget", "latency", "--profile", str(written(tmp_path)), "--other-machine"]
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "ddp-vllm profile")
+@pytest.fixture
+def profile(tiny_model: Path, tmp_path: Path) -> Path:
+    """Of a machine on which heads and channels of the tiny model cost as in `latency_profiles`."""
+    return written(tmp_path, config=json.loads((tiny_model / "config.json").read_text()), multiple=16)
+
+
+def test_speedups_are_a_family_too(profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Every size is predicted to be as fast as was asked for, and says so."""
+    options = ["--speedup", "1.1,1.2", "--context", "256", "--profile", str(profile), "--other-machine"]
+    arguments = ["prune", str(tiny_model), "--data", str(tiny_text), "-o", str(tmp_path / "out"), *SMALL, *options]
+    result = CliRunner().invoke(main, [*arguments, "--steps", "20"])
+    assert result.exit_code == 0, result.output
+    for asked in (1.1, 1.2):
+        checkpoint = read_checkpoint(tmp_path / "out" / f"speedup-{asked}")
+        latency = checkpoint.provenance["latency"]
+        assert asked <= latency["speedup"] < 1.05 * asked
+        assert all(layer.intermediate_size % 16 == 0 for layer in checkpoint.layers)
+        assert f"predicted to run at {latency['speedup']:.2f}" in (checkpoint.folder / "README.md").read_text()
+
+
+def test_a_profile_of_another_machine_or_model_is_refused(
+    profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    options = ["--budget", "latency", "--profile", str(profile)]
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "machine with cpu a CPU")
+    options = ["--budget", "latency", "--profile", str(written(tmp_path)), "--other-machine", "--context", "256"]
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "num_hidden_layers is 4, here it is 3")

@@ -1,0 +1,62 @@
+"""Profiles of a machine in real vLLM: models without weights are built and timed, and what was measured is kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ddp_benchmarks import profile
+from ddp_benchmarks.profile import ProfileSettings, run_profile
+from ddp_vllm.cli import main
+from ddp_vllm.errors import SettingError
+from ddp_vllm.latency import shapes_of
+
+ENGINE = ("--enforce-eager", "--dtype", "float32")
+
+
+@pytest.mark.vllm
+def test_models_without_weights_are_timed_and_kept(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the shapes: an engine takes 12 s to start. The second begins where an interruption left the first."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(
+        profile, "shapes_of", lambda *given: {name: shapes_of(*given)[name] for name in ("dense", "attention once")}
+    )
+    settings = ProfileSettings(
+        model=str(tiny), batches=(1, 3), contexts=(32,), steps=8, rounds=1, engine_arguments=ENGINE
+    )
+    said: list[str] = []
+
+    def interrupt(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            raise KeyboardInterrupt
+
+    output = tmp_path / "machine.json"
+    with pytest.raises(KeyboardInterrupt):
+        run_profile(settings, output, overwrite=False, say=interrupt)
+    first = json.loads(output.read_text())
+    assert not first["complete"] and [run["shape"] for run in first["times"]] == ["dense"]
+    run_profile(settings, output, overwrite=False, say=said.append)
+    assert said == ["round 1 of 1: dense", *["round 1 of 1: attention once"] * 2]
+    found = json.loads(output.read_text())
+    assert found["complete"] and not found["compiled"] and found["times"][0] == first["times"][0]
+    for run in found["times"]:
+        assert [(cell["batch"], cell["context"], cell["steps"]) for cell in run["cells"]] == [(1, 32, 8), (3, 32, 8)]
+        assert all(0 < cell["decode"] < cell["prefill"] < 10 for cell in run["cells"])
+
+
+def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
+    arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
+    for more, said in (
+        (["--batch", "0"], "--batch 0 goes below 1"),
+        (["--context", "10"], "--context 10 goes below 64"),
+        (["--rounds", "0"], "--rounds 0 is below 1"),
+        (["--batch", "many"], "no list of numbers"),
+    ):
+        result = CliRunner().invoke(main, [*arguments, *more])
+        assert result.exit_code == SettingError.exit_code and said in result.stderr, result.stderr
+    (tmp_path / "machine.json").write_text("mine")
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 5 and "exists" in result.stderr and (tmp_path / "machine.json").read_text() == "mine"
