@@ -170,7 +170,7 @@ def tables(evidence: Evidence) -> dict[str, Table]:
 
 def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return prompts with what each model answered, one object a prompt; [] if none were asked."""
-    recovery = provenance.get("recovery", {})
+    recovery = provenance.get("recovery", provenance)
     said = recovery.get("answers", {})
     return [
         {"prompt": str(prompt)} | {str(who): str(texts[number]) for who, texts in said.items()}

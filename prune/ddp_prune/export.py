@@ -306,6 +306,8 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     learned_too = provenance.get("recipe", {}).get("learn", "scales") != "scales"
     if provenance.pop("recovery", None) or learned_too:  # weights are not in the masks, nor is their quality this one's
         provenance.pop("perplexity", None)
+    for name in ("prompts", "answers", "latency"):  # said of weights or widths that may be others now
+        provenance.pop(name, None)
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)
     widths = layer_widths(gates, source, head_unit)

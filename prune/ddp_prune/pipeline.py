@@ -28,9 +28,9 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
+from ddp_prune.exam import Exam
 from ddp_prune.export import Become, export, layer_widths
 from ddp_prune.gates import GatedModel
-from ddp_prune.loss import block_losses, perplexity_of
 from ddp_prune.model import (
     Source,
     check_index,
@@ -132,7 +132,7 @@ def _prune(
         try:
             model = load(source, recipe, accelerator)
             gated = GatedModel(model, source.family, source.sizes, head_unit)
-            learned, perplexity, become = _learn(gated, source, blocks, recipe, accelerator, run, branches, progress)
+            learned, judged, become = _learn(gated, source, blocks, recipe, accelerator, run, branches, progress)
         except torch.OutOfMemoryError as error:  # a step says it in words of its own
             raise TrainingError(
                 f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; "
@@ -152,7 +152,7 @@ def _prune(
                 "rounding": learned.rounding,
                 **routing(learned, source.sizes.routed_layers),
                 **predicted(recipe, layer_widths(learned.gates, source, head_unit)),
-                "perplexity": perplexity,
+                **judged,
                 "learned_from": run.learned_from,
             },
             evidence={"z": learned.z, "saliency": learned.saliency},
@@ -263,13 +263,13 @@ def _learn(
     branches: Branches,
     progress: StepProgress,
 ) -> tuple[Learned, dict[str, Any], Become | None]:
-    """Return what was learned, the perplexity of held-out text before and after, and what weights have become.
+    """Return what was learned, what both models made of their exam, and what weights have become.
 
     Raises: ModelError if the dense model cannot read.
     """
-    dense_losses = block_losses(gated, None, blocks.heldout)
-    dense = perplexity_of(dense_losses)
-    if not math.isfinite(dense):
+    exam = Exam({recipe.data: blocks.heldout}, load_tokenizer(str(source.folder)))
+    exam.take("dense", gated.model)
+    if not math.isfinite(dense := exam.perplexity(recipe.data)["dense"]):
         raise ModelError(
             f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
         )
@@ -280,14 +280,9 @@ def _learn(
     with progress as report:
         learned = train(gated, blocks.train, recipe, accelerator, run, report, weights, dense_model, branches)
     become = weights.finish() if weights else None
-    pruned_losses = block_losses(gated, learned.gates, blocks.heldout)
-    quality = {
-        "dense": dense,
-        "pruned": perplexity_of(pruned_losses),
-        "tokens": blocks.heldout.numel(),
-        "block_losses": {"dense": dense_losses, "pruned": pruned_losses},
-    }
-    return learned, quality, become
+    with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
+        exam.take("pruned", gated.model)
+    return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, become
 
 
 def _open(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:

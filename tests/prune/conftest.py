@@ -18,6 +18,12 @@ settings.load_profile("patient")
 SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} clouds drift by."
 
 
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models say nothing worth 64 tokens."""
+    monkeypatch.setattr("ddp_prune.exam.LONGEST", 3)
+
+
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
