@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.budget import describe, make_pools
 from ddp_prune.devices import (
     LEARNING_BYTES,
     check_shares,
@@ -43,7 +43,7 @@ from ddp_prune.progress import StepProgress, show
 from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.recover import recover
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
@@ -78,25 +78,14 @@ def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: 
     recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipes[-1].to_dict())
-    say = partial(console.print, markup=False, soft_wrap=True) if accelerator.is_main_process else lambda _: None
     for place, (recipe, folder) in enumerate(zip(recipes, folders, strict=True)):
-        head_unit, pools, blocks = in_turn(accelerator, partial(_prepare, recipe, source, shapes, recipes[-1].steps))
-        for line in _announce(recipe, source, head_unit, pools, blocks):
-            say(line)
-        learned_from = fingerprint([blocks.train, blocks.heldout], weight_files(source.folder))
-        state = partial(RunState, learned_from=learned_from, writes=accelerator.is_main_process)
-        before = None if place == 0 else state(output / BRANCH, recipes[place - 1])
-        after = None if alone else state(output / BRANCH, recipe)
-        if from_main(accelerator, not _learned_before(recipe, folder, learned_from)):
-            with failing_together(accelerator):
-                if accelerator.is_main_process:
-                    check_output(folder, overwrite=overwrite)
-            run = state(folder, recipe, say=say)
-            _prune(recipe, folder, source, head_unit, pools, blocks, accelerator, run, (before, after),
-                   overwrite=overwrite, console=console)  # fmt: skip
-        else:
-            say(f"{folder} was learned before")
-        _recover(recipe, folder, accelerator, console)
+        pruning = in_turn(
+            accelerator, partial(Pruning, recipe, source, shapes, recipes[-1].steps, accelerator, console)
+        )
+        before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
+        after = None if alone else pruning.state(output / BRANCH, recipe)
+        pruning.run(folder, (before, after), overwrite=overwrite)
+        pruning.recover(folder)
     accelerator.end_training()
     if accelerator.is_main_process:
         if after and after.folder.is_dir():
@@ -107,60 +96,164 @@ def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: 
             show(folder, first.model, console)
 
 
-def _prune(
-    recipe: Recipe,
-    output: Path,
-    source: Source,
-    head_unit: str,
-    pools: list[Pool],
-    blocks: Blocks,
-    accelerator: Accelerator,
-    run: RunState,
-    branches: Branches,
-    *,
-    overwrite: bool,
-    console: Console,
-) -> None:
-    """Learn masks of one size and write the pruned checkpoint."""
-    main = accelerator.is_main_process
-    set_seed(recipe.seed)
-    with ExitStack() as stack:
-        with failing_together(accelerator):
-            stack.enter_context(run.locked())
-        phase = partial(_phase, recipe, 1.0 - pools[0].keep_ratio)
-        progress = StepProgress(console, recipe.steps, phase, main)
-        try:
-            model = load(source, recipe, accelerator)
-            gated = GatedModel(model, source.family, source.sizes, head_unit)
-            learned, judged, become = _learn(gated, source, blocks, recipe, accelerator, run, branches, progress)
-        except torch.OutOfMemoryError as error:  # a step says it in words of its own
-            raise TrainingError(
-                f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; "
-                "free it of other processes, lower --seq-len, or cut the weights over more devices with --shard"
-            ) from error
-        if not main:
+class Pruning:
+    """One size on its way from text to checkpoint."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        source: Source,
+        shapes: Mapping[str, list[int]],
+        num_steps: int,
+        accelerator: Accelerator,
+        console: Console,
+    ) -> None:
+        """Find text for `num_steps`, and check that recipe, text and model suit each other.
+
+        Raises: SettingError, TextError.
+        ."""
+        self.recipe, self.source, self.accelerator, self.console = recipe, source, accelerator, console
+        longest = source.config.get("max_position_embeddings") or math.inf
+        if recipe.seq_len > longest:
+            raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
+        self.head_unit = choose_head_unit(recipe.head_unit, source.sizes)
+        if recipe.scope == "expert" and not source.sizes.num_experts:
+            raise SettingError(
+                f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer"
+            )
+        self.pools = make_pools(source.config, shapes, source.sizes, self.head_unit, recipe)
+        self.tokenizer = load_tokenizer(str(source.folder))
+        self.blocks = load_blocks(
+            recipe.data,
+            self.tokenizer,
+            seq_len=recipe.seq_len,
+            train_blocks=num_steps * recipe.batch_size,
+            heldout_blocks=recipe.heldout_blocks,
+            min_train_blocks=recipe.batch_size,
+            seed=recipe.seed,
+        )
+        check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
+        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], weight_files(source.folder))
+
+    def say(self, line: str) -> None:
+        """Print a line, from one process."""
+        if self.accelerator.is_main_process:
+            self.console.print(line, markup=False, soft_wrap=True)  # [ in the name of a file is a [
+
+    def state(self, output: Path, recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> RunState:
+        """Return what is kept beside `output` of a run on this text."""
+        writes = self.accelerator.is_main_process
+        return RunState(output, recipe, learned_from=self.learned_from, writes=writes, say=say)
+
+    def run(self, output: Path, branches: Branches, *, overwrite: bool) -> None:
+        """Learn masks and write the pruned checkpoint, unless it was there before."""
+        self.announce()
+        if from_main(self.accelerator, _learned_before(self.recipe, output, self.learned_from)):
+            self.say(f"{output} was learned before")
             return
+        with failing_together(self.accelerator):
+            if self.accelerator.is_main_process:
+                check_output(output, overwrite=overwrite)
+        set_seed(self.recipe.seed)
+        run = self.state(output, self.recipe, self.say)
+        with ExitStack() as stack:
+            with failing_together(self.accelerator):
+                stack.enter_context(run.locked())
+            try:
+                learned, judged, become = self.learn(run, branches)
+            except torch.OutOfMemoryError as error:  # a step says it in words of its own
+                raise TrainingError(
+                    f"{self.recipe.model} and a sequence of {self.recipe.seq_len:,} tokens do not fit into the memory "
+                    "of a device; free it of other processes, lower --seq-len, or cut the weights over more devices "
+                    "with --shard"
+                ) from error
+            if self.accelerator.is_main_process:
+                self.write(output, run, learned, judged, become, overwrite=overwrite)
+                run.remove()
+
+    def announce(self) -> None:
+        """Say what the run is about to do, a line each."""
+        recipe, source, blocks = self.recipe, self.source, self.blocks
+        passes = recipe.steps * recipe.batch_size / len(blocks.train)
+        unit = "expert channel" if source.sizes.num_experts else self.head_unit
+        what = "all weights learn" if recipe.learn == "full" else "scales learn"
+        self.say(
+            f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
+            f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
+        )
+        layers = source.sizes.num_layers
+        self.say(f"model: {source.config['model_type']}, {layers} layers, unit {unit}; {what} while gates close")
+        for pool in self.pools:
+            self.say(describe(pool))
+
+    def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Become | None]:
+        """Return what was learned, what both models made of their exam, and what weights have become.
+
+        Raises: ModelError if the dense model cannot read.
+        """
+        recipe, source, accelerator = self.recipe, self.source, self.accelerator
+        gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, self.head_unit)
+        exam = Exam({recipe.data: self.blocks.heldout}, self.tokenizer)
+        exam.take("dense", gated.model)
+        if not math.isfinite(dense := exam.perplexity(recipe.data)["dense"]):
+            raise ModelError(
+                f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
+            )
+        weights = dense_model = None
+        if recipe.learn == "full":
+            dense_model = load(source, recipe, accelerator)
+            weights = LearningWeights(gated.model, accelerator)
+        phase = partial(_phase, recipe, 1.0 - self.pools[0].keep_ratio)
+        with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
+            learned = train(gated, self.blocks.train, recipe, accelerator, run, report, weights, dense_model, branches)
+        become = weights.finish() if weights else None
+        with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
+            exam.take("pruned", gated.model)
+        return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, become
+
+    def write(
+        self,
+        output: Path,
+        run: RunState,
+        learned: Learned,
+        judged: dict[str, Any],
+        become: Become | None,
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Write the checkpoint with all that is known of it."""
+        recipe, source = self.recipe, self.source
         export(
             source,
             learned.gates,
             output,
-            head_unit=head_unit,
+            head_unit=self.head_unit,
             provenance={
                 "recipe": recipe.to_dict(),
                 "search_steps": recipe.search_steps,
                 "texts": sources_of(recipe.data),
                 "rounding": learned.rounding,
                 **routing(learned, source.sizes.routed_layers),
-                **predicted(recipe, layer_widths(learned.gates, source, head_unit)),
+                **predicted(recipe, layer_widths(learned.gates, source, self.head_unit)),
                 **judged,
-                "learned_from": run.learned_from,
+                "learned_from": self.learned_from,
             },
             evidence={"z": learned.z, "saliency": learned.saliency},
             overwrite=overwrite,
             extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
             become=become,
         )
-        run.remove()
+
+    def recover(self, output: Path) -> None:
+        """Let the weights learn afterwards for as long as the recipe says, unless they have."""
+        recipe, accelerator = self.recipe, self.accelerator
+        if not recipe.recover or from_main(accelerator, "recovery" in _provenance(output)):
+            return
+        shared: dict[str, Any] = {
+            each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)
+        }
+        weights = RecoveryRecipe(model=str(output), teacher=recipe.model, minutes=recipe.recover, **shared)
+        recover(weights, output, accelerator, overwrite=True, console=self.console)
 
 
 def with_profile(recipe: Recipe) -> Recipe:
@@ -231,89 +324,12 @@ def _learned_before(recipe: Recipe, output: Path, learned_from: dict[str, Any]) 
     return bool(unfinished and same and found.get("learned_from") == learned_from)
 
 
-def _recover(recipe: Recipe, output: Path, accelerator: Accelerator, console: Console) -> None:
-    """Let the weights learn afterwards for as long as the recipe says, unless they have."""
-    if not recipe.recover or "recovery" in _provenance(output):
-        return
-    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
-    weights = RecoveryRecipe(model=str(output), teacher=recipe.model, minutes=recipe.recover, **shared)
-    recover(weights, output, accelerator, overwrite=True, console=console)
-
-
-def _announce(recipe: Recipe, source: Source, head_unit: str, pools: list[Pool], blocks: Blocks) -> list[str]:
-    """Return what the run is about to do, a line each."""
-    passes = recipe.steps * recipe.batch_size / len(blocks.train)
-    unit = "expert channel" if source.sizes.num_experts else head_unit
-    return [
-        f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
-        f"({passes:.2g} passes), {blocks.heldout.numel():,} held out",
-        f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; "
-        f"{'all weights learn' if recipe.learn == 'full' else 'scales learn'} while gates close",
-        *map(describe, pools),
-    ]
-
-
-def _learn(
-    gated: GatedModel,
-    source: Source,
-    blocks: Blocks,
-    recipe: Recipe,
-    accelerator: Accelerator,
-    run: RunState,
-    branches: Branches,
-    progress: StepProgress,
-) -> tuple[Learned, dict[str, Any], Become | None]:
-    """Return what was learned, what both models made of their exam, and what weights have become.
-
-    Raises: ModelError if the dense model cannot read.
-    """
-    exam = Exam({recipe.data: blocks.heldout}, load_tokenizer(str(source.folder)))
-    exam.take("dense", gated.model)
-    if not math.isfinite(dense := exam.perplexity(recipe.data)["dense"]):
-        raise ModelError(
-            f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
-        )
-    weights = dense_model = None
-    if recipe.learn == "full":
-        dense_model = load(source, recipe, accelerator)
-        weights = LearningWeights(gated.model, accelerator)
-    with progress as report:
-        learned = train(gated, blocks.train, recipe, accelerator, run, report, weights, dense_model, branches)
-    become = weights.finish() if weights else None
-    with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
-        exam.take("pruned", gated.model)
-    return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, become
-
-
 def _open(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
     """Find the model and the shapes of its weights, and check that the output spares it."""
     source = open_source(recipe.model)
     check_spares_source(output, source)
     check_index(source.folder)
     return source, weight_shapes(source)
-
-
-def _prepare(
-    recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], num_steps: int
-) -> tuple[str, list[Pool], Blocks]:
-    """Find the text for so many steps, and check that the recipe suits it and the model."""
-    if recipe.seq_len > (longest := source.config.get("max_position_embeddings") or math.inf):
-        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
-    head_unit = choose_head_unit(recipe.head_unit, source.sizes)
-    if recipe.scope == "expert" and not source.sizes.num_experts:
-        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
-    pools = make_pools(source.config, shapes, source.sizes, head_unit, recipe)
-    blocks = load_blocks(
-        recipe.data,
-        load_tokenizer(str(source.folder)),
-        seq_len=recipe.seq_len,
-        train_blocks=num_steps * recipe.batch_size,
-        heldout_blocks=recipe.heldout_blocks,
-        min_train_blocks=recipe.batch_size,
-        seed=recipe.seed,
-    )
-    check_vocabulary(blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
-    return head_unit, pools, blocks
 
 
 def routing(learned: Learned, routed_layers: tuple[int, ...]) -> dict[str, Any]:
