@@ -158,8 +158,18 @@ def kernel(
 @click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
 @click.option("--context", type=int, default=1024, show_default=True, help="Tokens of each.")
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: none are kept]")
+@_overwrite
 @click.argument("engine_arguments", nargs=-1)
-def steps(dense: str, pruned: str, pairs: int, engine_arguments: tuple[str, ...], **workload: Any) -> None:
+def steps(
+    dense: str,
+    pruned: str,
+    pairs: int,
+    output: Path | None,
+    overwrite: bool,
+    engine_arguments: tuple[str, ...],
+    **workload: Any,
+) -> None:
     """Measure a step of vLLM's engine, dense against pruned, and hold it against what the budget predicted.
 
     \b
@@ -171,7 +181,13 @@ def steps(dense: str, pruned: str, pairs: int, engine_arguments: tuple[str, ...]
     from ddp_benchmarks.profile import compare_steps
     from ddp_benchmarks.tables import plain_console
     from ddp_vllm.checkpoint import read_checkpoint
+    from ddp_vllm.output import check_file
+    from ddp_vllm.results import write_results
 
+    if output:
+        check_file(output, overwrite=overwrite)
+    if pairs < 1:
+        raise SettingError(f"--pairs {pairs} is below 1")
     console = plain_console()
     predicted = read_checkpoint(Path(pruned)).provenance.get("latency", {})
     with terminable():
@@ -182,6 +198,8 @@ def steps(dense: str, pruned: str, pairs: int, engine_arguments: tuple[str, ...]
     if predicted.get("workload") == workload:
         console.print(f"predicted: {predicted['speedup']:.2f}×")
         found["predicted"] = predicted["speedup"]
+    if output:
+        write_results(found, output)
     click.echo(json.dumps(found))
 
 

@@ -26,6 +26,7 @@ from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.results import judge, write_results
 
+STEPS_FORMAT = "ddp-vllm bench steps 1"
 NARROWEST = 128  # what the plugin may fill MLPs up to; timed widths are multiples
 
 
@@ -190,5 +191,6 @@ def compare_steps(
             if turn >= 0:
                 seconds[name].append(seconds_of(found["cells"], workload))
     shutil.rmtree(scratch, ignore_errors=True)
-    verdict = judge(seconds["pruned"], seconds["dense"])
-    return {"workload": asdict(workload), "seconds": seconds, **verdict.to_json()}
+    settings = {"dense": dense, "pruned": pruned, "engine_arguments": list(arguments), "pairs": pairs}
+    results = new_results(STEPS_FORMAT, settings) | {"workload": asdict(workload), "seconds": seconds}
+    return results | judge(seconds["pruned"], seconds["dense"]).to_json()
