@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ddp_vllm.errors import SettingError
@@ -205,18 +204,19 @@ class Profile:
         config = self.content["config"]
         return [_made_of(found, config, self.content["multiple"]) for found in rounds.values() if set(found) == names]
 
-    def middle(self, workload: Workload) -> StepTimes:
-        """Return what a step is made of, in the median of the rounds."""
-        found: dict[str, list[float]] = {}
+    def undisturbed(self, workload: Workload) -> StepTimes:
+        """Return what a step is made of when nothing else keeps the machine busy: by each shape's fastest round."""
+        seconds: dict[str, float] = {}
         for run in self.content["times"]:
-            found.setdefault(run["shape"], []).append(seconds_of(run["cells"], workload))
-        seconds = {name: median(values) for name, values in found.items()}
+            found = seconds_of(run["cells"], workload)
+            seconds[run["shape"]] = min(found, seconds.get(run["shape"], found))
         return _made_of(seconds, self.content["config"], self.content["multiple"])
 
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
-        """Return the predicted speedup of these widths over the dense model: of the median, and the rounds' range."""
-        each = [times.speedup(layers) for times in self.times(workload)]
-        return self.middle(workload).speedup(layers), min(each), max(each)
+        """Return the predicted speedup of these widths over the dense model: undisturbed, and its range over rounds."""
+        best = self.undisturbed(workload).speedup(layers)
+        each = [best, *(times.speedup(layers) for times in self.times(workload))]
+        return best, min(each), max(each)
 
 
 def read_profile(path: Path) -> Profile:

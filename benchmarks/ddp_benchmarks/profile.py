@@ -156,7 +156,7 @@ def describe(path: Path) -> list[str]:
     lines = []
     for cell in cells:
         work = Workload(phase="decode", batch=cell["batch"], context=cell["context"])
-        times = profile.middle(work)
+        times = profile.undisturbed(work)
         rest = times.dense - times.prunable
         parts = [f"{rest / times.dense:.0%} outside the blocks"]
         for name in ("attention", "mlp", "experts"):
