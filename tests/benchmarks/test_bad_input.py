@@ -22,8 +22,7 @@ from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
 from ddp_vllm.facts import describe_model
 from ddp_vllm.output import check_file
-from ddp_vllm.results import FORMAT, read_results
-from demo import is_complete
+from ddp_vllm.results import read_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,15 +207,6 @@ def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
             time.sleep(0.05)
         demo.terminate()
     assert (tmp_path / "stopped").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "whole"), [('"complete": true', True), ('"complete": false', False), (None, False)]
-)
-def test_the_demo_uses_a_benchmark_again_only_if_it_ended(tmp_path: Path, content: str | None, whole: bool) -> None:
-    if content:
-        (tmp_path / "speed.json").write_text(f'{{"format": "{FORMAT}", {content}}}')
-    assert is_complete(tmp_path / "speed.json") == whole
 
 
 def test_a_group_ends_whole_even_if_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
