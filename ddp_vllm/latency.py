@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import DdpError, SettingError
 from ddp_vllm.families import Dimensions, dense_layers, dimensions_of
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -22,6 +22,7 @@ from ddp_vllm.remote_code.widths import LayerWidths
 FORMAT = "ddp-vllm profile 1"
 PHASES = ("decode", "prefill", "mix")
 FRACTIONS = (0.25, 0.5, 0.75)  # of the dense width of MLPs and experts that are timed
+CELL = ("batch", "context", "decode", "prefill")  # what is known of each cell, seconds in the last two
 EXPERT_BLOCK = 16  # channels that experts are packed in (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
               "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
@@ -229,7 +230,25 @@ def read_profile(path: Path) -> Profile:
         raise SettingError(f"{path} is no profile of this version; write one with ddp-vllm profile MODEL")
     if not content.get("complete"):
         raise SettingError(f"{path} is not finished; the command that began it goes on with it")
+    if reason := _broken(content):
+        raise SettingError(f"{path} is broken: {reason}; write it again with ddp-vllm profile MODEL --overwrite")
     return Profile(path, content)
+
+
+def _broken(content: Mapping[str, Any]) -> str:
+    """Say what keeps a profile from being used, as after an edit by hand; "" if nothing does."""
+    try:
+        expected, timed = set(content["shapes"]), {run["shape"]: 1.0 for run in content["times"]}
+        _made_of(timed, content["config"], content["multiple"])
+        numbers = [cell[key] for run in content["times"] for cell in run["cells"] for key in CELL]
+        numbers.append(content["multiple"])
+        facts = [content["hardware"][key] for key in ("cpu", "cores", "gpus")]
+    except (LookupError, TypeError, ValueError, DdpError) as error:
+        return f"{type(error).__name__}, {error}"
+    if missing := expected - set(timed):
+        return f"no time of {min(missing)}"
+    good = all(type(each) in (int, float) and 0 < each < 1e9 for each in numbers)
+    return "" if good and len(facts) == 3 else "times and sizes must be positive numbers"
 
 
 def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Times of a step by widths: what a profile says of models that nobody timed."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from latency_profiles import ATTENTION, CHANNEL, CONFIG, KV_HEAD, MLP, REST, seconds, written
@@ -58,3 +60,28 @@ def test_refusals(tmp_path: Path, profile: Profile) -> None:
     (tmp_path / "machine.json").write_text("{")
     with pytest.raises(SettingError, match="cannot be read"):
         read_profile(tmp_path / "machine.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"times": []}, {"times": None}, {"times": [{"shape": "dense"}]}, {"config": {}}, {"hardware": {}},
+        {"multiple": "128"}, {"shapes": ["dense", "mlp 5"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_profile_that_was_edited_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(SettingError, match="is broken"):
+        read_profile(path)
+
+
+@pytest.mark.parametrize("value", [-1.0, 0, "fast", None, float("nan"), float("inf")])
+def test_times_are_positive_numbers(value: Any, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    content = json.loads(path.read_text())
+    content["times"][3]["cells"][0]["decode"] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(SettingError, match="must be positive numbers"):
+        read_profile(path)
