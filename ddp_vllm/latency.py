@@ -213,6 +213,13 @@ class Profile:
             seconds[run["shape"]] = min(found, seconds.get(run["shape"], found))
         return _made_of(seconds, self.content["config"], self.content["multiple"])
 
+    def unrest(self, workload: Workload) -> float:
+        """Return by what share the slowest round of the shape that varied most was above its fastest."""
+        found: dict[str, list[float]] = {}
+        for run in self.content["times"]:
+            found.setdefault(run["shape"], []).append(seconds_of(run["cells"], workload))
+        return max(max(each) / min(each) - 1 for each in found.values())
+
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
         """Return the predicted speedup of these widths over the dense model: undisturbed, and its range over rounds."""
         best = self.undisturbed(workload).speedup(layers)

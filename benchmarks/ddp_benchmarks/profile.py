@@ -27,6 +27,7 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.results import judge, write_results
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
+UNREST = 0.11  # between rounds, above which a profile says that it is unsure
 NARROWEST = 128  # what the plugin may fill MLPs up to; timed widths are multiples
 
 
@@ -170,6 +171,11 @@ def describe(path: Path) -> list[str]:
         lines.append(
             f"{work}: {times.dense * 1e3:.2f} ms{spread} a step; {', '.join(parts)}; at most {times.most:.2f}×"
         )
+        if (unrest := profile.unrest(work)) > UNREST:
+            lines.append(
+                f"note: rounds differ by up to {unrest:.0%}, so a promise may be off by as much; measure again with "
+                "nothing else running, or --rounds 5"
+            )
     return lines
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from latency_profiles import written
 
 from ddp_benchmarks import profile
-from ddp_benchmarks.profile import ProfileSettings, run_profile
+from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import shapes_of
@@ -45,6 +46,17 @@ def test_models_without_weights_are_timed_and_kept(tiny: Path, tmp_path: Path, m
     for run in found["times"]:
         assert [(cell["batch"], cell["context"], cell["steps"]) for cell in run["cells"]] == [(1, 32, 8), (3, 32, 8)]
         assert all(0 < cell["decode"] < cell["prefill"] < 10 for cell in run["cells"])
+
+
+def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> None:
+    """The second round of `written` is a tenth slower."""
+    first, *_ = describe(path := written(tmp_path))
+    assert first.startswith("decode, 1 sequences of 256 tokens:") and "at most 2.78×" in first
+    assert not any("unsure" in line or "note:" in line for line in describe(path))
+    content = json.loads(path.read_text())
+    content["times"][-1]["cells"][0]["decode"] *= 1.5
+    path.write_text(json.dumps(content))
+    assert "note: rounds differ by up to 65%" in describe(path)[1]
 
 
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
