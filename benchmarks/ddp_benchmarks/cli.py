@@ -156,7 +156,7 @@ def kernel(
 @click.option("--pruned", required=True, metavar="DIR", help="A pruned checkpoint.")
 @click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
 @click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
-@click.option("--context", type=int, default=1024, show_default=True, help="Tokens of each.")
+@click.option("--context", type=int, default=2048, show_default=True, help="Tokens of each.")
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: none are kept]")
 @_overwrite
@@ -205,8 +205,8 @@ def steps(
 
 @click.command()
 @click.argument("model")
-@click.option("--batch", "batches", default="1,8", show_default=True, help="Sequences served at once, by commas.")
-@click.option("--context", "contexts", default="256,1024", show_default=True, help="Tokens of each, by commas.")
+@click.option("--batch", "batches", default="8", show_default=True, help="Sequences served at once, by commas.")
+@click.option("--context", "contexts", default="2048", show_default=True, help="Tokens of each, by commas.")
 @click.option("--rounds", type=int, default=3, show_default=True, help="Measurements of each shape.")
 @click.option("--steps", type=int, default=32, show_default=True, help="Decode steps of a measurement.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True)

@@ -36,9 +36,9 @@ class ProfileSettings:
     """Every setting of a profile; saved in it."""
 
     model: str
-    batches: tuple[int, ...] = (1, 8)
+    batches: tuple[int, ...] = (8,)
     """Sequences served at once."""
-    contexts: tuple[int, ...] = (256, 1024)
+    contexts: tuple[int, ...] = (2048,)
     """Tokens of each."""
     steps: int = 32
     """Decode steps of a measurement; their median counts."""

@@ -7,11 +7,12 @@ import pytest
 from click.testing import CliRunner
 from latency_profiles import written
 
-from ddp_benchmarks import profile
+from ddp_benchmarks import cli, profile
 from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
+from ddp_prune.recipe import Recipe
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
-from ddp_vllm.latency import shapes_of
+from ddp_vllm.latency import Workload, shapes_of
 
 ENGINE = ("--enforce-eager", "--dtype", "float32")
 
@@ -57,6 +58,15 @@ def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> Non
     content["times"][-1]["cells"][0]["decode"] *= 1.5
     path.write_text(json.dumps(content))
     assert "note: rounds differ by up to 65%" in describe(path)[1]
+
+
+def test_what_is_measured_by_default_is_what_prune_asks_for_by_default() -> None:
+    """Also by `bench steps`: the commands of the documentation go together as they stand."""
+    given = {name: cli.profile.make_context("profile", ["m"]).params[name] for name in ("batches", "contexts")}
+    asked = Recipe(model="m", speedup=1.2, budget="latency").workload
+    assert given == {"batches": str(asked.batch), "contexts": str(asked.context)}
+    timed = cli.steps.make_context("steps", ["--dense", "m", "--pruned", "p"]).params
+    assert Workload(**{name: timed[name] for name in ("phase", "batch", "context")}) == asked
 
 
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
