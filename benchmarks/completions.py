@@ -12,12 +12,9 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import GenerationConfig
 
 from ddp_benchmarks.protocol import script_parser
+from ddp_prune.exam import go_on
 from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.text import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -40,7 +37,7 @@ def main() -> None:
     for name, opened in [("dense", source), *pruned]:
         model, answers = load_model(opened, "auto"), []
         for start in range(0, len(prompts), BATCH):
-            answers += go_on(model, tokenizer, prompts[start : start + BATCH])
+            answers += go_on(model, tokenizer, prompts[start : start + BATCH], LONGEST)
         compiles = [is_whole(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         found[name] = {"compile": sum(compiles), "of": len(prompts), "first": answers[0]}
         print(json.dumps({name: found[name]}), flush=True)
@@ -60,19 +57,6 @@ def prompts_of(library: Path, number: int) -> Iterator[str]:
                     yield "\n".join(head) + "\n"
                     number -= 1
                     break
-
-
-@torch.no_grad()
-def go_on(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
-    """Return what a model writes after each prompt; the likeliest tokens."""
-    tokenizer.pad_token = tokenizer.eos_token
-    tokens = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-    model.generation_config = GenerationConfig(
-        max_new_tokens=LONGEST, do_sample=False, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    output = model.generate(**tokens)
-    return list(tokenizer.batch_decode(output[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def is_whole(prompt: str, answer: str) -> bool:

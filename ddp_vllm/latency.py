@@ -91,29 +91,17 @@ class StepTimes:
     experts: Curve | None
     """By the mean width of the routed experts of a layer."""
     sizes: Dimensions
+    dense_layers: Sequence[LayerWidths]
 
     @property
     def prunable(self) -> float:
         """What goes if everything goes that can be pruned."""
-        return sum(self.of_layer(layer) for layer in self._dense_layers)
+        return sum(self.of_layer(layer) for layer in self.dense_layers)
 
     @property
     def most(self) -> float:
         """The speedup of a model without anything that can be pruned."""
         return self.dense / max(self.dense - self.prunable, 1e-9)
-
-    @property
-    def _dense_layers(self) -> list[LayerWidths]:
-        queries = (self.sizes.queries_per_kv,) * self.sizes.num_kv_heads
-        width, routed = self.sizes.expert_intermediate_size, set(self.sizes.routed_layers)
-        return [
-            LayerWidths(
-                query_heads_per_kv_head=queries,
-                intermediate_size=0 if index in routed else self.sizes.intermediate_size,
-                expert_intermediate_sizes=(width,) * self.sizes.num_experts if index in routed else None,
-            )
-            for index in range(self.sizes.num_layers)
-        ]
 
     def of_layer(self, widths: LayerWidths) -> float:
         """Return what the blocks of a layer add that can be pruned."""
@@ -297,6 +285,7 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 def _made_of(seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
     """Return what a step is made of, from the seconds of every shape."""
     sizes, dense = dimensions_of(config), seconds["dense"]
+    model: dict[str, Any] = {"sizes": sizes, "dense_layers": dense_layers(config)}
 
     def curve(kind: str, full: int, layers: int, step: int, at_zero: Callable[[], float]) -> Curve:
         """Noise may make a wider block faster; it then takes as long as the narrower one."""
@@ -316,9 +305,9 @@ def _made_of(seconds: Mapping[str, float], config: Mapping[str, Any], multiple: 
         routed = len(sizes.routed_layers)
         experts = curve("experts", sizes.expert_intermediate_size, routed, 1,
                         lambda: (dense - seconds["experts 0"]) / routed)  # fmt: skip
-        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, sizes=sizes)
+        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, **model)
     layers = sizes.num_layers
     attention = curve("attention", sizes.num_kv_heads, layers, 1,
                       lambda: (dense - seconds["attention once"]) / max(1, layers - 1))  # fmt: skip
     mlp = curve("mlp", sizes.intermediate_size, layers, multiple, lambda: (dense - seconds["mlp 0"]) / layers)
-    return StepTimes(dense=dense, attention=attention, mlp=mlp, experts=None, sizes=sizes)
+    return StepTimes(dense=dense, attention=attention, mlp=mlp, experts=None, **model)

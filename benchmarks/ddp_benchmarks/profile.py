@@ -96,7 +96,7 @@ def _begun(
     overwrite: bool,
 ) -> dict[str, Any]:
     """Return an unfinished profile of the same settings on this machine, or a new one. Raises: OutputError."""
-    new = new_results(FORMAT, asdict(settings) | {"model": settings.model})
+    new = new_results(FORMAT, asdict(settings))
     new |= {"complete": False, "multiple": 1, "model": dimensions_in(config), "config": dict(config), "times": []}
     new["shapes"] = list(shapes)
     new = json.loads(json.dumps(new))

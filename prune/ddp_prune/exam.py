@@ -1,7 +1,7 @@
 """What the dense, the pruned and the recovered model make of held-out text, and of ten prompts that nobody picked."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,21 +65,28 @@ class Exam:
                 yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
 
 
-@torch.no_grad()
 def _answers(model: Any, tokenizer: Any) -> list[str]:
     """Return what a model goes on with after each prompt, by its chat template if it has one; the likeliest tokens."""
     prompts, has_turns = list(PROMPTS), bool(tokenizer.chat_template)
     if has_turns:
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
         prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return [text.strip() for text in go_on(model, tokenizer, prompts, LONGEST, add_special_tokens=not has_turns)]
+
+
+@torch.no_grad()
+def go_on(
+    model: Any, tokenizer: Any, prompts: Sequence[str], longest: int, *, add_special_tokens: bool = True
+) -> list[str]:
+    """Return what a model writes after each text; the likeliest tokens, `longest` at most."""
     tokenizer.pad_token = tokenizer.eos_token  # its own may be one that the model has no embedding of
-    options = {"add_special_tokens": not has_turns, "padding": True, "padding_side": "left", "return_tensors": "pt"}
-    tokens = tokenizer(prompts, **options).to(model.device)
+    options = {"add_special_tokens": add_special_tokens, "padding": True, "padding_side": "left"}
+    tokens = tokenizer(list(prompts), return_tensors="pt", **options).to(model.device)
     ends = model.generation_config.eos_token_id or []
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     model.generation_config = GenerationConfig(  # its own may ask for penalties, beams or chance
-        max_new_tokens=LONGEST, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
+        max_new_tokens=longest, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
     )
     output = model.generate(**tokens)
     said = output[:, tokens["input_ids"].shape[1] :]
-    return [text.strip() for text in tokenizer.batch_decode(said, skip_special_tokens=True)]
+    return list(tokenizer.batch_decode(said, skip_special_tokens=True))
