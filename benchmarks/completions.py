@@ -54,7 +54,7 @@ def prompts_of(library: Path, number: int) -> Iterator[str]:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and not node.decorator_list:
                 head = text.splitlines()[node.lineno - 1 : node.body[0].end_lineno]
                 if len(head) < 20 and len(node.body) > 1:
-                    yield "\n".join(head) + "\n"
+                    yield "\n".join(head)
                     number -= 1
                     break
 
