@@ -3,7 +3,7 @@
 Each returns a score a unit, [L, U] a module type ([L, E, C] for experts); the highest are kept. `magnitude` is Σ|W|²
 over a unit's weights; `taylor` |Σ gradient| (LLM-Pruner's first order, at m = 1); `fisher` the squared gradient of each
 token, summed (the diagonal of the empirical Fisher matrix). For routed experts also CAMERA-P, HEAPr, activation energy
-and whole experts by use, all from one pass over text (`measure_experts`).
+and whole experts by use, all from one pass over text (`measure_experts`). `depth` drops whole layers.
 Legend: L layers with routed experts, E experts, C channels of an expert, H hidden size, T tokens, K experts a token.
 """
 
@@ -82,6 +82,30 @@ def taylor_and_fisher(gated: GatedModel, blocks: Iterable[torch.Tensor]) -> tupl
             assert leaf.grad is not None
             first[kind] += leaf.grad
     return {kind: value.abs() for kind, value in first.items()}, second
+
+
+@torch.no_grad()
+def block_influence(gated: GatedModel, blocks: Iterable[torch.Tensor]) -> Masks:
+    """Return 1 − the mean cosine of what enters and leaves a layer, the same for all its units: whole layers go.
+
+    ShortGPT's score (arXiv:2403.03853). `blocks` yields int64 [1, seq_len].
+    """
+    model: Any = gated.model
+    layers = list(model.get_submodule(LAYERS).children())
+    sums = torch.zeros(len(layers))
+
+    def note(index: int, layer: Any, given: tuple[torch.Tensor], made: Any) -> None:
+        made = made[0] if isinstance(made, tuple) else made
+        sums[index] += 1.0 - F.cosine_similarity(given[0].float(), made.float(), dim=-1).mean().cpu()
+
+    hooks = [layer.register_forward_hook(partial(note, index)) for index, layer in enumerate(layers)]
+    try:
+        for tokens in blocks:
+            final_hidden(model, tokens.to(next(model.parameters()).device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {kind: sums.view(-1, *[1] * (len(shape) - 1)).expand(shape).clone() for kind, shape in gated.shapes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

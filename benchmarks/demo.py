@@ -49,7 +49,7 @@ def main() -> None:
 
     say("4/4  measuring dense against pruned in real vLLM, compiled, in turn: steps that give 8 sequences a token each")
     if not speed.exists():
-        command("bench", "steps", "--dense", model, "--pruned", pruned, "--batch", 8, "--context", 512, "--pairs", 3,
+        command("bench", "steps", "--dense", model, "--pruned", pruned, "--batch", 8, "--context", 512, "--rounds", 3,
                 "-o", speed)  # fmt: skip
     summary(pruned, speed)
     print(f"\n{time.perf_counter() - fetched:.0f} s after the downloads, {time.perf_counter() - began:.0f} s in all.")

@@ -5,7 +5,8 @@
 Every method prunes the same numbers of units of the same model; learning methods see the same blocks of TEXT in the
 same order for the same number of steps. Perplexity is on the first 16×512 tokens of the test text, which nothing may
 learn on. `fisher+scales` keeps the units Fisher keeps and learns only their scales for the whole run: the control.
-`hard-concrete` learns the stochastic gates of L0 regularisation (Eq. 8 and 9) under the paper's multipliers.
+`hard-concrete` learns the stochastic gates of L0 regularisation (Eq. 8 and 9) under the paper's multipliers. `depth`
+drops whole layers, those of least influence first (ShortGPT).
 For mixtures of experts: `camera`, `heapr`, `uniform` (every expert equally wide, channels by activation energy) and
 `whole-experts` (by frequency × mean weighted output); `ddp-layer` and `ddp-expert` hold the budget in each of them.
 A masks file (…/ddp_masks.safetensors) is a method too: it is judged as it is.
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
+from baselines import ExpertUse, block_influence, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer
 from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.gates import GatedModel, Masks
@@ -106,7 +107,17 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="Folder for masks files, which `ddp-vllm apply` takes.")
     arguments = parser.parse_args()
     methods = arguments.methods.split(",")
-    known = {*VARIANTS, "random", "magnitude", "taylor", "fisher", "fisher+scales", "hard-concrete", *EXPERT_SCORES}
+    known = {
+        *VARIANTS,
+        "random",
+        "magnitude",
+        "depth",
+        "taylor",
+        "fisher",
+        "fisher+scales",
+        "hard-concrete",
+        *EXPERT_SCORES,
+    }
     if unknown := {method for method in methods if not method.endswith(MASKS_FILE)} - known:
         parser.error(f"unknown method {min(unknown)}; known: {', '.join(sorted(known))}")
     source, tokenizer = open_source(arguments.model), load_tokenizer(arguments.model)
@@ -184,6 +195,8 @@ class Trial:
         """Return what a one-shot method ranks the units of each module type by."""
         if method == "magnitude":
             return magnitude(self.gated)
+        if method == "depth":
+            return block_influence(self.gated, self.blocks[: self.samples].split(1))
         if method == "random":
             generator = torch.Generator().manual_seed(self.recipe.seed)
             return {kind: torch.rand(shape, generator=generator) for kind, shape in self.gated.shapes.items()}

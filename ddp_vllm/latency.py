@@ -1,13 +1,14 @@
 """How long a step of vLLM takes by the widths of its layers: what `profile` measures and a latency budget spends.
 
-`profile` times whole models as they are served, with weights of no meaning: the dense one and some that differ from it
-in one width, the same in every layer (`shapes_of`). Differences of their times, divided by the number of layers, are
-what an attention block, an MLP or the routed experts of one layer cost at some widths; what is left belongs to
-embeddings, output head, sampling and scheduling. Between measured widths cost is linear, in steps of what the plugin
+`profile` times whole models as they are served, with weights of no meaning: some that differ from the dense one in one
+width, the same in every layer (`shapes_of`), each in turns with the dense one. Differences of their times, divided by
+the number of layers, are what an attention block, an MLP or the routed experts of one layer cost at some widths; what
+is left belongs to embeddings, output head, sampling and scheduling. Between measured widths cost is linear, in steps of what the plugin
 fills MLPs up to. A removed block costs nothing, so the first unit of a block brings the block's fixed cost with it.
 """
 
 import json
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from ddp_vllm.families import Dimensions, dense_layers, dimensions_of
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
 
-FORMAT = "ddp-vllm profile 1"
+FORMAT = "ddp-vllm profile 2"
 PHASES = ("decode", "prefill", "mix")
 FRACTIONS = (0.25, 0.5, 0.75)  # of the dense width of MLPs and experts that are timed
 CELL = ("batch", "context", "decode", "prefill")  # what is known of each cell, seconds in the last two
@@ -120,8 +121,8 @@ class StepTimes:
         return self.dense / (self.dense - self.prunable + sum(map(self.of_layer, layers)))
 
 
-def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerWidths] | None]:
-    """Return the widths of every model to time, by name; None stands for the dense model itself.
+def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerWidths]]:
+    """Return the widths of every model to time beside the dense one, by name.
 
     multiple: what the plugin fills MLPs up to, so that no timed width lies between two steps.
     """
@@ -130,7 +131,7 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
     def everywhere(**changes: Any) -> list[LayerWidths]:
         return [replace(layer, **changes) for layer in dense]
 
-    shapes: dict[str, list[LayerWidths] | None] = {"dense": None}
+    shapes = {}
     if sizes.num_experts:
         for part in (0.0, *FRACTIONS):
             width = _part(sizes.expert_intermediate_size, part, EXPERT_BLOCK)
@@ -181,38 +182,47 @@ class Profile:
                     "model will be served there"
                 )
 
-    def times(self, workload: Workload) -> list[StepTimes]:
-        """Return what a step is made of, once for each round in which every shape was timed.
+    def times(self, workload: Workload) -> StepTimes:
+        """Return what a step is made of, by medians over rounds.
 
         Between measured batches and contexts times are interpolated. Raises: SettingError outside of them.
         """
-        rounds: dict[int, dict[str, float]] = {}
-        for run in self.content["times"]:
-            rounds.setdefault(run["round"], {})[run["shape"]] = seconds_of(run["cells"], workload)
-        names = set(self.content["shapes"])
-        config = self.content["config"]
-        return [_made_of(found, config, self.content["multiple"]) for found in rounds.values() if set(found) == names]
+        dense = statistics.median(seconds_of(run["beside"], workload) for run in self.content["times"])
+        shares = {name: statistics.median(each) for name, each in self._shares(workload).items()}
+        return self._made_of(dense, shares)
 
-    def undisturbed(self, workload: Workload) -> StepTimes:
-        """Return what a step is made of when nothing else keeps the machine busy: by each shape's fastest round."""
-        seconds: dict[str, float] = {}
+    def each_round(self, workload: Workload) -> list[StepTimes]:
+        """Return what a step is made of, once for each round."""
+        dense: dict[int, list[float]] = {}
         for run in self.content["times"]:
-            found = seconds_of(run["cells"], workload)
-            seconds[run["shape"]] = min(found, seconds.get(run["shape"], found))
-        return _made_of(seconds, self.content["config"], self.content["multiple"])
+            dense.setdefault(run["round"], []).append(seconds_of(run["beside"], workload))
+        shares = self._shares(workload)
+        return [
+            self._made_of(statistics.median(seconds), {name: each[turn] for name, each in shares.items()})
+            for turn, seconds in enumerate(dense.values())
+        ]
 
     def unrest(self, workload: Workload) -> float:
-        """Return by what share the slowest round of the shape that varied most was above its fastest."""
-        found: dict[str, list[float]] = {}
-        for run in self.content["times"]:
-            found.setdefault(run["shape"], []).append(seconds_of(run["cells"], workload))
-        return max(max(each) / min(each) - 1 for each in found.values())
+        """Return by what share of the dense step the rounds of the shape that varied most differ."""
+        return max(max(each) - min(each) for each in self._shares(workload).values())
 
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
-        """Return the predicted speedup of these widths over the dense model: undisturbed, and its range over rounds."""
-        best = self.undisturbed(workload).speedup(layers)
-        each = [best, *(times.speedup(layers) for times in self.times(workload))]
-        return best, min(each), max(each)
+        """Return the predicted speedup of these widths over the dense model, and its range over rounds."""
+        middle = self.times(workload).speedup(layers)
+        each = [middle, *(times.speedup(layers) for times in self.each_round(workload))]
+        return middle, min(each), max(each)
+
+    def _shares(self, workload: Workload) -> dict[str, list[float]]:
+        """Return what share of the dense model's time beside it each shape took, round by round."""
+        shares: dict[str, list[float]] = {}
+        for run in self.content["times"]:
+            share = seconds_of(run["cells"], workload) / seconds_of(run["beside"], workload)
+            shares.setdefault(run["shape"], []).append(share)
+        return shares
+
+    def _made_of(self, dense: float, shares: Mapping[str, float]) -> StepTimes:
+        seconds = {"dense": dense} | {name: dense * share for name, share in shares.items()}
+        return _made_of(seconds, self.content["config"], self.content["multiple"])
 
 
 def read_profile(path: Path) -> Profile:
@@ -233,15 +243,17 @@ def read_profile(path: Path) -> Profile:
 def _broken(content: Mapping[str, Any]) -> str:
     """Say what keeps a profile from being used, as after an edit by hand; "" if nothing does."""
     try:
-        expected, timed = set(content["shapes"]), {run["shape"]: 1.0 for run in content["times"]}
-        _made_of(timed, content["config"], content["multiple"])
-        numbers = [cell[key] for run in content["times"] for cell in run["cells"] for key in CELL]
+        timed: dict[str, set[int]] = {name: set() for name in content["shapes"]}
+        for run in content["times"]:
+            timed[run["shape"]].add(run["round"])
+        _made_of({"dense": 1.0} | dict.fromkeys(timed, 1.0), content["config"], content["multiple"])
+        numbers = [cell[key] for run in content["times"] for cell in run["cells"] + run["beside"] for key in CELL]
         numbers.append(content["multiple"])
         facts = [content["hardware"][key] for key in ("cpu", "cores", "gpus")]
     except (LookupError, TypeError, ValueError, DdpError) as error:
         return f"{type(error).__name__}, {error}"
-    if missing := expected - set(timed):
-        return f"no time of {min(missing)}"
+    if len({frozenset(rounds) for rounds in timed.values()}) != 1 or not content["times"]:
+        return "not every shape was timed in every round"
     good = all(type(each) in (int, float) and 0 < each < 1e9 for each in numbers)
     return "" if good and len(facts) == 3 else "times and sizes must be positive numbers"
 

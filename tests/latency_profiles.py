@@ -27,13 +27,16 @@ def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256) -> fl
 def written(folder: Path, config: dict[str, Any] = CONFIG, multiple: int = 128, **changes: Any) -> Path:
     """A profile of two rounds, the second everywhere a tenth slower at decoding."""
 
-    def cell(widths: list[LayerWidths] | None, turn: int, batch: int, context: int) -> dict[str, Any]:
-        each = seconds(widths or dense_layers(config), batch, context)
-        return {"batch": batch, "context": context, "decode": (1 + turn / 10) * each, "prefill": 50 * each}
+    def cells(widths: list[LayerWidths], turn: int) -> list[dict[str, Any]]:
+        found = []
+        for batch, context in ((1, 256), (1, 1024), (8, 256), (8, 1024)):
+            each = seconds(widths, batch, context)
+            found.append({"batch": batch, "context": context, "decode": (1 + turn / 10) * each, "prefill": 50 * each})
+        return found
 
-    shapes = shapes_of(config, multiple)
+    shapes, dense = shapes_of(config, multiple), dense_layers(config)
     times = [
-        {"round": turn, "shape": name, "cells": [cell(widths, turn, b, c) for b in (1, 8) for c in (256, 1024)]}
+        {"round": turn, "shape": name, "cells": cells(widths, turn), "beside": cells(dense, turn)}
         for turn in (0, 1)
         for name, widths in shapes.items()
     ]

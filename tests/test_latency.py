@@ -33,13 +33,13 @@ def test_a_model_that_nobody_timed_takes_what_its_blocks_take(profile: Profile, 
 
 def test_a_mix_is_half_reading_and_half_writing(profile: Profile) -> None:
     dense = dense_layers(CONFIG)
-    mixed = profile.undisturbed(Workload(phase="mix", batch=8, context=256)).dense
+    mixed = profile.each_round(Workload(phase="mix", batch=8, context=256))[0].dense
     once = seconds(dense)
     assert mixed == pytest.approx(50 * once / 2 + 128 * once)
 
 
 def test_what_a_block_costs_falls_apart_into_fixed_and_by_unit(profile: Profile) -> None:
-    times = profile.times(Workload(phase="decode", batch=8, context=256))[0]
+    times = profile.each_round(Workload(phase="decode", batch=8, context=256))[0]
     assert times.mlp and times.attention
     assert times.mlp.unit == pytest.approx(4 * CHANNEL) and times.mlp.fixed == pytest.approx(4 * MLP)
     assert times.attention.unit == pytest.approx(4 * KV_HEAD) and times.attention.fixed == pytest.approx(4 * ATTENTION)
@@ -48,7 +48,7 @@ def test_what_a_block_costs_falls_apart_into_fixed_and_by_unit(profile: Profile)
 
 def test_refusals(tmp_path: Path, profile: Profile) -> None:
     with pytest.raises(SettingError, match="batch of 1 to 8, not 16"):
-        profile.undisturbed(Workload(phase="decode", batch=16, context=256))
+        profile.times(Workload(phase="decode", batch=16, context=256))
     with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
         profile.check_suits(CONFIG | {"hidden_size": 128})
     with pytest.raises(SettingError, match="a machine with cores 2"):

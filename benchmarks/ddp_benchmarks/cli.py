@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,28 +158,22 @@ def kernel(
 @click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
 @click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
 @click.option("--context", type=int, default=2048, show_default=True, help="Tokens of each.")
-@click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of both models.")
+@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps of a round, in turns.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: none are kept]")
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
-def steps(
-    dense: str,
-    pruned: str,
-    pairs: int,
-    output: Path | None,
-    overwrite: bool,
-    engine_arguments: tuple[str, ...],
-    **workload: Any,
-) -> None:
+def steps(phase: str, batch: int, context: int, output: Path | None, overwrite: bool, **options: Any) -> None:
     """Measure a step of vLLM's engine, dense against pruned, and hold it against what the budget predicted.
 
     \b
     ddp-vllm bench steps --dense MODEL --pruned ./pruned --batch 8 --context 1024
 
-    ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
+    Both engines are alive at once and take turns, so memory must hold both. ENGINE_ARGUMENTS after -- go to both as
+    they are.
     """
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.profile import compare_steps
+    from ddp_benchmarks.side_by_side import StepSettings, compare_steps
     from ddp_benchmarks.tables import plain_console
     from ddp_vllm.checkpoint import read_checkpoint
     from ddp_vllm.output import check_file
@@ -186,16 +181,14 @@ def steps(
 
     if output:
         check_file(output, overwrite=overwrite)
-    if pairs < 1:
-        raise SettingError(f"--pairs {pairs} is below 1")
     console = plain_console()
-    predicted = read_checkpoint(Path(pruned)).provenance.get("latency", {})
+    workload = Workload(phase=phase, batch=batch, context=context)
+    settings = StepSettings(workload=workload, **options)
+    predicted = read_checkpoint(Path(settings.pruned)).provenance.get("latency", {})
     with terminable():
-        found = compare_steps(
-            dense, pruned, Workload(**workload), pairs, engine_arguments, say=partial(console.print, style="dim")
-        )
-    console.print(f"{Workload(**workload)}: {found['sentence']}")
-    if predicted.get("workload") == workload:
+        found = compare_steps(settings, say=partial(console.print, style="dim"))
+    console.print(f"{workload}: {found['sentence']}")
+    if predicted.get("workload") == asdict(workload):
         console.print(f"predicted: {predicted['speedup']:.2f}×")
         found["predicted"] = predicted["speedup"]
     if output:
@@ -207,8 +200,8 @@ def steps(
 @click.argument("model")
 @click.option("--batch", "batches", default="8", show_default=True, help="Sequences served at once, by commas.")
 @click.option("--context", "contexts", default="2048", show_default=True, help="Tokens of each, by commas.")
-@click.option("--rounds", type=int, default=3, show_default=True, help="Measurements of each shape.")
-@click.option("--steps", type=int, default=32, show_default=True, help="Decode steps of a measurement.")
+@click.option("--rounds", type=int, default=2, show_default=True, help="Measurements of each shape.")
+@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps of a round, in turns.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True)
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
@@ -219,9 +212,9 @@ def profile(model: str, batches: str, contexts: str, output: Path, overwrite: bo
     ddp-vllm profile MODEL -o machine.json
     ddp-vllm prune MODEL --speedup 1.3 --profile machine.json -o ./pruned
 
-    MODEL is a folder or a hub name; its weights are not needed. Engines of vLLM run one after the other, so nothing
-    heavy may run beside them. Interrupted, the same command goes on where it was. ENGINE_ARGUMENTS after -- go to every
-    vLLM engine as they are.
+    MODEL is a folder or a hub name; its weights are not needed. An engine of the dense model and one of another shape
+    take turns, so memory must hold both and nothing heavy may run beside them. Interrupted, the same command goes on
+    where it was. ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
     """
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.profile import ProfileSettings, describe, run_profile

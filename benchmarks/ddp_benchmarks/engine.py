@@ -32,6 +32,7 @@ CPU_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the same for every model
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # offline runs: no second process to fight for the cores
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights on pages of 2 MB; a step reads all of them
+    "VLLM_USE_AOT_COMPILE": "0",  # vLLM 0.32 cannot load what it compiled so, and compiles at every start (log 113)
 }
 _ERROR = re.compile(  # pydantic puts its reason on the line after
     r"(?:^|[\s.])(\w*(?:Error|Exception)): (\d+ validation errors? for .*\n[^\n]*\n[^\n]*|[^\n]+)", re.MULTILINE
@@ -112,6 +113,9 @@ class Engine:
     Used as a context manager; leaving the block, by an error or Ctrl-C too, stops the whole process group.
     """
 
+    streams: int | None = None
+    """`subprocess.PIPE` for an engine that is spoken to; its log is then what it writes to standard error."""
+
     def __init__(self, arguments: Sequence[str], *, log: Path | None = None, module: str = "") -> None:
         """`module`: instead of vLLM's command line, a module of ours that imports vLLM."""
         self.command = [sys.executable, "-m", module, *arguments] if module else [*vllm_command(), *arguments]
@@ -125,9 +129,9 @@ class Engine:
         with open(self.log, "wb") as output:
             self.process = subprocess.Popen(
                 self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdin=self.streams or subprocess.DEVNULL,
+                stdout=self.streams or output,
+                stderr=output,
                 env=engine_environment(),
                 start_new_session=True,  # a process group of its own, which Ctrl-C in our terminal does not reach
             )

@@ -14,7 +14,7 @@ STOP_SECONDS = 10  # vLLM's own shutdown gives its workers 5 s
 def end_group(leader: int, reap: Callable[[], object]) -> None:
     """End every process of a group: politely, and after a few seconds or a second Ctrl-C by force.
 
-    `reap` collects the exit code of the leader, our child, so that it does not stay behind as a zombie.
+    `reap` collects the exit code of the leader, our child, so that it does not stay behind as a zombie; None: not yet.
     """
     try:
         _signal(leader, signal.SIGTERM)
@@ -23,9 +23,8 @@ def end_group(leader: int, reap: Callable[[], object]) -> None:
             time.sleep(0.05)
     finally:
         _signal(leader, signal.SIGKILL)
-        while _alive(leader, reap):
+        while _alive(leader, reap) or reap() is None:  # a dead leader waits for its last thread
             time.sleep(0.05)
-        reap()  # the leader may have died between the last reaping and the last look
 
 
 def _signal(leader: int, number: int) -> None:

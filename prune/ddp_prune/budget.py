@@ -275,7 +275,7 @@ def _measured_pool(
     """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it cannot be met."""
     profile = read_profile(Path(recipe.profile))
     profile.check_suits(config)
-    times = profile.undisturbed(recipe.workload)
+    times = profile.times(recipe.workload)
     curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
     costs, opening, tables, steps = {}, {}, {}, {}
     for kind, shape in units.items():

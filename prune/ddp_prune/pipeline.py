@@ -51,7 +51,7 @@ from ddp_vllm.cache import cache_folder
 from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
 from ddp_vllm.errors import CheckpointError, ModelError, ServingError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
-from ddp_vllm.latency import read_profile
+from ddp_vllm.latency import FORMAT, read_profile
 from ddp_vllm.machine import hardware, versions
 from ddp_vllm.output import check_output, make_folder
 from ddp_vllm.pages.evidence import METRICS_FILE
@@ -266,7 +266,7 @@ def with_profile(recipe: Recipe) -> Recipe:
     if not recipe.profile:
         work, here = recipe.workload, hardware()
         facts = json.dumps(
-            [recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
+            [FORMAT, recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
         )
         path = cache_folder() / "profiles" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
         if not path.exists() or not json.loads(path.read_text(encoding="utf-8")).get("complete"):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from baselines import ExpertUse, magnitude, measure_experts, taylor_and_fisher
+from baselines import ExpertUse, block_influence, magnitude, measure_experts, taylor_and_fisher
 from ddp_prune.gates import GatedModel
 from ddp_vllm.families import dimensions_of, family_of
 
@@ -147,3 +147,15 @@ def test_magnitude_counts_all_that_goes_with_a_unit(family: type[Any], head_unit
     torch.testing.assert_close(scores["attn"][0, -1], own + (shared if head_unit == "kv-group" else shared / 2))
     expected = gate[7].square().sum() + up[7].square().sum() + mlp.down_proj.weight[:, 7].square().sum()
     torch.testing.assert_close(scores["mlp"][0, 7], expected)
+
+
+def test_influence_is_how_far_a_layer_turns_its_input(gated: GatedModel) -> None:
+    """By the hidden states that the stock model returns; the same for all units of a layer."""
+    model: Any = gated.model
+    expected = torch.zeros(LAYERS)
+    for tokens in BLOCKS.split(1):
+        states = model.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+        expected[0] += 1 - F.cosine_similarity(states[0], states[1], dim=-1).mean()
+    scores = block_influence(gated, BLOCKS.split(1))["experts"]
+    assert scores.shape == gated.shapes["experts"] and scores.unique().numel() == LAYERS
+    torch.testing.assert_close(scores[0, 0, 0], expected[0])

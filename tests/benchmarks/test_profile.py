@@ -1,5 +1,6 @@
 """Profiles of a machine in real vLLM: models without weights are built and timed, and what was measured is kept."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from latency_profiles import written
 
 from ddp_benchmarks import cli, profile
 from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
+from ddp_benchmarks.side_by_side import StepSettings, compare_steps
 from ddp_prune.recipe import Recipe
 from ddp_vllm.cli import main
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.latency import Workload, shapes_of
 
 ENGINE = ("--enforce-eager", "--dtype", "float32")
@@ -23,41 +25,62 @@ def test_models_without_weights_are_timed_and_kept(tiny: Path, tmp_path: Path, m
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(
-        profile, "shapes_of", lambda *given: {name: shapes_of(*given)[name] for name in ("dense", "attention once")}
+        profile, "shapes_of", lambda *given: {name: shapes_of(*given)[name] for name in ("mlp 0", "attention once")}
     )
     settings = ProfileSettings(
-        model=str(tiny), batches=(1, 3), contexts=(32,), steps=8, rounds=1, engine_arguments=ENGINE
+        model=str(tiny), batches=(1, 3), contexts=(32,), steps=24, rounds=2, engine_arguments=ENGINE
     )
     said: list[str] = []
 
     def interrupt(line: str) -> None:
         said.append(line)
-        if len(said) == 2:
+        if len(said) == 3:
             raise KeyboardInterrupt
 
     output = tmp_path / "machine.json"
     with pytest.raises(KeyboardInterrupt):
         run_profile(settings, output, overwrite=False, say=interrupt)
     first = json.loads(output.read_text())
-    assert not first["complete"] and [run["shape"] for run in first["times"]] == ["dense"]
+    assert not first["complete"] and [run["shape"] for run in first["times"]] == ["mlp 0"] * 2
     run_profile(settings, output, overwrite=False, say=said.append)
-    assert said == ["round 1 of 1: dense", *["round 1 of 1: attention once"] * 2]
+    start = "starting the engine of the dense model"
+    assert said == [start, "1 of 2: mlp 0", "2 of 2: attention once", start, "2 of 2: attention once"]
     found = json.loads(output.read_text())
-    assert found["complete"] and not found["compiled"] and found["times"][0] == first["times"][0]
-    for run in found["times"]:
-        assert [(cell["batch"], cell["context"], cell["steps"]) for cell in run["cells"]] == [(1, 32, 8), (3, 32, 8)]
-        assert all(0 < cell["decode"] < cell["prefill"] < 10 for cell in run["cells"])
+    assert found["complete"] and not found["compiled"] and found["times"][:2] == first["times"]
+    assert [run["round"] for run in found["times"]] == [0, 1, 0, 1]
+    for cells in (run[key] for run in found["times"] for key in ("cells", "beside")):
+        assert [(cell["batch"], cell["context"]) for cell in cells] == [(1, 32), (3, 32)]
+        assert all(0 < cell[phase] < 10 for cell in cells for phase in ("decode", "prefill"))
+
+
+@pytest.mark.vllm
+def test_steps_of_two_models_are_compared_side_by_side(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How fast each is, is no matter of a test beside others. One that cannot start is named with the reason."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    work = Workload(phase="decode", batch=2, context=48)
+    settings = StepSettings(
+        dense=str(tiny), pruned=str(tiny), workload=work, rounds=3, steps=24, engine_arguments=ENGINE
+    )
+    found = compare_steps(settings, say=lambda line: None)
+    assert all(len(each) == 3 and 0 < min(each) < 10 for each in found["seconds"].values())
+    assert found["settings"]["workload"] == {"phase": "decode", "batch": 2, "context": 48}
+    broken = dataclasses.replace(settings, dense=str(tmp_path / "nothing"))
+    with pytest.raises(ServingError, match="the engine of .*nothing ended with code 1"):
+        compare_steps(broken, say=lambda line: None)
 
 
 def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> None:
-    """The second round of `written` is a tenth slower."""
+    """The second round of `written` is a tenth slower, the dense model beside it too."""
     first, *_ = describe(path := written(tmp_path))
     assert first.startswith("decode, 1 sequences of 256 tokens:") and "at most 2.78×" in first
     assert not any("unsure" in line or "note:" in line for line in describe(path))
     content = json.loads(path.read_text())
     content["times"][-1]["cells"][0]["decode"] *= 1.5
     path.write_text(json.dumps(content))
-    assert "note: rounds differ by up to 65%" in describe(path)[1]
+    assert "note: rounds differ by up to 24%" in describe(path)[1]
 
 
 def test_what_is_measured_by_default_is_what_prune_asks_for_by_default() -> None:
@@ -73,8 +96,9 @@ def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
     arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
     for more, said in (
         (["--batch", "0"], "--batch 0 goes below 1"),
-        (["--context", "10"], "--context 10 goes below 64"),
+        (["--context", "10"], "--context 10 goes below 96"),
         (["--rounds", "0"], "--rounds 0 is below 1"),
+        (["--steps", "8"], "--steps 8 is below 12"),
         (["--batch", "many"], "no list of numbers"),
     ):
         result = CliRunner().invoke(main, [*arguments, *more])
