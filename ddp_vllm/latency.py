@@ -3,8 +3,9 @@
 `profile` times whole models as they are served, with weights of no meaning: some that differ from the dense one in one
 width, the same in every layer (`shapes_of`), each in turns with the dense one. Differences of their times, divided by
 the number of layers, are what an attention block, an MLP or the routed experts of one layer cost at some widths; what
-is left belongs to embeddings, output head, sampling and scheduling. Between measured widths cost is linear, in steps of what the plugin
-fills MLPs up to. A removed block costs nothing, so the first unit of a block brings the block's fixed cost with it.
+is left belongs to embeddings, output head, sampling and scheduling. Between measured widths cost is linear, in steps of
+what the plugin fills MLPs up to. A removed block costs nothing, so the first unit of a block brings the block's fixed
+cost with it.
 """
 
 import json

@@ -32,7 +32,6 @@ CPU_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the same for every model
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # offline runs: no second process to fight for the cores
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights on pages of 2 MB; a step reads all of them
-    "VLLM_USE_AOT_COMPILE": "0",  # vLLM 0.32 cannot load what it compiled so, and compiles at every start (log 113)
 }
 _ERROR = re.compile(  # pydantic puts its reason on the line after
     r"(?:^|[\s.])(\w*(?:Error|Exception)): (\d+ validation errors? for .*\n[^\n]*\n[^\n]*|[^\n]+)", re.MULTILINE

@@ -1,8 +1,8 @@
 """The question: what does a step of vLLM cost on this machine, by the widths of a model's layers?
 
 Models of other widths are made without weights (`ddp_vllm/latency.py` says which, and what follows from them). Each is
-served as a pruned model would be, by an engine that takes turns with one of the dense model (`side_by_side.py`). What is
-measured is written after every engine; the same command goes on from there.
+served as a pruned model would be, by an engine that takes turns with one of the dense model (`side_by_side.py`). What
+is measured is written after every engine; the same command goes on from there.
 """
 
 import json

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 WARM_UP = 3  # decode steps before one counts: what is new to the machine is compiled in them
@@ -25,7 +26,7 @@ def main() -> None:
 
     options = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args()
     batch = Batch(LLMEngine.from_engine_args(EngineArgs.from_cli_args(options)))
-    commands = {"read": batch.read, "step": batch.step, "end": batch.end}
+    commands: dict[str, Callable[..., Any]] = {"read": batch.read, "step": batch.step, "end": batch.end}
     print(json.dumps(batch.facts()), file=answers, flush=True)
     for line in sys.stdin:
         name, *numbers = json.loads(line)

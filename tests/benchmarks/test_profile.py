@@ -68,7 +68,7 @@ def test_steps_of_two_models_are_compared_side_by_side(
     assert all(len(each) == 3 and 0 < min(each) < 10 for each in found["seconds"].values())
     assert found["settings"]["workload"] == {"phase": "decode", "batch": 2, "context": 48}
     broken = dataclasses.replace(settings, dense=str(tmp_path / "nothing"))
-    with pytest.raises(ServingError, match="the engine of .*nothing ended with code 1"):
+    with pytest.raises(ServingError, match=r"the engine of .*nothing ended with code 1"):
         compare_steps(broken, say=lambda line: None)
 
 
