@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, ModelError
+from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, WidthsError, folder_tensors
 
 MASKS_FILE = "ddp_masks.safetensors"
@@ -74,13 +75,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     """Read and check a pruned checkpoint without loading a weight.
 
+    dense: take a dense model's folder too, with the widths that its config states.
     Raises: CheckpointError if it is no pruned checkpoint, if its widths are negative, fractional or above the dense
-        ones, if a tensor is missing or has another shape than its widths ask for, or if its index points elsewhere.
+        ones, if a tensor is missing or has another shape than its widths ask for, or if its index points elsewhere;
+        ModelError for a dense model of no supported family.
     """
     config = read_json(folder / "config.json")
+    if dense and isinstance(config, dict) and "ddp_layers" not in config:
+        config = pruned_config(config, dense_layers(config))
     if not isinstance(config, dict) or "ddp_layers" not in config:
         raise CheckpointError(f"{folder} is not a pruned checkpoint: its config.json has no ddp_layers; prune it first")
     _check_index(folder)
