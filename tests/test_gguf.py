@@ -1,0 +1,333 @@
+"""A folder written as GGUF says in stock llama.cpp what it says in transformers: logits, tokens, chat, text.
+
+Small random models, with every block and width that llama.cpp's graph would trip over, and SmolLM2 with real weights.
+"""
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import xllamacpp
+from click.testing import CliRunner, Result
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from ddp_prune.export import export
+from ddp_prune.model import open_source
+from ddp_vllm.cli import main
+from ddp_vllm.families import unit_shapes
+from ddp_vllm.gguf_tokenizer import BYTE_LEVEL
+from ddp_vllm.remote_code import modeling_ddp
+from llama_cpp import Server
+
+VOCABULARY = 320  # rows of the embeddings; the tokenizer has fewer tokens
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 72, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.15,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+}  # fmt: skip
+RAGGED = [
+    ([], 17),  # first, without attention: llama.cpp takes the size of a head from here; width odd and below a block
+    ([3, 1], 72),  # uneven groups; a width that is no whole blocks
+    ([3, 3, 3, 3], 0),  # attention as in the dense model, no MLP
+    ([], 0),  # nothing left
+    ([], 64),
+    ([3, 2, 1], 1),
+    ([2], 33),
+    ([1], 0),  # last, without MLP: only some of its rows are asked for
+]
+NOTHING_AT_THE_ENDS = [([], 0), ([2, 2], 40), ([], 0)]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, list[tuple[list[int], int]], dict[str, Any]]] = {
+    "llama": ("Llama", RAGGED, {}),
+    "llama, ends empty": ("Llama", NOTHING_AT_THE_ENDS, {}),
+    "llama, tied": ("Llama", RAGGED, {"tie_word_embeddings": True}),
+    "llama, biases": ("Llama", RAGGED, {"attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("Llama", RAGGED, {"rope_parameters": LLAMA3}),
+    "llama, other positions": ("Llama", RAGGED, {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
+    "mistral": ("Mistral", RAGGED, {"sliding_window": None, "rms_norm_eps": 1e-2}),
+    "qwen2": ("Qwen2", RAGGED, {}),  # biases on q, k and v
+    "qwen2, all layers alike": ("Qwen2", [([3, 3], 40)] * 3, {}),
+}
+TEXTS = [
+    "The quick brown fox, 12345 times; 3.14 and 1000000!",
+    "don't DON'T I'LL we've  two   three    spaces ",
+    "  leading\n\nlines\r\n\ttabs\t\n   \n end  ",
+    "naïve café Größe – 漢字かな交じり文 한국어 مرحبا Привет 🎉👩‍👩‍👧",
+    "def f(x):\n    return {'a': [x**2 for _ in range(10)]}\n",
+    "<|im_start|>user\nhi<|im_end|> <|im_start|> not ½ ² ٣",
+]
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What's 2+2?\n  Say it twice. "}]
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def serve(file: Path) -> Server:
+    """Return stock llama.cpp's server over one file; attention is computed in float32."""
+    return Server(
+        file, threads=1, context=512, warmup=False,
+        cache_type_k=xllamacpp.ggml_type.GGML_TYPE_F32, cache_type_v=xllamacpp.ggml_type.GGML_TYPE_F32,
+        flash_attn_type=xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+    )  # fmt: skip
+
+
+def tokens(server: Server, text: str) -> list[int]:
+    return list(server.ask("/tokenize", content=text, add_special=True)["tokens"])
+
+
+def logprobs(server: Server, prompt: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of the whole vocabulary after a prompt.
+
+    The bias, which they do not contain, chooses token 2: of one that is no whole character nothing is said.
+    """
+    answer = server.ask("/completion", prompt=prompt, n_predict=1, n_probs=VOCABULARY, logit_bias=[[2, 1e4]])
+    found = {entry["id"]: entry["logprob"] for entry in answer["completion_probabilities"][0]["top_logprobs"]}
+    return torch.tensor([found[token] for token in range(VOCABULARY)])
+
+
+def save_tokenizer(folder: Path, cuts: pre_tokenizers.PreTokenizer, *, like_llama3: bool = False) -> Any:
+    """Train a byte-level tokenizer that cuts words by `cuts`; like Llama 3's: BOS first, no merges in known words."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=like_llama3))
+    tokenizer.pre_tokenizer, tokenizer.decoder = cuts, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 6, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+    )  # fmt: skip
+    tokenizer.train_from_iterator([*TEXTS, Path(__file__).read_text(encoding="utf-8")], trainer)
+    template = CHATML
+    if like_llama3:
+        first = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)])
+        tokenizer.post_processor, template = first, "{{ bos_token }}" + CHATML
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=template
+    )
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def save_model(folder: Path, family: str, layers: list[tuple[list[int], int]], **settings: Any) -> Any:
+    """Write a random pruned model in float32."""
+    entries = [{"query_heads_per_kv_head": heads, "intermediate_size": width} for heads, width in layers]
+    model_class = getattr(modeling_ddp, f"DDP{family}ForCausalLM")
+    settings = {**SIZES, "num_hidden_layers": len(layers), **settings}
+    return _save(folder, model_class, model_class.config_class(**settings, ddp_layers=entries))
+
+
+def save_dense(folder: Path, model_type: str, **settings: Any) -> Any:
+    """Write a random dense model in float32."""
+    settings = {**SIZES, "num_hidden_layers": 2, **settings}
+    config = AutoConfig.for_model(model_type, **{name: value for name, value in settings.items() if value is not None})
+    return _save(folder, AutoModelForCausalLM.from_config, config)
+
+
+def _save(folder: Path, build: Callable[[Any], Any], config: Any) -> Any:
+    torch.manual_seed(0)
+    model = build(config).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return model
+
+
+def run(folder: Path, *options: str) -> Result:
+    return CliRunner().invoke(main, ["export", str(folder), "-o", str(folder / "model.gguf"), *options])
+
+
+def exported(folder: Path, *options: str) -> Path:
+    result = run(folder, *options)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return folder / "model.gguf"
+
+
+@torch.no_grad()
+def furthest(model: Any, server: Server) -> float:
+    """Return the largest difference of log-probabilities between transformers and llama.cpp, over prompts."""
+    differences = []
+    for prompt in ([5], list(range(2, 12)), [(7 * i) % 300 for i in range(140)]):
+        expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        differences.append((logprobs(server, prompt) - expected).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    family, layers, settings = MODELS[case]
+    model = save_model(tmp_path, family, layers, **settings)
+    file = exported(tmp_path, "--type", "F32")
+    assert graph(file) == ("llama" if len({str(layer) for layer in layers}) == 1 else "deci")
+    assert furthest(model, serve(file)) < 1e-3
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_dense_model(model_type: str, tmp_path: Path) -> None:
+    model = save_dense(tmp_path, model_type)
+    file = exported(tmp_path, "--type", "F32")
+    assert graph(file) == "llama"
+    assert furthest(model, serve(file)) < 1e-3
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("F16", 0.02), ("BF16", 0.1), ("Q8_0", 0.2), ("Q4_0", 3.0)])
+def test_types(kind: str, tolerance: float, tmp_path: Path) -> None:
+    model = save_model(tmp_path, "Llama", RAGGED)
+    difference = furthest(model, serve(exported(tmp_path, "--type", kind.lower())))
+    assert tolerance / 100 < difference < tolerance
+
+
+def test_what_is_filled_up_is_said(tmp_path: Path) -> None:
+    save_model(tmp_path, "Llama", RAGGED, head_dim=20)
+    result = run(tmp_path, "--type", "Q4_1")
+    assert result.stderr.splitlines() == [
+        "filled up with zeros: 197 MLP channels in 7 layers, so that layers have multiples of 32, at least one",
+        "filled up with zeros: 6 query heads in 3 layers, so that groups are even, and the first layer has one",
+        "2 matrices are Q8_0 instead of Q4_1",
+        "6 matrices are F16 instead of Q4_1",
+    ]
+    assert result.stdout.startswith("written: ") and result.stdout.count("\n") == 1
+
+
+def test_bfloat16_in_several_files(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "Llama", RAGGED)
+    model.bfloat16().save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    (tmp_path / "model.safetensors").unlink()
+    model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert furthest(model, serve(exported(tmp_path, "--type", "F32"))) < 1e-3
+
+
+def cuts(name: str) -> pre_tokenizers.PreTokenizer:
+    """Return what cuts words in the tokenizers that llama.cpp knows under a name."""
+    (rules, _), bytes_alone = next(key for key in BYTE_LEVEL if BYTE_LEVEL[key] == name), pre_tokenizers.ByteLevel
+    if rules[-1] == "GPT-2":
+        digits = [pre_tokenizers.Digits(individual_digits=True)] * (len(rules) - 1)
+        return pre_tokenizers.Sequence([*digits, bytes_alone(add_prefix_space=False)])
+    split = pre_tokenizers.Split(Regex(rules[0]), "isolated")
+    return pre_tokenizers.Sequence([split, bytes_alone(add_prefix_space=False, use_regex=False)])
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL.values())
+def test_tokens_and_chat_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "Llama", [([3], 32)])
+    tokenizer = save_tokenizer(tmp_path, cuts(name), like_llama3=name == "llama-bpe")
+    assert_same_tokens(tokenizer, serve(exported(tmp_path)))
+
+
+def assert_same_tokens(tokenizer: Any, server: Server) -> None:
+    for text in TEXTS:
+        assert tokens(server, text) == tokenizer(text)["input_ids"], text
+    prompt = server.ask("/apply-template", messages=CHAT)["prompt"]
+    assert tokens(server, prompt) == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+
+
+def test_tokens_of_llama_2s_kind(tmp_path: Path) -> None:
+    save_model(tmp_path, "Llama", [([3], 32)], vocab_size=900)
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(Path(__file__).read_text(encoding="utf-8").splitlines(), trainer)
+    written = json.loads(tokenizer.to_str())
+    written["added_tokens"] = written["added_tokens"][:3]  # bytes are ordinary tokens
+    tokenizer = Tokenizer.from_str(json.dumps(written))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    wrapped.chat_template = "{{ bos_token }}{% for message in messages %}[{{ message['content'] }}]</s>{% endfor %}"
+    wrapped.save_pretrained(tmp_path)
+    assert_same_tokens(wrapped, serve(exported(tmp_path)))
+
+
+UNFIT: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3", {}, "norms of queries and keys"),
+    ("smollm3", {}, "layers without rotary positions"),
+    ("granite", {}, "factors on embeddings"),
+    ("gemma2", {}, "norms after the blocks"),
+    ("gemma3_text", {}, "norms after the blocks"),
+    ("phi3", {}, "fused projections"),
+    ("mistral", {"sliding_window": 100}, "a sliding window of 100 tokens"),
+    ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "positions of type yarn"),
+    ("olmoe", {"head_dim": None, "num_experts": 4, "num_experts_per_tok": 2}, "experts of different widths"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings", "reason"), UNFIT, ids=lambda value: str(value)[:30])
+def test_what_the_graph_cannot_hold_is_refused(
+    model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    save_dense(tmp_path, model_type, **settings)
+    refused(tmp_path, 3, "does not fit llama.cpp: ", reason)
+
+
+def refused(folder: Path, exit_code: int, *words: str, options: tuple[str, ...] = ()) -> None:
+    """Assert that export fails with one line that has all words, and leaves nothing behind."""
+    before = sorted(folder.iterdir())
+    result = run(folder, *options)
+    assert result.exit_code == exit_code, (result.output, result.exception)
+    assert result.stderr.count("\n") == 1 and all(word in result.stderr for word in words), result.stderr
+    assert sorted(folder.iterdir()) == before
+
+
+def edit(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    save_model(tmp_path, "Llama", RAGGED)
+    refused(tmp_path, 2, "llama-quantize", "model.gguf Q4_K_M", options=("--type", "q4_k_m"))
+    (tmp_path / "model.gguf").write_text("mine")
+    refused(tmp_path, 5, "exists")
+    assert (tmp_path / "model.gguf").read_text() == "mine"
+    exported(tmp_path, "--overwrite")
+    (tmp_path / "model.gguf").unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # stands in for a full disk
+    try:
+        refused(tmp_path, 5, "cannot be written", "make room")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    edit(tmp_path / "tokenizer.json", pre_tokenizer={"type": "Whitespace"})
+    refused(tmp_path, 3, "cuts words by", "Whitespace")
+    edit(tmp_path / "tokenizer.json", normalizer={"type": "Lowercase"})
+    refused(tmp_path, 3, "Lowercase")
+    (tmp_path / "tokenizer.json").unlink()
+    refused(tmp_path, 3, "no tokenizer.json")
+    edit(tmp_path / "config.json", quantization_config={"quant_method": "gptq"})
+    refused(tmp_path, 3, "quantised already")
+    (tmp_path / "config.json").unlink()
+    refused(tmp_path, 7, "config.json is missing")
+
+
+def graph(file: Path) -> Any:
+    return gguf.GGUFReader(file).fields["general.architecture"].contents()
+
+
+@pytest.mark.real_model
+def test_a_pruned_smollm2_writes_the_same_text(smollm2: Path, tmp_path: Path) -> None:
+    """Cut at random, but for its odd widths as a user's: blocks gone, groups uneven."""
+    source, generator, folder = open_source(str(smollm2)), torch.Generator().manual_seed(0), tmp_path / "pruned"
+    gates = {
+        kind: (torch.rand(shape, generator=generator) < 0.98).float()
+        for kind, shape in unit_shapes(source.sizes, "query-head").items()
+    }
+    gates["attn"][[0, 12]] = 0
+    gates["mlp"][[12, 27]] = 0
+    export(source, gates, folder, head_unit="query-head", provenance={})
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    tokenizer, server = AutoTokenizer.from_pretrained(folder), serve(exported(folder, "--type", "F32"))
+    assert_same_tokens(tokenizer, server)
+    for text in ("Once upon a time there was a fox who", "def fibonacci(n):"):
+        batch = tokenizer(text, return_tensors="pt")
+        expected = model.generate(**batch, max_new_tokens=24, do_sample=False, pad_token_id=2)
+        answer = server.ask("/completion", prompt=text, n_predict=24, temperature=0, return_tokens=True)
+        assert answer["tokens"] == expected[0, batch["input_ids"].shape[1] :].tolist()
