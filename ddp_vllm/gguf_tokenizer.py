@@ -31,6 +31,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
         raise ModelError(f"{folder} has no tokenizer.json; save its tokenizer there with transformers' save_pretrained")
     tokenizer = read_json(folder / "tokenizer.json")
     model = tokenizer["model"]
+    if model.get("type") != "BPE":
+        raise _refusal(folder, f"is of type {model.get('type')}")
     tokens, kinds = _tokens(folder, tokenizer, vocab_size)
     if model.get("byte_fallback"):
         _check_sentencepiece(folder, tokenizer)
@@ -43,10 +45,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     special = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
-    special.add_special_token = {
-        "bos": False,
-        "eos": False,
-    } | special.add_special_token  # else it depends
+    unsaid = {"bos": False, "eos": False}  # llama.cpp would add some by itself
+    special.add_special_token = unsaid | special.add_special_token
     special.add_to_gguf(writer, quiet=True)
 
 
@@ -57,13 +57,13 @@ def _refusal(folder: Path, what: str) -> ModelError:
 def _name_of_cuts(folder: Path, tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name for how words are cut. Unicode's NFC, which it does not do, changes little: let it be."""
     model, normalizer = tokenizer["model"], (tokenizer.get("normalizer") or {}).get("type")
-    if model.get("type") != "BPE" or normalizer not in (None, "NFC"):
-        raise _refusal(folder, f"is of type {model.get('type')} with the normaliser {normalizer}")
+    if normalizer not in (None, "NFC"):
+        raise _refusal(folder, f"normalises text by {normalizer}")
     rules = tokenizer.get("pre_tokenizer") or {}
     cuts = tuple(filter(None, map(_cut, rules.get("pretokenizers", [rules]))))
     name = BYTE_LEVEL.get((cuts, bool(model.get("ignore_merges"))))
     if name is None:
-        raise _refusal(folder, f"cuts words by {cuts}")
+        raise _refusal(folder, f"cuts words by {cuts}, ignore_merges {bool(model.get('ignore_merges'))}")
     return name
 
 
