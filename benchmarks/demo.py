@@ -85,7 +85,7 @@ def summary(pruned: Path, speed: Path) -> None:
             print(f"       {who:6}  {' '.join(said[who].split())[:160]}")
     print(f"     perplexity on held-out text: {perplexities(provenance['perplexity'])}")
     print(f"     weights: {dense / 1e6:.0f} MB dense, {size / 1e6:.0f} MB pruned")
-    print(f"     a step of decoding: {json.loads(speed.read_text(encoding='utf-8'))['sentence']}")
+    print(f"     a step of decoding: {json.loads(speed.read_text(encoding='utf-8'))['verdicts'][0]['sentence']}")
     variables = " ".join(f"{name}={value}" for name, value in CPU_DEFAULTS.items())
     print(f"     to serve it again: . .venv/bin/activate; {variables} {SERVE}")
 

@@ -154,7 +154,7 @@ def kernel(
 
 @bench.command()
 @click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a hub name.")
-@click.option("--pruned", required=True, metavar="DIR", help="A pruned checkpoint.")
+@click.option("--pruned", required=True, metavar="DIR", help="A pruned checkpoint, or several by commas.")
 @click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
 @click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
 @click.option("--context", type=int, default=2048, show_default=True, help="Tokens of each.")
@@ -163,13 +163,15 @@ def kernel(
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: none are kept]")
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
-def steps(phase: str, batch: int, context: int, output: Path | None, overwrite: bool, **options: Any) -> None:
+def steps(
+    pruned: str, phase: str, batch: int, context: int, output: Path | None, overwrite: bool, **options: Any
+) -> None:
     """Measure a step of vLLM's engine, dense against pruned, and hold it against what the budget predicted.
 
     \b
     ddp-vllm bench steps --dense MODEL --pruned ./pruned --batch 8 --context 1024
 
-    Both engines are alive at once and take turns, so memory must hold both. ENGINE_ARGUMENTS after -- go to both as
+    All engines are alive at once and take turns, so memory must hold them. ENGINE_ARGUMENTS after -- go to each as
     they are.
     """
     from ddp_benchmarks.processes import terminable
@@ -183,14 +185,17 @@ def steps(phase: str, batch: int, context: int, output: Path | None, overwrite: 
         check_file(output, overwrite=overwrite)
     console = plain_console()
     workload = Workload(phase=phase, batch=batch, context=context)
-    settings = StepSettings(workload=workload, **options)
-    predicted = read_checkpoint(Path(settings.pruned)).provenance.get("latency", {})
+    settings = StepSettings(workload=workload, pruned=tuple(pruned.split(",")), **options)
+    promises = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in settings.pruned]
     with terminable():
         found = compare_steps(settings, say=partial(console.print, style="dim"))
-    console.print(f"{workload}: {found['sentence']}")
-    if predicted.get("workload") == asdict(workload):
-        console.print(f"predicted: {predicted['speedup']:.2f}×")
-        found["predicted"] = predicted["speedup"]
+    console.print(f"{workload}:")
+    for promise, verdict in zip(promises, found["verdicts"], strict=True):
+        of = f"{Path(verdict['pruned']).name}: " if len(promises) > 1 else ""
+        console.print(f"{of}{verdict['sentence']}")
+        if promise.get("workload") == asdict(workload):
+            console.print(f"{of}predicted {promise['speedup']:.2f}×")
+            verdict["predicted"] = promise["speedup"]
     if output:
         write_results(found, output)
     click.echo(json.dumps(found))

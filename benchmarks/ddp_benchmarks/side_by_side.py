@@ -1,4 +1,4 @@
-"""Two engines alive at once take turns at a step, a few steps each: what one takes of the other's time.
+"""Engines alive at once take turns at a step, a few steps each: what one takes of another's time.
 
 Engines that run one after the other differ by up to a quarter on a shared machine, two of the same model too. Side by
 side both meet the same minute, and two of the same model agree within 3 % (log 113).
@@ -11,13 +11,14 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from ddp_benchmarks.engine import Engine, model_arguments, runs_on_cpu, vllm_command
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
-from ddp_vllm.errors import ServingError
+from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.latency import Workload, seconds_of
 from ddp_vllm.results import judge
 
@@ -30,17 +31,19 @@ class StepSettings:
     """Every setting of `bench steps`; saved with its results."""
 
     dense: str
-    pruned: str
+    pruned: tuple[str, ...]
     workload: Workload
     rounds: int = 5
     steps: int = 96
     """Decode steps of a round, in turns of `TURN`."""
     engine_arguments: tuple[str, ...] = ()
-    """Passed to both vLLM engines as they are."""
+    """Passed to every vLLM engine as they are."""
 
     def check(self) -> None:
         """Raises: SettingError naming the value and its range."""
         check_lowest(self, rounds=1, steps=TURN)
+        if len({self.dense, *self.pruned}) <= len(self.pruned):
+            raise SettingError("bench steps compares different folders; name each once")
         check_lowest(self.workload, batch=1, context=self.steps)
 
 
@@ -52,12 +55,14 @@ class StepEngine(Engine):
 
     streams = subprocess.PIPE
 
-    def __init__(self, model: str, arguments: Sequence[str], *, most: tuple[int, int], log: Path) -> None:
-        """most: the largest batch and context it will be asked for."""
+    def __init__(
+        self, model: str, arguments: Sequence[str], *, most: tuple[int, int], log: Path, together: int = 2
+    ) -> None:
+        """most: the largest batch and context it will be asked for. together: engines that are alive at once."""
         self.model = model
         sizes = ["--max-num-seqs", str(most[0]), "--max-model-len", str(most[1]), "--no-enable-prefix-caching"]
         if not runs_on_cpu() and not any("gpu-memory-utilization" in word for word in arguments):
-            sizes += ["--gpu-memory-utilization", "0.45"]  # two share the GPU
+            sizes += ["--gpu-memory-utilization", f"{0.9 / together:.2f}"]  # they share the GPU
         words = ["--model", model, "--skip-tokenizer-init", *sizes, *model_arguments(model), *arguments]
         super().__init__(words, log=log, module="ddp_benchmarks.steps")
 
@@ -132,25 +137,29 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
 
 
 def compare_steps(settings: StepSettings, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return how much faster a step of a pruned model is than the dense one's.
+    """Return how much faster a step of each pruned model is than the dense one's: `verdicts`, in their order.
 
     Raises: SettingError before anything is started; ServingError if an engine fails.
     """
     settings.check()
     vllm_command()
-    workload, arguments = settings.workload, settings.engine_arguments
-    seconds: dict[str, list[float]] = {"dense": [], "pruned": []}
+    workload, models = settings.workload, (settings.dense, *settings.pruned)
+    seconds: dict[str, list[float]] = {model: [] for model in models}
     most = most_of([workload.batch], [workload.context], settings.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-steps-"))
-    say(f"starting the engine of {settings.dense}")
-    with StepEngine(settings.dense, arguments, most=most, log=scratch / "dense.log") as dense:
-        say(f"starting the engine of {settings.pruned}")
-        with StepEngine(settings.pruned, arguments, most=most, log=scratch / "pruned.log") as pruned:
-            for turn in range(-1, settings.rounds):  # the first warms up
-                say("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
-                cells = take_turns({"dense": dense, "pruned": pruned}, workload, settings.steps, max(turn, 0))
-                for name, cell in cells.items() if turn >= 0 else ():
-                    seconds[name].append(seconds_of([cell], workload))
+    engines: dict[str, StepEngine] = {}
+    with ExitStack() as alive:
+        for number, model in enumerate(models):
+            say(f"starting the engine of {model}")
+            engine = StepEngine(
+                model, settings.engine_arguments, most=most, log=scratch / f"{number}.log", together=len(models)
+            )
+            engines[model] = alive.enter_context(engine)
+        for turn in range(-1, settings.rounds):  # the first warms up
+            say("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
+            cells = take_turns(engines, workload, settings.steps, max(turn, 0))
+            for model, cell in cells.items() if turn >= 0 else ():
+                seconds[model].append(seconds_of([cell], workload))
     shutil.rmtree(scratch, ignore_errors=True)
-    results = new_results(STEPS_FORMAT, asdict(settings)) | {"seconds": seconds}
-    return results | judge(seconds["pruned"], seconds["dense"]).to_json()
+    verdicts = [{"pruned": each} | judge(seconds[each], seconds[settings.dense]).to_json() for each in settings.pruned]
+    return new_results(STEPS_FORMAT, asdict(settings)) | {"seconds": seconds, "verdicts": verdicts}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,11 @@ def test_steps_of_two_models_are_compared_side_by_side(
     """How fast each is, is no matter of a test beside others. One that cannot start is named with the reason."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
     work = Workload(phase="decode", batch=2, context=48)
     settings = StepSettings(
-        dense=str(tiny), pruned=str(tiny), workload=work, rounds=3, steps=24, engine_arguments=ENGINE
+        dense=str(tiny), pruned=(str(other),), workload=work, rounds=3, steps=24, engine_arguments=ENGINE
     )
     found = compare_steps(settings, say=lambda line: None)
     assert all(len(each) == 3 and 0 < min(each) < 10 for each in found["seconds"].values())
