@@ -72,7 +72,7 @@ def main(debug: bool) -> None:
 
     \b
     ddp-vllm prune HuggingFaceTB/SmolLM2-135M --sparsity 0.2 -o ./pruned
-    vllm serve ./pruned --trust-remote-code
+    vllm serve ./pruned
 
     Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8 serving.
     """

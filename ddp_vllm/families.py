@@ -6,12 +6,13 @@ columns of the projection that adds it (`remote_code/tensors.py`). In a mixture 
 each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable
+from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     LayerWidths,
     WidthsError,
@@ -124,6 +125,22 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
     if "kv_lora_rank" not in config:  # latent attention has several head sizes and works them out itself
         rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
+
+
+def register_pruned(config: Mapping[str, Any]) -> None:
+    """Teach transformers' Auto classes the installed classes of a pruned config, so that no code of its folder runs."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ddp_vllm.remote_code import configuration_ddp
+
+    dense = dense_type(config)
+    if dense not in FAMILIES:
+        return
+    family = Family(name=FAMILIES[dense], tensors=TABLES[dense])
+    kind = getattr(configuration_ddp, family.pruned_config)
+    modeling = importlib.import_module(f"ddp_vllm.remote_code.{family.modeling_file}")
+    AutoConfig.register(kind.model_type, kind, exist_ok=True)
+    AutoModelForCausalLM.register(kind, getattr(modeling, family.pruned_architecture), exist_ok=True)
 
 
 def _check_features(model_type: str, config: Mapping[str, Any]) -> None:

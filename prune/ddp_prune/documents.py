@@ -7,6 +7,8 @@ of the hub, which is streamed. A row has a text, or a conversation, which the to
 import glob
 import hashlib
 import itertools
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,8 @@ READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".
 COMPRESSIONS = (".gz", ".xz", ".zst")
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what an assistant says in a conversation; Unicode keeps both for a program's own use."""
+LONGEST_RENDERING = 10.0
+"""Seconds a chat template may take for one conversation; real ones take a millisecond."""
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
@@ -109,8 +113,42 @@ def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
         for arrange in (list, _alternating):
             with suppress(TemplateError):  # what a template raises that refuses these roles in this order
                 if turns := arrange(marked):
-                    return str(tokenizer.apply_chat_template(turns, tokenize=False))
+                    return str(by_template(tokenizer, turns))
     return "\n\n".join(message["content"] for message in messages)
+
+
+def by_template(tokenizer: Any, turns: list[Any], **options: Any) -> Any:
+    """Return a conversation, or several, as the chat template of a tokenizer arranges them.
+
+    Raises: TemplateError where it refuses their roles or order; TextError if it fails otherwise, or does not end.
+    """
+    try:
+        with _time_limit(LONGEST_RENDERING):
+            return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    except TemplateError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise TextError(f"the chat template of the tokenizer fails ({reason}); repair it, or delete it") from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError when the block takes longer; outside of the main thread, which alone gets signals, never."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _words(content: str | list[dict[str, Any]] | None) -> str:

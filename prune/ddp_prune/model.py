@@ -3,7 +3,6 @@
 And the pruned one that was cut from it, where its weights shall learn.
 """
 
-import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +13,15 @@ import torch
 
 from ddp_vllm.checkpoint import INDEX_FILE, Checkpoint, read_config, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, OutputError
-from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of
+from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of, register_pruned
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 
-COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "*.model",
-    "LICENSE*",
-    "NOTICE*",
+COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we know by name, never code
+    *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENSE-CODE", "LICENSE-MODEL", "NOTICE", "NOTICE.md", "NOTICE.txt"),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the format of those who trained the model
@@ -60,6 +52,7 @@ def open_source(model: str) -> Source:
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
     source = Source(folder=folder, config=config, family=family, sizes=sizes)
+    companions(folder)
     shapes = weight_shapes(source)
     _check_names(source, shapes)
     _check_shapes(source, shapes)
@@ -87,20 +80,23 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
             f"{dense.folder} has another {differing[0]} than {folder} had before it was pruned; give the model it was "
             "pruned from"
         )
-    _register_pruned(dense.family)
+    register_pruned(config)
     return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes)
 
 
-def _register_pruned(family: Family) -> None:
-    """Teach transformers the pruned class of a family, so that no code of a checkpoint has to run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def companions(folder: Path) -> list[Path]:
+    """Return the files of a model that travel with its weights.
 
-    from ddp_vllm.remote_code import configuration_ddp
-
-    config = getattr(configuration_ddp, family.pruned_config)
-    modeling = importlib.import_module(f"ddp_vllm.remote_code.{family.modeling_file}")
-    AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModelForCausalLM.register(config, getattr(modeling, family.pruned_architecture), exist_ok=True)
+    Raises: ModelError for a link out of the folder, whose target would be published; a snapshot of the hub has links
+        to its own blobs.
+    """
+    files = [file for pattern in COMPANIONS for file in sorted(folder.glob(pattern)) if file.is_file()]
+    snapshot = folder.resolve()
+    homes = [snapshot, *([snapshot.parents[1] / "blobs"] if snapshot.parent.name == "snapshots" else [])]
+    for file in files:
+        if not any(file.resolve().is_relative_to(home) for home in homes):
+            raise ModelError(f"{file} is a link out of the model's folder; put the file itself there")
+    return files
 
 
 def check_spares_source(output: Path, source: Source) -> None:
@@ -227,7 +223,11 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     from safetensors import safe_open
     from transformers import AutoConfig
 
-    wanted = AutoConfig.from_pretrained(source.folder).dtype if dtype == "auto" else getattr(torch, dtype)
+    wanted = (
+        AutoConfig.from_pretrained(source.folder, trust_remote_code=False).dtype
+        if dtype == "auto"
+        else getattr(torch, dtype)
+    )
     if wanted is None:  # the config does not say
         with safe_open(weight_files(source.folder)[0], framework="pt") as file:
             wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
@@ -255,7 +255,11 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     logging.set_verbosity_error()  # what it tells of missing weights, our error says
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            source.folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            source.folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **options,
         )
     finally:
         logging.set_verbosity(verbosity)

@@ -53,7 +53,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
