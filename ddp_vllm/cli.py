@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ddp_vllm import __version__
-from ddp_vllm.errors import DdpError, TrainingError
+from ddp_vllm.errors import DdpError, TrainingError, printable
 
 VERBS = {  # verb -> (where it is, what it does)
     "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
@@ -54,7 +54,7 @@ class _Lazy(click.Group):
             rank = os.environ.get("LOCAL_RANK", "0")  # of several processes on a machine one speaks …
             if rank == "0" or isinstance(error, TrainingError):  # … but one alone may run out of memory
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
-                click.echo(f"{who}: {' '.join(str(error).split())}", err=True)
+                click.echo(f"{who}: {printable(' '.join(str(error).split()))}", err=True)
             ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):
@@ -62,6 +62,12 @@ class _Lazy(click.Group):
             extras = "gguf" if error.name == "gguf" else "prune,serve,eval"
             remedy = f'pip install ".[{extras}]" in a clone of ddp-vllm'
             click.echo(f"ddp-vllm: the package {error.name} is not installed; {remedy}", err=True)
+            ctx.exit(DdpError.exit_code)
+        except (OSError, UnicodeError, RecursionError) as error:  # of a file or a name; other errors are faults of ours
+            if ctx.params["debug"]:
+                raise
+            reason = printable(" ".join(str(error).split())[:300])
+            click.echo(f"ddp-vllm: {reason or type(error).__name__}; --debug shows what led to it", err=True)
             ctx.exit(DdpError.exit_code)
 
 

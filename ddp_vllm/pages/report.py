@@ -51,8 +51,13 @@ def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
 
 def _csv(table: Table) -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([table.headings, *table.rows])
+    csv.writer(text).writerows([[_plain(cell) for cell in row] for row in (table.headings, *table.rows)])
     return text.getvalue().encode()
+
+
+def _plain(cell: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Sequence[str]) -> Page:
