@@ -17,6 +17,7 @@ from ddp_vllm.remote_code.widths import (
     LayerWidths,
     WidthsError,
     check_routing,
+    check_sizes,
     count_experts,
     dense_expert_size,
     dense_kv_heads,
@@ -187,12 +188,10 @@ class Dimensions:
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Read the sizes that pruning needs. Raises: ModelError if one is missing or they do not fit together."""
-    required = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
-    optional = ("num_key_value_heads", "head_dim", "moe_intermediate_size")
-    for name in (*required, *(name for name in optional if config.get(name) is not None)):
-        value = config.get(name)
-        if type(value) is not int or value < 1:
-            raise ModelError(f"config.json: {name} is {value!r}, not a positive integer; download the model again")
+    try:
+        check_sizes({"hidden_size": "missing", **config})
+    except WidthsError as error:
+        raise ModelError(str(error)) from None
     num_heads = config["num_attention_heads"]
     num_kv_heads = dense_kv_heads(config)
     if num_heads % num_kv_heads:

@@ -15,6 +15,7 @@ from ddp_vllm.checkpoint import INDEX_FILE, Checkpoint, read_config, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, OutputError
 from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of, register_pruned
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
+from ddp_vllm.remote_code.widths import short
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we know by name, never code
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -24,6 +25,7 @@ COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we
     *("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENSE-CODE", "LICENSE-MODEL", "NOTICE", "NOTICE.md", "NOTICE.txt"),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+FORMATS = ("BF16", "F16", "F32")
 COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the format of those who trained the model
 
 
@@ -130,7 +132,10 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         raise ModelError(f"{folder / INDEX_FILE} is no index: it has no weight_map; download the model again")
-    return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+    names = sorted({str(name) for name in weight_map.values()})
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ModelError(f"{folder / INDEX_FILE} names {short(outside[0])}, no file of this folder; put it there")
+    return [folder / name for name in names]
 
 
 def weight_shapes(source: Source) -> dict[str, list[int]]:
@@ -147,10 +152,17 @@ def weight_shapes(source: Source) -> dict[str, list[int]]:
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"{path} cannot be read ({reason}); download the model again") from error
+        for name, each in slices.items():
+            shapes[name] = each.get_shape()
+            if each.get_dtype() not in FORMATS:
+                raise ModelError(
+                    f"{path}: tensor {short(name)} is {each.get_dtype()}; supported are {', '.join(FORMATS)}: prune "
+                    "the unquantised checkpoint"
+                )
     if source.config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)  # some write the embedding down twice
     return shapes
@@ -179,6 +191,13 @@ def _check_shapes(source: Source, shapes: Mapping[str, list[int]]) -> None:
             shape = [length, sizes.hidden_size] if projection.axis == 0 else [sizes.hidden_size, length]
             for number in numbers if projection.block == "experts" else (0,):
                 wanted[f"{LAYERS}.{layer}.{projection.name.format(number)}.weight"] = shape
+    for name in shapes:
+        place = name.removeprefix(f"{LAYERS}.").partition(".")[0]
+        if name.startswith(f"{LAYERS}.") and (not place.isdecimal() or int(place[:9]) >= sizes.num_layers):
+            raise ModelError(
+                f"{source.folder}: tensor {short(name)} is of a layer past the {sizes.num_layers} of config.json; "
+                "download the model again"
+            )
     wrong = [name for name, shape in wanted.items() if shapes.get(name) != shape]
     if known := [name for name in wrong if name in shapes]:
         raise ModelError(

@@ -54,7 +54,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
     "other hidden size": (
         lambda folder: edit_weights(folder, lambda w: w.update({f"{EXPERT}.up_proj.weight": torch.ones(17, 63)})),
         {},
-        r"expert 4 has a tensor of shape \[17, 63\], but it has 17 channels and the model hidden size 64",
+        r"experts.4.up_proj.weight has shape \[17, 63\], but config.json asks for \[17, 64\]",
     ),
     "missing expert": (
         lambda folder: edit_weights(folder, lambda w: [w.pop(name) for name in [*w] if EXPERT in name]),
