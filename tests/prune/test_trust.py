@@ -20,7 +20,7 @@ OF_A_RUN = {"ddp_metrics.jsonl", "report.html", "report"}
 
 
 def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list[str]]:
-    """Return a command line of each verb that reads a model; `bench` and `profile` have a test with real vLLM."""
+    """Return a command line of each verb that reads a model, but `bench` and `profile`, which only start vLLM."""
     rows = output.parent / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
     lm_eval = ["--tasks", "piqa", "--data", str(rows), "--limit", "1", "--max-length", "64", "-o", str(output)]
@@ -31,7 +31,9 @@ def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list
             *("recover", str(pruned), "--teacher", str(dense), "--tokens", "32", "--data", str(text)),
             *("--seq-len", "16", "--batch-size", "2", "-o", str(output)),
         ],
+        "export": ["export", str(pruned), "-o", str(output)],
         "inspect": ["inspect", str(pruned)],
+        "verify": ["verify", str(pruned)],
         "report": ["report", str(pruned), "-o", str(output)],
         "compare": ["compare", str(pruned), "--dense", str(dense), "-o", str(output.with_suffix(".html"))],
         "eval": ["eval", str(pruned), *lm_eval],
@@ -80,7 +82,10 @@ def test_no_verb_runs_code_that_came_with_a_model(
     assert not ran.exists()
     if result.exit_code:
         assert_refused(result, result.exit_code)
-    if attack in ("config", "generation"):
+    if attack in ("config", "generation") and verb not in (
+        "verify",
+        "export",
+    ):  # the tiny tokenizer has no form in GGUF
         assert result.exit_code == 0, result.stderr  # code that nobody runs does not stand in the way
     for path in (tmp_path / "out").rglob("*.py"):
         assert path.read_bytes() in [file.read_bytes() for file in FILES]
