@@ -25,7 +25,7 @@ from ddp_vllm.pages.summary import perplexities
 FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"
 OPTIONS = "--max-model-len 2048 --enforce-eager"
-SERVE = f"vllm serve {FOLDER / 'pruned'} --trust-remote-code {OPTIONS}"
+SERVE = f"vllm serve {FOLDER / 'pruned'} {OPTIONS}"
 SPARSITY, STEPS, BATCH, LENGTH = 0.4, 100, 2, 256  # 51k tokens: enough to see it work; real runs learn on 30M
 SHOWN = 3  # prompts of the report that are shown here too
 

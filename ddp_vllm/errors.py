@@ -14,6 +14,11 @@ Only `ddp_vllm.cli` turns errors into exit codes.
 """
 
 
+def printable(text: str) -> str:
+    """Return a text whose control characters, which a terminal would obey, are written out."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
 class DdpError(Exception):
     """Something the user can mend; the message says how."""
 

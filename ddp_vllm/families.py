@@ -6,16 +6,18 @@ columns of the projection that adds it (`remote_code/tensors.py`). In a mixture 
 each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable
+from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     LayerWidths,
     WidthsError,
     check_routing,
+    check_sizes,
     count_experts,
     dense_expert_size,
     dense_kv_heads,
@@ -126,6 +128,22 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
     return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
 
 
+def register_pruned(config: Mapping[str, Any]) -> None:
+    """Teach transformers' Auto classes the installed classes of a pruned config, so that no code of its folder runs."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ddp_vllm.remote_code import configuration_ddp
+
+    dense = dense_type(config)
+    if dense not in FAMILIES:
+        return
+    family = Family(name=FAMILIES[dense], tensors=TABLES[dense])
+    kind = getattr(configuration_ddp, family.pruned_config)
+    modeling = importlib.import_module(f"ddp_vllm.remote_code.{family.modeling_file}")
+    AutoConfig.register(kind.model_type, kind, exist_ok=True)
+    AutoModelForCausalLM.register(kind, getattr(modeling, family.pruned_architecture), exist_ok=True)
+
+
 def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
     """Refuse a variant of a known family that has more than the family. Raises: ModelError, naming the feature."""
     features = [name for key, name in FEATURES.items() if config.get(key)]
@@ -170,12 +188,10 @@ class Dimensions:
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Read the sizes that pruning needs. Raises: ModelError if one is missing or they do not fit together."""
-    required = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
-    optional = ("num_key_value_heads", "head_dim", "moe_intermediate_size")
-    for name in (*required, *(name for name in optional if config.get(name) is not None)):
-        value = config.get(name)
-        if type(value) is not int or value < 1:
-            raise ModelError(f"config.json: {name} is {value!r}, not a positive integer; download the model again")
+    try:
+        check_sizes({"hidden_size": "missing", **config})
+    except WidthsError as error:
+        raise ModelError(str(error)) from None
     num_heads = config["num_attention_heads"]
     num_kv_heads = dense_kv_heads(config)
     if num_heads % num_kv_heads:

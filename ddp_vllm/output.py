@@ -1,17 +1,21 @@
 """Everything that is written appears whole or not at all: files and folders beside their place, then a rename.
 
 What a killed process leaves of a folder is called `.NAME.tmp`, `.NAME.old` or `.NAME.lock`; the next call for the same
-output removes it. Of a file it is `.NAME.PID.tmp`. Nothing here imports torch.
+output removes it. Of a file it is `.NAME.<random>.tmp`. No link is followed, and nothing is removed that is not ours by
+`manifest.is_ours`. Nothing here imports torch.
 """
 
 import errno
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ddp_vllm.errors import OutputError
+from ddp_vllm.manifest import MANIFEST, amended, is_ours, manifest_of
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # of some network file systems; for ENOSYS filelock has a way of its own
 
@@ -41,9 +45,9 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
-    if not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").exists()):
+    if not is_ours(output):
         raise OutputError(
-            f"{output} is not the folder of a model, so --overwrite leaves it alone; choose another folder"
+            f"{output} was not written by ddp-vllm, so --overwrite leaves it alone; choose another folder"
         )
 
 
@@ -59,9 +63,7 @@ def make_folder(folder: Path) -> None:
     """Make a folder and try to write to it, before any work is done. Raises: OutputError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}.tmp"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextmanager
@@ -69,8 +71,8 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `output` that becomes `output` when the block ends without an error.
 
     Files are synced before the rename, so a crash leaves the old folder, the new one or none, never half of one.
-    Raises: OutputError as `check_output`, if another process writes the same output, if a link lies where the
-        temporary folder would, and of any OSError of the block.
+    Its manifest is written last. Raises: OutputError as `check_output`, if another process writes the same output, if a
+        link or files of others lie where the temporary folder would, and of any OSError of the block.
     """
     check_output(output, overwrite=overwrite)
     temporary, old, lock = (output.with_name(f".{output.name}.{kind}") for kind in ("tmp", "old", "lock"))
@@ -78,12 +80,14 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output), locked(lock, f"another process writes {output}; wait for it, or choose another folder"):
         for path in (temporary, old):
-            if path.is_symlink():
-                raise OutputError(f"{path} is a link, which is not ours to follow or remove; remove it")
+            if os.path.lexists(path) and not is_ours(path):
+                raise OutputError(f"{path} is a link or holds files of others, which are not ours; move it away")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
+        (temporary / MANIFEST).touch()
         try:
             yield temporary
+            (temporary / MANIFEST).write_text(manifest_of(temporary), encoding="utf-8")
             for path in temporary.rglob("*"):
                 if path.is_file():
                     path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files for their owner alone
@@ -100,12 +104,14 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_file(output: Path) -> Iterator[Path]:
+def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
     """Yield the path of a temporary file beside `output` that replaces it when the block ends without an error.
 
-    Readers see the old file or the new one. The folder must exist. Raises: OSError, of the block too.
+    Readers see the old file or the new one; where it is `private` they are its owner alone. The folder must exist.
+    Raises: OSError, of the block too.
     """
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666))
     try:
         yield temporary
         sync(temporary)
@@ -121,6 +127,24 @@ def write_text(text: str, output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(output) as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+
+def write_into(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder, by their names in it; its manifest stays true. Raises: OutputError."""
+    with writing(folder):
+        for name, content in files.items():
+            path = folder / name
+            if path.parent != folder and path.parent.is_symlink():
+                raise OutputError(f"{path.parent} is a link, which is not ours to follow; remove it")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(path) as temporary:
+                temporary.write_bytes(content)
+        try:
+            manifest = amended(folder, files)
+        except ValueError as error:
+            raise OutputError(f"{folder}: {error}; write the model again") from error
+        if manifest is not None:
+            write_text(manifest, folder / MANIFEST)
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """Read a results file back. Raises: TextError if it is missing or none of ours."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
     if not isinstance(results, dict) or results.get("format") != FORMAT:
         raise TextError(f"{path} is no results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")

@@ -151,7 +151,7 @@ def test_vllm_serve_answers_over_http_and_leaves_nothing_running(exported: Any) 
     expected = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :]
     arguments = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--gpu-memory-utilization", "0.3"]
     with Server(str(folder), arguments=arguments) as server:
-        assert "--trust-remote-code" in server.command
+        assert "--trust-remote-code" not in server.command
         assert server.complete(PROMPTS[0], max_tokens=NEW_TOKENS) == tokenizer.decode(
             expected, skip_special_tokens=True
         )

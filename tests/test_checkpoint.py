@@ -23,6 +23,7 @@ LAYERS = [
 CONFIG = {
     "model_type": "ddp_llama", "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 10,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -141,10 +142,47 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     ),
     "names of another family": (
         _weights(lambda w: [w.update({n.replace("gate_proj", "w1"): w.pop(n)}) for n in list(w) if "gate_proj" in n]),
-        ["layer 0", "gate_proj"],
+        ["layers.0.mlp.w1", "none of a model of this family"],
     ),
-    "another family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_phi3")), ["layer 0", "gate_up_proj"]),
+    "another family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_phi3")), ["layers.0", "none of"]),
     "an unknown family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
+    "no embedding": (_weights(lambda w: w.pop("model.embed_tokens.weight")), ["model.embed_tokens.weight is missing"]),
+    "no last norm": (_weights(lambda w: w.pop("model.norm.weight")), ["model.norm.weight is missing"]),
+    "no head": (lambda f: _edit(f, lambda c: c.update(tie_word_embeddings=False)), ["lm_head.weight is missing"]),
+    "no head, and nothing said": (lambda f: _edit(f, lambda c: c.pop("tie_word_embeddings")), ["lm_head.weight"]),
+    "no biases at all": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_qwen2")), ["layer 0", "proj.bias"]),
+    "no norms of queries": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_qwen3")), ["layer 0", "_norm"]),
+    "another embedding": (lambda f: _edit(f, lambda c: c.update(vocab_size=11)), ["[10, 16]", "[11, 16]"]),
+    "another hidden size": (lambda f: _edit(f, lambda c: c.update(hidden_size=15)), ["[10, 16]", "[10, 15]"]),
+    "names with more before them": (
+        _weights(lambda w: [w.update({f"x.{name}": w.pop(name)}) for name in list(w)]),
+        ["x.model", "none of a model"],
+    ),
+    "a tensor of no model": (_weights(lambda w: w.update({"model.extra": np.zeros(1)})), ["'model.extra'", "none of"]),
+    "a norm of a removed block": (
+        _weights(lambda w: w.update({"model.layers.1.input_layernorm.weight": np.zeros(16, np.float32)})),
+        ["layer 1 has input_layernorm", "gone"],
+    ),
+    "bytes as weights": (
+        _weights(lambda w: w.update({UP_PROJ: np.zeros((9, 16), np.uint8)})),
+        [UP_PROJ, "[9, 16]", "asks for 7"],
+    ),
+    "integers as weights": (_weights(lambda w: w.update({UP_PROJ: np.zeros((7, 16), np.int8)})), [UP_PROJ, "'I8'"]),
+    "a name that never ends": (
+        _weights(lambda w: w.update({"layers.1." * 10_000 + "weight": np.zeros(1)})),
+        ["layers.1.", "characters)"],
+    ),
+    "a layer of 5,000 digits": (
+        _weights(lambda w: w.update({f"model.layers.{'1' * 5000}.mlp.up_proj.weight": np.zeros(1)})),
+        ["model.layers.111", "none of"],
+    ),
+    "a name that writes to the terminal": (
+        _weights(lambda w: w.update({"\x1b]0;evil\x07": np.zeros(1)})),
+        ["\\x1b]0;evil\\x07"],
+    ),
+    "too many layers": (lambda f: _edit(f, lambda c: c.update(num_hidden_layers=5 * 10**8)), ["500000000", "10,000"]),
+    "too much padding": (lambda f: _edit(f, lambda c: c.update(ddp_pad_channels_to=10**12)), ["ddp_pad", "4,096"]),
+    "nested config": (lambda f: (f / "config.json").write_text("[" * 100_000), ["config.json", "cannot be read"]),
     "index outside the folder": (_index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "this folder"]),
     "index to an absolute path": (_index({O_PROJ: "/etc/x.safetensors"}), ["'/etc/x.safetensors'"]),
     "index to a pickle": (_index({O_PROJ: "model.bin"}), ["'model.bin'", "safetensors"]),
@@ -188,6 +226,7 @@ def test_reads_a_sound_checkpoint(folder: Path) -> None:
 
 def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) -> None:
     """bitsandbytes keeps two numbers a byte in one column, NVFP4 two along each row."""
+    _edit(folder, lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))
     packed = {O_PROJ: np.zeros((16 * 12 // 2, 1), np.uint8), DOWN_PROJ: np.zeros((16, 12 // 2), np.uint8)}
     _weights(lambda w: w.update(packed))(folder)
     assert read_checkpoint(folder).shapes[O_PROJ] == [96, 1]
@@ -198,6 +237,7 @@ def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) 
 
 def test_what_a_quantiser_adds_to_some_layers_is_none_of_ours(folder: Path) -> None:
     """It leaves a layer as it is, and gives another more tensors: bitsandbytes' states, scales of the KV cache."""
+    _edit(folder, lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))
     more = ("model.layers.2.mlp.down_proj.weight.absmax", "model.layers.2.self_attn.attn.k_scale")
     _weights(lambda w: w.update({name: np.zeros(3, np.float32) for name in more}))(folder)
     _weights(lambda w: w.update({f"{DOWN_PROJ}_packed": w.pop(DOWN_PROJ)}))(folder)

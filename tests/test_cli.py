@@ -129,3 +129,21 @@ def test_a_model_that_needs_another_package_says_so_before_it_is_fetched(
     result = CliRunner().invoke(main, ["fetch", "smollm2-135m"])
     assert (result.exit_code, cache.exists()) == (3, False)
     assert result.stderr.endswith('needs one more package: pip install ".[gguf]"\n')
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("File name too long"), RecursionError(), UnicodeDecodeError("u", b"", 0, 1, "x")]
+)
+def test_what_a_file_or_a_name_causes_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("ddp_vllm.pages.cli.read_checkpoint", read)
+    result = CliRunner().invoke(main, ["inspect", "x"])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "--debug" in result.stderr
+    assert CliRunner().invoke(main, ["--debug", "inspect", "x"]).exception is error
+
+
+def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
+    result = CliRunner().invoke(main, ["inspect", "evil\x1b]0;name"])
+    assert result.exit_code == 7 and "\x1b" not in result.stderr and "\\x1b]0;name" in result.stderr

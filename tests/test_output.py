@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ddp_vllm.cache import check_cache, is_own
 from ddp_vllm.errors import OutputError
-from ddp_vllm.output import atomic_file, atomic_folder, check_output, locked, write_text
+from ddp_vllm.manifest import MANIFEST, differences
+from ddp_vllm.output import atomic_file, atomic_folder, check_output, locked, write_into, write_text
 
 
 @pytest.fixture
@@ -22,6 +24,7 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"old": 1}')
     (folder / "model.safetensors").write_bytes(bytes(100))
+    (folder / MANIFEST).touch()
     return folder
 
 
@@ -60,7 +63,8 @@ def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", ".out.tmp"]
     with atomic_folder(output) as folder:
         (folder / "config.json").write_text("{}")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/config.json"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/c*")] == ["out/config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_was_put_aside_goes_with_the_next(folder: Path) -> None:
@@ -84,7 +88,7 @@ def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
         (folder / "config.json").write_text("{}")
         with pytest.raises(OutputError, match=r"another process writes .*out; wait"), atomic_folder(tmp_path / "out"):
             pass
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", MANIFEST]
 
 
 @pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o700, 0o600)), (0o002, (0o775, 0o664))])
@@ -98,7 +102,7 @@ def test_who_may_read_is_what_the_user_set(umask: int, modes: tuple[int, int], t
     finally:
         os.umask(before)
     written = [tmp_path / "out", *(tmp_path / "out").iterdir()]
-    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1]]
+    assert [path.stat().st_mode & 0o777 for path in written] == [modes[0], modes[1], modes[1], modes[1]]
 
 
 def test_an_error_leaves_the_old_folder_as_it_was(folder: Path) -> None:
@@ -115,7 +119,7 @@ def test_overwrite_replaces_the_whole_folder(folder: Path) -> None:
         pass
     with atomic_folder(folder, overwrite=True) as new:
         (new / "config.json").write_text("{}")
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", MANIFEST]
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
@@ -135,6 +139,72 @@ def test_output_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> Non
         pass
 
 
+@pytest.mark.parametrize("name", [".out.tmp", ".out.old", "out"])
+def test_files_of_others_are_not_deleted(name: str, tmp_path: Path) -> None:
+    """A config.json does not make a folder ours."""
+    for file in ("thesis.txt", "config.json"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / file).write_text("years of work")
+    with pytest.raises(OutputError, match=r"not ours|leaves it alone"), atomic_folder(tmp_path / "out", overwrite=True):
+        pass
+    assert (tmp_path / name / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_file_is_written_past_a_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever guesses the temporary name gets nothing written through a link there."""
+    (tmp_path / "thesis.txt").write_text("years of work")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    (tmp_path / ".file.guessed.tmp").symlink_to(tmp_path / "thesis.txt")
+    with pytest.raises(OutputError, match="exists"):
+        write_text("new", tmp_path / "file")
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_report_follows_no_links(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    (folder / MANIFEST).write_text('{"sha256": {}}')
+    (folder / "report.html").symlink_to(tmp_path / "thesis.txt")
+    write_into(folder, {"report.html": b"page"})
+    assert (folder / "report.html").read_text() == "page" and not (folder / "report.html").is_symlink()
+    (folder / "report").symlink_to(tmp_path)
+    with pytest.raises(OutputError, match="is a link"):
+        write_into(folder, {"report/thesis.txt": b""})
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_manifest_tells_what_is_not_as_it_was_written(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "out") as folder:
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            (folder / name).write_text(name)
+    folder = tmp_path / "out"
+    write_into(folder, {"report.html": b"1", "report/widths.csv": b"2"})
+    write_text("results", folder / "eval" / "results.json")
+    assert list(differences(folder)) == []
+    (folder / "tokenizer.json").unlink()
+    (folder / "model.safetensors").write_bytes(b"model.safetensorr")
+    (folder / "report" / "evil.py").touch()
+    assert list(differences(folder)) == [
+        "tokenizer.json is missing", "report/evil.py was added", "model.safetensors was changed"
+    ]  # fmt: skip
+    write_into(folder, {"report.html": b"3"})  # blesses nothing else
+    assert len(list(differences(folder))) == 3
+
+
+def test_what_is_private_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        with atomic_file(tmp_path / "state", private=True) as temporary:
+            assert temporary.stat().st_mode & 0o777 == 0o600
+        monkeypatch.setenv("DDP_VLLM_CACHE", str(tmp_path / "cache"))
+        check_cache()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert is_own(tmp_path / "state")
+    (tmp_path / "state").chmod(0o666)  # code in it might be anyone's
+    assert not is_own(tmp_path / "state")
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_link_is_no_output(overwrite: bool, tmp_path: Path) -> None:
     """The rename at the end would replace the link, not the folder it points to."""
@@ -149,7 +219,7 @@ def test_what_the_system_refuses_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"cannot be written .*too long"):
         check_output(tmp_path / ("x" * 300), overwrite=False)
     (tmp_path / ".out.tmp").write_text("a file where the temporary folder should be")
-    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "out"):
+    with pytest.raises(OutputError, match="not ours"), atomic_folder(tmp_path / "out"):
         pass
 
 

@@ -208,9 +208,7 @@ class Server(Engine):
         self.model = model
         self.port = choose_port(port)
         self.startup_seconds = startup_seconds
-        super().__init__(
-            ["serve", model, "--host", HOST, "--port", str(self.port), *model_arguments(model), *arguments], log=log
-        )
+        super().__init__(["serve", model, "--host", HOST, "--port", str(self.port), *arguments], log=log)
 
     @property
     def address(self) -> str:
@@ -265,12 +263,3 @@ class Server(Engine):
 
     def facts(self) -> dict[str, float]:
         return {**super().facts(), "startup_seconds": self.startup}
-
-
-def model_arguments(model: str) -> list[str]:
-    """Return the extra vLLM arguments a model needs: a pruned folder carries our code; no other is trusted unasked."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return ["--trust-remote-code"] if "ddp_layers" in config else []

@@ -17,13 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddp_benchmarks.engine import engine_environment, model_arguments, runs_on_cpu, vllm_command
+from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group
 from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.facts import describe_model, local_folder
+from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import today, versions
 from ddp_vllm.results import write_results
 
@@ -204,12 +205,13 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
     if settings.backend == "hf":
         common["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if settings.backend == "hf" and PretrainedConfig.get_config_dict(settings.model)[0].get(
-            "attn_logit_softcapping"
-        ):
+        config = PretrainedConfig.get_config_dict(settings.model)[0]
+        register_pruned(config)
+        if settings.backend == "hf" and config.get("attn_logit_softcapping"):
             arguments["attn_implementation"] = "eager"  # the others leave Gemma-2's cap out
         arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}
-        arguments |= {"trust_remote_code": True} if model_arguments(settings.model) else {}
+        if "ddp_layers" in config:  # whatever is allowed to a dense model: our own classes load ours
+            arguments["trust_remote_code"] = False
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
     except (OSError, ValueError, TypeError) as error:
         own_code = "trust_remote_code" in str(error)

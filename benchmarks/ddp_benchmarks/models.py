@@ -15,7 +15,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"the tokenizer of {model} cannot be loaded ({str(error).splitlines()[0]}); "
@@ -48,7 +48,7 @@ def _vocabulary(model: str) -> dict[str, int]:
     file = Path(model) / "tokenizer.json"
     if not file.exists():
         return dict(load_tokenizer(model).get_vocab())
-    try:  # the file itself: AutoTokenizer asks for remote code where a pruned folder carries some
+    try:
         content = json.loads(file.read_text(encoding="utf-8"))
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
         vocab = content["model"]["vocab"]

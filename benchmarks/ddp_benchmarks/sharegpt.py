@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
-from ddp_benchmarks.engine import Engine, Server, model_arguments, vllm_command, vllm_file_says
+from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_says
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
@@ -202,7 +202,7 @@ def _dataset_arguments(settings: Settings, folder: Path, sample: Sample) -> list
 def _throughput(settings: Settings, model: str, sample: Sample, stem: Path, engine: list[str]) -> dict[str, Any]:
     """One `vllm bench throughput`."""
     raw_file = stem.with_suffix(".json")
-    command = ["bench", "throughput", "--model", model, "--output-json", str(raw_file), *model_arguments(model)]
+    command = ["bench", "throughput", "--model", model, "--output-json", str(raw_file)]
     command += [*_dataset_arguments(settings, stem.parent, sample), *engine]
     if settings.warmups and vllm_file_says("benchmarks/throughput.py", "--num-warmups"):
         command += ["--num-warmups", str(settings.warmups)]

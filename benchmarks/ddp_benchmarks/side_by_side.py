@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ddp_benchmarks.engine import Engine, model_arguments, runs_on_cpu, vllm_command
+from ddp_benchmarks.engine import Engine, runs_on_cpu, vllm_command
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.latency import Workload, seconds_of
@@ -63,7 +63,7 @@ class StepEngine(Engine):
         sizes = ["--max-num-seqs", str(most[0]), "--max-model-len", str(most[1]), "--no-enable-prefix-caching"]
         if not runs_on_cpu() and not any("gpu-memory-utilization" in word for word in arguments):
             sizes += ["--gpu-memory-utilization", f"{0.9 / together:.2f}"]  # they share the GPU
-        words = ["--model", model, "--skip-tokenizer-init", *sizes, *model_arguments(model), *arguments]
+        words = ["--model", model, "--skip-tokenizer-init", *sizes, *arguments]
         super().__init__(words, log=log, module="ddp_benchmarks.steps")
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ rest are folded into the weights. {learned}
 
 ```bash
 pip install ".[serve]"  # in a clone of ddp-vllm
-vllm serve ./{name} --trust-remote-code
+vllm serve ./{name}
 ```
 
 In plain transformers, with no ddp-vllm installed:

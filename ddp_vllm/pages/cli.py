@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.manifest import differences, read_manifest
 from ddp_vllm.output import check_file
 
 
@@ -19,6 +20,23 @@ def inspect(folder: Path) -> None:
     from ddp_vllm.pages.terminal import print_checkpoint
 
     print_checkpoint(checkpoint, Console())
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+def verify(folder: Path) -> None:
+    """Compare every file of a pruned checkpoint with the SHA-256 that was written beside it.
+
+    Nothing may be missing, changed or added but the results of `eval`. Then the checkpoint is checked as by `inspect`.
+    """
+    try:
+        wrong = list(differences(folder))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder} has no manifest that can be read ({error}); write it with prune") from error
+    if wrong:
+        raise CheckpointError(f"{folder} is not as it was written: {'; '.join(wrong[:5])} ({len(wrong)} in all)")
+    read_checkpoint(folder)
+    click.echo(f"{folder}: {len(read_manifest(folder))} files are as they were written")
 
 
 @click.command()

@@ -11,6 +11,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ddp_vllm.errors import printable
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -98,4 +100,6 @@ def markdown_table(table: Table) -> str:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|")
+    """Return a cell that stays one: no columns, lines or tags of its own."""
+    text = printable(" ".join(str(value).split()))
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.errors import OutputError
+from ddp_vllm.output import write_into
 from ddp_vllm.pages import pictures
 from ddp_vllm.pages.evidence import (
     Evidence,
@@ -44,20 +44,20 @@ def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
     files = {f"{name}.csv": _csv(table) for name, table in numbers.items()}
     files |= {f"{picture.name}.png": picture.png for picture in drawn}
     page = _page(evidence, drawn, numbers["widths"], [f"{DATA_FOLDER}/{name}" for name in files])
-    try:
-        (folder / DATA_FOLDER).mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (folder / DATA_FOLDER / name).write_bytes(content)
-        (folder / REPORT_FILE).write_text(to_html(page), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{folder} cannot be written ({error}); choose another folder with -o") from error
+    inside = {f"{DATA_FOLDER}/{name}": content for name, content in files.items()}
+    write_into(folder, inside | {REPORT_FILE: to_html(page).encode()})
     return folder / REPORT_FILE
 
 
 def _csv(table: Table) -> bytes:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows([table.headings, *table.rows])
+    csv.writer(text).writerows([[_plain(cell) for cell in row] for row in (table.headings, *table.rows)])
     return text.getvalue().encode()
+
+
+def _plain(cell: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Sequence[str]) -> Page:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.errors import printable
 from ddp_vllm.pages.page import Table
 from ddp_vllm.pages.summary import (
     Size,
@@ -28,7 +29,7 @@ BAR = 24  # characters
 
 def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
     """Print the widths layer by layer, the totals and, if known, the quality."""
-    config, name = checkpoint.config, escape(checkpoint.folder.name)
+    config, name = checkpoint.config, escape(printable(checkpoint.folder.name))
     if has_experts(checkpoint):
         width = dense_expert_size(config)
         console.print(
@@ -40,7 +41,7 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
         console.print(_line(size))
     _print_quality(checkpoint.provenance, console)
     for note in routing_notes(checkpoint):
-        console.print(f"{'note':>22}  {note}")
+        _say(console, "note", note)
 
 
 def _layer_widths(checkpoint: Checkpoint) -> Table:
@@ -94,11 +95,18 @@ def _line(size: Size) -> str:
 def _print_quality(provenance: Mapping[str, Any], console: Console) -> None:
     """Print held-out perplexities and what rounding changed, if the checkpoint says so."""
     if quality := provenance.get("perplexity"):
-        console.print(f"{'held-out perplexity':>22}  {perplexities(quality)} ({quality['tokens']:,} tokens)")
+        _say(console, "held-out perplexity", f"{perplexities(quality)} ({quality['tokens']:,} tokens)")
     if promised := prediction(provenance):
-        console.print(f"{'predicted':>22}  {promised}")
+        _say(console, "predicted", promised)
     for kind, change in provenance.get("rounding", {}).items():
-        console.print(
-            f"{f'rounding of {kind}':>22}  sparsity was {change['raw_sparsity']:.1%} before; "
-            f"{change['dropped']:,} more dropped, {change['revived']:,} revived"
+        _say(
+            console,
+            f"rounding of {kind}",
+            f"sparsity was {change['raw_sparsity']:.1%} before; {change['dropped']:,} more dropped, "
+            f"{change['revived']:,} revived",
         )
+
+
+def _say(console: Console, label: str, text: str) -> None:
+    """Print a line whose words may be from a file: neither markup nor control characters."""
+    console.print(escape(printable(f"{label:>22}  {text}")))

@@ -6,6 +6,7 @@ the meta device, so nothing dense is ever allocated. This file travels inside ch
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,16 +164,24 @@ class NonUniform:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """As in transformers; with `config`, as AutoModel calls it, a local folder's shapes are checked first.
+        """As in transformers; with `config`, as AutoModel calls it, a local folder's tensors are checked first.
 
-        By hub name they are not: there transformers alone compares each shape as it loads. Raises: WidthsError.
+        By hub name transformers alone compares each shape as it loads. Raises: WidthsError, also for missing tensors,
+        which transformers would make up.
         """
+        info_is_wanted = kwargs.pop("output_loading_info", False)
         folder = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
         is_pruned = getattr(config, "ddp_layers", None) is not None
         if is_pruned and folder and any(folder.glob("model*.safetensors")):
-            widths = _widths(config)
+            saved = getattr(config, "quantization_config", None)
+            widths = replace(_widths(config), is_quantised=saved is not None)
             widths.check_complete(widths.checked(folder_tensors(folder)))
-        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)  # type: ignore[misc]
+        model, info = super().from_pretrained(  # type: ignore[misc]
+            pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
+        )
+        if is_pruned and (missing := info["missing_keys"]):
+            raise WidthsError(f"{min(missing)} is missing ({len(missing)} tensors in all); download the model again")
+        return (model, info) if info_is_wanted else model
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, whose paged cache knows one number of KV heads. Raises: WidthsError if layers differ."""

@@ -17,7 +17,7 @@ LAYERS = "model.layers"
 MODEL_TYPE_PREFIX = "ddp_"
 BLOCK_OF = {"query_head": "attn", "kv_head": "attn", "channel": "mlp", "expert_channel": "experts"}
 """Unit -> the block it belongs to, which is also the module type of its masks."""
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,12 @@ class TensorTable:
     """The same of layers without routed experts, in a mixture of experts."""
     router: tuple[str, ...] = ()
     """The same of layers with routed experts."""
+    optional: tuple[str, ...] = ()
+    """What some models of the family have in every layer like it, and others have not."""
+    biases: tuple[str, ...] = ()
+    """Projections that have a bias whatever the config says."""
+    is_tied: bool = False
+    """The output head is the embedding where the config does not say."""
 
     def output(self, block: str) -> Projection:
         """Return the projection by which a block adds to the residual stream; its input is what gates scale."""
@@ -68,6 +74,12 @@ class TensorTable:
         expert = _EXPERT.fullmatch(module)
         name, number = (f"{expert[1]}.{{}}.{expert[3]}", int(expert[2])) if expert else (module, 0)
         return next(((each, number) for each in self.projections if each.name == name), None)
+
+    def knows(self, module: str) -> bool:
+        """Say whether a layer may have a module of that name, relative to it."""
+        norms = (norm for names in self.norms.values() for norm in names)
+        others = (*self.untouched, *self.untouched_mlp, *self.router, *self.optional, *norms)
+        return module in others or self.find(module) is not None
 
     @property
     def has_experts(self) -> bool:
@@ -116,29 +128,46 @@ def _experts(module: str, gate: str, up: str, down: str) -> TensorTable:
     )
 
 
+_QUERY_KEY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_SHARED = tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
 DENSE = TensorTable(projections=_SEPARATE, norms=_NORMS)
-NORMS_AROUND = TensorTable(projections=_SEPARATE, norms=_NORMS_AROUND)
+WITH_BIASES = replace(DENSE, biases=_QKV)
+WITH_NORMS = replace(DENSE, untouched=_QUERY_KEY_NORMS)
+TIED = replace(DENSE, is_tied=True)
+NORMS_AROUND = TensorTable(projections=_SEPARATE, norms=_NORMS_AROUND, is_tied=True)
 FUSED = TensorTable(projections=_FUSED, norms=_NORMS)
 EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 _LATENT = ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj")  # DeepSeek-V2's attention
-LATENT = replace(EXPERTS, untouched=(*_LATENT, *_BEFORE_BLOCKS))
+LATENT = replace(
+    EXPERTS,
+    untouched=(*_LATENT, "self_attn.kv_a_layernorm", *_BEFORE_BLOCKS),
+    optional=(*_SHARED, *(f"self_attn.{name}" for name in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj"))),
+)
+SHARED = replace(EXPERTS, optional=_SHARED)
+SHARED_GATED = replace(
+    EXPERTS,
+    router=(*EXPERTS.router, "mlp.shared_expert_gate", *(name.replace("experts", "expert") for name in _SHARED)),
+    biases=_QKV,
+)
+EXPERTS_WITH_NORMS = replace(EXPERTS, untouched=(*EXPERTS.untouched, *_QUERY_KEY_NORMS))
 MIXTRAL = _experts("block_sparse_moe.experts", "w1", "w3", "w2")
 
 TABLES: dict[str, TensorTable] = {  # model_type of the dense config -> table
     "llama": DENSE,
     "mistral": DENSE,
-    "qwen2": DENSE,
-    "qwen3": DENSE,
-    "smollm3": DENSE,
+    "qwen2": WITH_BIASES,
+    "qwen3": WITH_NORMS,
+    "smollm3": TIED,
     "granite": DENSE,
     "gemma2": NORMS_AROUND,
-    "gemma3_text": NORMS_AROUND,
+    "gemma3_text": replace(NORMS_AROUND, untouched=_QUERY_KEY_NORMS),
     "phi3": FUSED,
-    "qwen3_moe": EXPERTS,
-    "qwen2_moe": EXPERTS,
+    "qwen3_moe": EXPERTS_WITH_NORMS,
+    "qwen2_moe": SHARED_GATED,
     "mixtral": MIXTRAL,
-    "olmoe": EXPERTS,
-    "deepseek": EXPERTS,
+    "olmoe": EXPERTS_WITH_NORMS,
+    "deepseek": SHARED,
     "deepseek_v2": LATENT,
 }
 

@@ -25,11 +25,18 @@ from .tensors import TABLES, TensorTable, dense_type, layer_modules
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
-_OPTIONAL = (
-    "num_key_value_heads", "hidden_size", "head_dim", "moe_intermediate_size", "sliding_window", *EXPERT_COUNT_KEYS
-)  # fmt: skip
-_TENSOR = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)\.(\w+)$")
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", *EXPERT_COUNT_KEYS)
+_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
+_HIGHEST = {  # what a config may state at most, far above any model: lists are made as long before weights are seen
+    **dict.fromkeys(_COUNTS, 10_000), **dict.fromkeys(_SIZES, 10_000_000),
+    "head_dim": 100_000, "sliding_window": 1 << 40, "ddp_pad_channels_to": 4096,
+}  # fmt: skip
+_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(\w+)")
 _PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4 bits, NVFP4
+_FLOATS = {"BF16", "F16", "F32", "F64"} | {f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")}
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_COMPUTED = "self_attn.rotary_emb"  # its frequencies are on disk in old checkpoints, and read by nobody
+LONGEST_HEADER = 100_000_000  # bytes of a safetensors file; its own library's limit
 
 
 class WidthsError(ValueError):
@@ -127,10 +134,7 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
 
     Raises: WidthsError, naming the layer, the value and its limit.
     """
-    for name in (*_REQUIRED, *(name for name in _OPTIONAL if config.get(name))):
-        size = config.get(name)
-        if type(size) is not int or size < 1:
-            raise WidthsError(f"config.json: {name} is {size!r}, not a positive integer; run ddp-vllm apply again")
+    check_sizes(config)
     entries, num_layers = config.get("ddp_layers"), config["num_hidden_layers"]
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise WidthsError("config.json: ddp_layers must be a list with one entry a layer; run ddp-vllm apply again")
@@ -144,6 +148,23 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
     if count_experts(config):
         check_routing(config)
     return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Refuse sizes that are no positive integers, or so large that no model has them. Raises: WidthsError."""
+    for name in (*_REQUIRED, *(name for name in _HIGHEST if config.get(name) and name not in _REQUIRED)):
+        size = config.get(name)
+        if type(size) is not int or not 1 <= size <= _HIGHEST[name]:
+            raise WidthsError(
+                f"config.json: {name} is {short(size)}, not a positive integer up to {_HIGHEST[name]:,}; download the "
+                "model again"
+            )
+
+
+def short(value: Any) -> str:
+    """Return a value from a file as it may stand in a message."""
+    text = ascii(value) if not isinstance(value, str) or not value.isprintable() else repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 def check_routing(config: Mapping[str, Any]) -> None:
@@ -232,6 +253,15 @@ class ModelWidths:
     table: TensorTable
     layers: tuple[LayerWidths, ...]
     head_dim: int
+    hidden_size: int | None = None
+    """None: not checked, nor is what follows."""
+    vocab_size: int | None = None
+    is_tied: bool = True
+    """The output head is the embedding, and need not be on disk."""
+    biased: frozenset[str] = frozenset()
+    """Modules of a layer that have a bias."""
+    is_quantised: bool = False
+    """Weights may have other shapes, formats and companions, which their quantiser checks."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModelWidths":
@@ -239,8 +269,16 @@ class ModelWidths:
         table = TABLES.get(dense_type(config))
         if table is None:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
-        layers = parse_layers(config)
-        return cls(table=table, layers=layers, head_dim=head_dim(config))
+        return cls(
+            table=table,
+            layers=parse_layers(config),
+            head_dim=head_dim(config),
+            hidden_size=config.get("hidden_size"),
+            vocab_size=config.get("vocab_size"),
+            is_tied=bool(config.get("tie_word_embeddings", table.is_tied)),
+            biased=_biased(table, config),
+            is_quantised=bool(config.get("quantization_config")),
+        )
 
     def expected(self, name: str) -> tuple[int, int] | None:
         """Return the axis of tensor `name` that pruning changes and its length, or None if pruning leaves it alone.
@@ -248,7 +286,7 @@ class ModelWidths:
         `name` is as on disk: `model.layers.3.self_attn.q_proj.weight`. A block that is gone has length 0.
         Raises: WidthsError for a layer or expert that the widths do not know.
         """
-        match = _TENSOR.search(name)
+        match = _TENSOR.fullmatch(name)
         if match is None or match[3] not in ("weight", "bias") or (found := self.table.find(match[2])) is None:
             return None
         if int(match[1]) >= len(self.layers):
@@ -275,12 +313,36 @@ class ModelWidths:
                 raise WidthsError(
                     f"tensor {name} belongs to a block that ddp_layers says is gone; run ddp-vllm apply again"
                 )
-            if length is not None and dtype not in _PACKED and (axis >= len(shape) or shape[axis] != length):
+            packed = self.is_quantised and dtype in _PACKED
+            if length is not None and not packed and (axis >= len(shape) or shape[axis] != length):
                 raise WidthsError(
                     f"tensor {name} has shape {list(shape)}, but ddp_layers asks for {length} along axis {axis}; "
                     "config.json and the weights are of different checkpoints"
                 )
+            if not self.is_quantised and self.hidden_size:
+                self._check_plain(name, shape, dtype, length)
             yield name
+
+    def _check_plain(self, name: str, shape: Sequence[int], dtype: str, length: int | None) -> None:
+        """Refuse a tensor that no model of the family has, or not in this shape or format. Raises: WidthsError."""
+        match, hidden, vocabulary = _TENSOR.fullmatch(name), self.hidden_size, self.vocab_size
+        outside = {EMBEDDING: [vocabulary, hidden], HEAD: [vocabulary, hidden], NORM: [hidden]}
+        if match and match[2] == _COMPUTED:
+            return
+        if name not in outside and not (match and match[3] in ("weight", "bias") and self.table.knows(match[2])):
+            raise WidthsError(f"tensor {short(name)} is none of a model of this family; copy the folder again, whole")
+        if dtype not in _FLOATS:
+            raise WidthsError(f"tensor {name} is {short(dtype)}, but config.json states no quantization_config")
+        wanted: list[int | None] | None = outside.get(name)
+        if match and (found := self.table.find(match[2])) and length is not None and match[3] == "weight":
+            wanted = [length, hidden] if found[0].axis == 0 else [hidden, length]
+        elif match and match[2] in {norm for norms in self.table.norms.values() for norm in norms}:
+            wanted = [hidden]
+        if wanted and (len(shape) != len(wanted) or any(b and a != b for a, b in zip(shape, wanted, strict=True))):
+            raise WidthsError(
+                f"tensor {name} has shape {list(shape)}, but config.json asks for {wanted}; config.json and the "
+                "weights are of different checkpoints"
+            )
 
     def check_complete(self, names: Iterable[str]) -> None:
         """Refuse a checkpoint in which a layer lacks a module of the table, or one that layers like it have.
@@ -289,20 +351,30 @@ class ModelWidths:
         """
         present: list[set[str]] = [set() for _ in self.layers]
         alike: dict[bool, set[str]] = {True: set(), False: set()}  # of layers with routed experts and without
+        outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.hidden_size else set()
         for name in names:
-            if (match := _TENSOR.search(name)) and int(match[1]) < len(present):
+            outside.discard(name)
+            if (match := _TENSOR.fullmatch(name)) and int(match[1]) < len(present):
                 module = f"{match[2]}.bias" if match[3] == "bias" else match[2]
                 present[int(match[1])].add(module)
                 routed = self.layers[int(match[1])].expert_intermediate_sizes is not None
                 if match[3] in ("weight", "bias") and ".experts." not in module:  # quantisers add others
                     alike[routed].add(module)
+        if outside:
+            raise WidthsError(f"tensor {min(outside)} is missing; copy the whole folder, or run ddp-vllm apply again")
         for index, (layer, modules) in enumerate(zip(self.layers, present, strict=True)):
             routed = layer.expert_intermediate_sizes is not None
             blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size or int(routed)}
             gone = [f"{part}." for block, part in (("attn", "self_attn"), ("mlp", "mlp")) if not blocks[block]]
             gone += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
-            needed = {m for m in alike[routed] if not f"{m}.".startswith(tuple(gone))}
-            needed |= set(layer_modules(self.table, blocks, routed=routed))
+            needed = alike[routed] | set(layer_modules(self.table, blocks, routed=routed))
+            needed |= {f"{module}.bias" for module in self.biased}
+            needed = {module for module in needed if not f"{module}.".startswith(tuple(gone))}
+            if surplus := [module for module in modules if f"{module}.".startswith(tuple(gone))]:
+                raise WidthsError(
+                    f"layer {index} has {min(surplus)} of a block that ddp_layers says is gone; run ddp-vllm apply "
+                    "again"
+                )
             for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
                 needed |= {each.name.format(expert) for each in self.table.projections if width}
             if missing := needed - modules:
@@ -310,6 +382,18 @@ class ModelWidths:
                     f"layer {index} lacks the tensors of {min(missing)} ({len(missing)} modules in all); copy the "
                     "whole folder, or run ddp-vllm apply again"
                 )
+
+
+def _biased(table: TensorTable, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the modules of a layer that have a bias by its config; latent attention has some of its own."""
+    biased = set(table.biases)
+    modules = [*(each.name for each in table.projections), *table.untouched, *table.untouched_mlp]
+    for key, block in (("attention_bias", "self_attn."), ("mlp_bias", "mlp.")):
+        if config.get(key) and not config.get("kv_lora_rank"):
+            biased |= {
+                name for name in modules if name.startswith(block) and name.endswith("_proj") and "{" not in name
+            }
+    return frozenset(biased)
 
 
 def folder_tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
@@ -321,14 +405,17 @@ def folder_tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
         with open(path, "rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= 100_000_000:
+            if not 2 <= length <= LONGEST_HEADER:
                 raise WidthsError(f"{path} is no safetensors file: its header says {length} bytes; download it again")
             try:
                 header = json.loads(file.read(length))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise WidthsError(f"{path} is no safetensors file: its header is no JSON; download it again") from error
         if not isinstance(header, dict):
             raise WidthsError(f"{path} is no safetensors file: its header is no object; download it again")
         for name, entry in header.items():
             if name != "__metadata__":
-                yield name, entry["shape"], entry["dtype"]
+                shape, dtype = (entry.get("shape"), entry.get("dtype")) if isinstance(entry, dict) else (None, None)
+                if not isinstance(shape, list) or not all(type(n) is int for n in shape) or not isinstance(dtype, str):
+                    raise WidthsError(f"{path} states no shape and format of {short(name)}; download it again")
+                yield name, shape, dtype

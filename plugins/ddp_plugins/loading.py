@@ -1,6 +1,7 @@
 """What every pruned model does with the tensors vLLM hands it: leave the masks out, check shapes, and miss nothing."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class CheckedLoading:
         """State what `load_weights` checks against. projections: modules on disk that vLLM has and pruning may cut."""
         unknown = [name for name in projections if widths.expected(f"{name}.weight") is None]
         assert not unknown, f"{unknown[0]} is not in the family's table in tensors.py: neither checked nor padded"
-        self.widths = widths
+        self.widths = replace(widths, is_quantised=widths.is_quantised or vllm_config.quant_config is not None)
         self.is_loaded = vllm_config.load_config.load_format == "dummy"  # then nothing is read before the first update
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ddp_vllm.cache import cache_folder
+from ddp_vllm.cache import cache_folder, is_own
 from ddp_vllm.errors import OutputError
 from ddp_vllm.output import atomic_file
 
@@ -114,14 +114,17 @@ def _load() -> ctypes.CDLL:
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     library = folder / f"{SOURCE.stem}-{key}.so"
-    if library.is_file():
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private = folder.is_dir() and is_own(folder)  # else what lies there may be anyone's code
+    if private and library.is_file() and is_own(library):
         with contextlib.suppress(OSError):  # of a machine with another C library: compile again
             return ctypes.CDLL(str(library))
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if os.access(folder, os.W_OK):
-        with atomic_file(library) as temporary:
-            return _compile(compiler, temporary)
+    if private and os.access(folder, os.W_OK):
+        with atomic_file(library, private=True) as temporary:
+            loaded = _compile(compiler, temporary)
+            temporary.chmod(0o700)  # the linker makes a file of its own
+            return loaded
     with tempfile.TemporaryDirectory() as work:
         return _compile(compiler, Path(work) / library.name)
 

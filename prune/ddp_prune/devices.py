@@ -267,7 +267,8 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
 
     files = [safe_open(path, framework="pt") for path in weight_files(source.folder)]
     slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
-    config, options = AutoConfig.from_pretrained(source.folder), loading_options(source, dtype, device)
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    options = loading_options(source, dtype, device)
     with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
         model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.requires_grad_(False)

@@ -7,11 +7,15 @@ of the hub, which is streamed. A row has a text, or a conversation, which the to
 import glob
 import hashlib
 import itertools
+import re
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from ddp_vllm.cache import cache_folder
@@ -21,6 +25,10 @@ READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".
 COMPRESSIONS = (".gz", ".xz", ".zst")
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around what an assistant says in a conversation; Unicode keeps both for a program's own use."""
+DEEPEST = 100  # objects and lists in each other, in a line of JSON
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+LONGEST_RENDERING = 10.0
+"""Seconds a chat template may take for one conversation; real ones take a millisecond."""
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
@@ -74,10 +82,27 @@ def _read_file(path: Path) -> Any:
     cache, file = str(cache_folder() / "datasets" / content_of(path)), str(path)
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs, the error below says
-    if kind == "parquet" and path.suffix in COMPRESSIONS:  # its reader needs a file it can seek in
+    if kind != "text" and path.suffix in COMPRESSIONS:  # parquet's reader needs a file it can seek in
         file = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=cache)).extract(file)
+    if kind == "json":
+        _check_depth(Path(file), path)
     read = getattr(datasets.Dataset, f"from_{kind}")  # load_dataset would tell the hub about every local file
     return read(glob.escape(file), cache_dir=cache, **options)  # a name with [ would be taken for a pattern
+
+
+def _check_depth(unpacked: Path, path: Path) -> None:
+    """Refuse lines nested so deeply that pyarrow's reader, which calls itself, would end the process.
+
+    A line with few brackets is not looked at; a wrong one is left to the reader. Raises: TextError.
+    """
+    with open(unpacked, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.count(b"[") + line.count(b"{") <= DEEPEST:
+                continue
+            bare = np.frombuffer(_STRING.sub(b"", line), np.uint8)
+            steps = np.isin(bare, list(b"[{")).astype(np.int64) - np.isin(bare, list(b"]}"))
+            if steps.cumsum().max(initial=0) > DEEPEST:
+                raise TextError(f"{path}, line {number}: nested more than {DEEPEST} deep; leave the line out")
 
 
 def content_of(path: Path) -> str:
@@ -109,8 +134,42 @@ def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
         for arrange in (list, _alternating):
             with suppress(TemplateError):  # what a template raises that refuses these roles in this order
                 if turns := arrange(marked):
-                    return str(tokenizer.apply_chat_template(turns, tokenize=False))
+                    return str(by_template(tokenizer, turns))
     return "\n\n".join(message["content"] for message in messages)
+
+
+def by_template(tokenizer: Any, turns: list[Any], **options: Any) -> Any:
+    """Return a conversation, or several, as the chat template of a tokenizer arranges them.
+
+    Raises: TemplateError where it refuses their roles or order; TextError if it fails otherwise, or does not end.
+    """
+    try:
+        with _time_limit(LONGEST_RENDERING):
+            return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    except TemplateError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise TextError(f"the chat template of the tokenizer fails ({reason}); repair it, or delete it") from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError when the block takes longer; outside of the main thread, which alone gets signals, never."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _words(content: str | list[dict[str, Any]] | None) -> str:

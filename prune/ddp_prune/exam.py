@@ -2,12 +2,15 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import GenerationConfig
 
 from ddp_prune.devices import checkpoint_layers
+from ddp_prune.documents import by_template
 from ddp_prune.loss import losses, perplexity_of
 
 PROMPTS = (  # a question of each kind that people ask first, written down before any model had answered
@@ -67,10 +70,11 @@ class Exam:
 
 def _answers(model: Any, tokenizer: Any) -> list[str]:
     """Return what a model goes on with after each prompt, by its chat template if it has one; the likeliest tokens."""
-    prompts, has_turns = list(PROMPTS), bool(tokenizer.chat_template)
-    if has_turns:
+    prompts, has_turns = list(PROMPTS), False
+    if tokenizer.chat_template:
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        with suppress(TemplateError):  # of a template that takes no single question
+            prompts, has_turns = by_template(tokenizer, turns, add_generation_prompt=True), True
     return [text.strip() for text in go_on(model, tokenizer, prompts, LONGEST, add_special_tokens=not has_turns)]
 
 

@@ -6,6 +6,7 @@ Every weight is read, cut and written tensor by tensor, so memory stays near one
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ddp_prune.gates import Masks
-from ddp_prune.model import COMPANIONS, Source, check_spares_source, open_source, weight_files
+from ddp_prune.model import Source, check_spares_source, companions, open_source, weight_files
 from ddp_prune.selection import realign
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, Checkpoint, read_checkpoint, read_provenance
@@ -24,7 +25,7 @@ from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code import FILES
-from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS
+from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -129,10 +130,7 @@ def export(
     with atomic_folder(output, overwrite=overwrite) as folder:
         _copy_companions(source.folder, folder)
         _state_tokenizer_class(source.folder, folder)
-        config = pruned_config(source.config, widths)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in FILES:
-            shutil.copyfile(file, folder / file.name)
+        _write_config(pruned_config(source.config, widths), folder)
         slicer = Slicer(gates, source, head_unit)
         cut = (
             (name, tensor.dtype, slicer.cut(name, become(name, tensor) if become else tensor))
@@ -163,8 +161,8 @@ def export_recovered(
     gates, _ = read_masks(source / MASKS_FILE)
     with atomic_folder(output, overwrite=overwrite) as folder:
         _copy_companions(source, folder)
-        for file in (source / "config.json", *FILES):
-            shutil.copyfile(file, folder / file.name)
+        dense = {**checkpoint.config, "model_type": dense_type(checkpoint.config)}
+        _write_config(pruned_config(dense, checkpoint.layers), folder)
         _write_weights(((name, become(name, tensor).to(tensor.dtype)) for name, tensor in _stored(source)), folder)
         rest = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
         write_masks(
@@ -178,13 +176,32 @@ def export_recovered(
         (folder / "README.md").write_text(model_card(read_checkpoint(folder), output.name), encoding="utf-8")
 
 
+def _write_config(config: Mapping[str, Any], folder: Path) -> None:
+    """Write the config and the files it names, ours."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for file in FILES:
+        shutil.copyfile(file, folder / file.name)
+
+
 def _copy_companions(source: Path, target: Path) -> None:
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name != "config.json":
-                copy = target / file.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
+    """Copy what travels with the weights but the config; the tokenizer's settings no longer name code."""
+    for file in companions(source):
+        if file.name != "config.json":
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+    path = target / "tokenizer_config.json"
+    settings = _settings(path)
+    if settings.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return what a tokenizer_config.json states; {} if there is none that can be read, for it will not load either."""
+    with suppress(OSError, ValueError, RecursionError):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        return settings if isinstance(settings, dict) else {}
+    return {}
 
 
 def _state_tokenizer_class(source: Path, target: Path) -> None:
@@ -195,11 +212,11 @@ def _state_tokenizer_class(source: Path, target: Path) -> None:
     from transformers import AutoTokenizer
 
     path = target / "tokenizer_config.json"
+    settings = _settings(path)
+    if not any(target.glob("tokenizer*")):
+        return
     try:
-        settings = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-        if "auto_map" in settings or not any(target.glob("tokenizer*")):
-            return  # code of its own says which class; or there is no tokenizer
-        name = type(AutoTokenizer.from_pretrained(source)).__name__
+        name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
     except Exception:  # what does not load there need not load here
         return
     name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # the name that transformers 4 knows too

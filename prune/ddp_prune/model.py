@@ -3,7 +3,6 @@
 And the pruned one that was cut from it, where its weights shall learn.
 """
 
-import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,24 +13,19 @@ import torch
 
 from ddp_vllm.checkpoint import INDEX_FILE, Checkpoint, read_config, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, OutputError
-from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of
+from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of, register_pruned
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
+from ddp_vllm.remote_code.widths import short
 
-COMPANIONS = (  # files beside the weights that a checkpoint needs; never code
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "*.model",
-    "LICENSE*",
-    "NOTICE*",
+COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we know by name, never code
+    *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENSE-CODE", "LICENSE-MODEL", "NOTICE", "NOTICE.md", "NOTICE.txt"),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+FORMATS = ("BF16", "F16", "F32")
 COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the format of those who trained the model
 
 
@@ -60,6 +54,7 @@ def open_source(model: str) -> Source:
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
     source = Source(folder=folder, config=config, family=family, sizes=sizes)
+    companions(folder)
     shapes = weight_shapes(source)
     _check_names(source, shapes)
     _check_shapes(source, shapes)
@@ -87,20 +82,23 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
             f"{dense.folder} has another {differing[0]} than {folder} had before it was pruned; give the model it was "
             "pruned from"
         )
-    _register_pruned(dense.family)
+    register_pruned(config)
     return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes)
 
 
-def _register_pruned(family: Family) -> None:
-    """Teach transformers the pruned class of a family, so that no code of a checkpoint has to run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def companions(folder: Path) -> list[Path]:
+    """Return the files of a model that travel with its weights.
 
-    from ddp_vllm.remote_code import configuration_ddp
-
-    config = getattr(configuration_ddp, family.pruned_config)
-    modeling = importlib.import_module(f"ddp_vllm.remote_code.{family.modeling_file}")
-    AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModelForCausalLM.register(config, getattr(modeling, family.pruned_architecture), exist_ok=True)
+    Raises: ModelError for a link out of the folder, whose target would be published; a snapshot of the hub has links
+        to its own blobs.
+    """
+    files = [file for pattern in COMPANIONS for file in sorted(folder.glob(pattern)) if file.is_file()]
+    snapshot = folder.resolve()
+    homes = [snapshot, *([snapshot.parents[1] / "blobs"] if snapshot.parent.name == "snapshots" else [])]
+    for file in files:
+        if not any(file.resolve().is_relative_to(home) for home in homes):
+            raise ModelError(f"{file} is a link out of the model's folder; put the file itself there")
+    return files
 
 
 def check_spares_source(output: Path, source: Source) -> None:
@@ -134,7 +132,10 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         raise ModelError(f"{folder / INDEX_FILE} is no index: it has no weight_map; download the model again")
-    return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+    names = sorted({str(name) for name in weight_map.values()})
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ModelError(f"{folder / INDEX_FILE} names {short(outside[0])}, no file of this folder; put it there")
+    return [folder / name for name in names]
 
 
 def weight_shapes(source: Source) -> dict[str, list[int]]:
@@ -151,10 +152,17 @@ def weight_shapes(source: Source) -> dict[str, list[int]]:
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise ModelError(f"{path} cannot be read ({reason}); download the model again") from error
+        for name, each in slices.items():
+            shapes[name] = each.get_shape()
+            if each.get_dtype() not in FORMATS:
+                raise ModelError(
+                    f"{path}: tensor {short(name)} is {each.get_dtype()}; supported are {', '.join(FORMATS)}: prune "
+                    "the unquantised checkpoint"
+                )
     if source.config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)  # some write the embedding down twice
     return shapes
@@ -183,6 +191,13 @@ def _check_shapes(source: Source, shapes: Mapping[str, list[int]]) -> None:
             shape = [length, sizes.hidden_size] if projection.axis == 0 else [sizes.hidden_size, length]
             for number in numbers if projection.block == "experts" else (0,):
                 wanted[f"{LAYERS}.{layer}.{projection.name.format(number)}.weight"] = shape
+    for name in shapes:
+        place = name.removeprefix(f"{LAYERS}.").partition(".")[0]
+        if name.startswith(f"{LAYERS}.") and (not place.isdecimal() or int(place[:9]) >= sizes.num_layers):
+            raise ModelError(
+                f"{source.folder}: tensor {short(name)} is of a layer past the {sizes.num_layers} of config.json; "
+                "download the model again"
+            )
     wrong = [name for name, shape in wanted.items() if shapes.get(name) != shape]
     if known := [name for name in wrong if name in shapes]:
         raise ModelError(
@@ -227,7 +242,11 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     from safetensors import safe_open
     from transformers import AutoConfig
 
-    wanted = AutoConfig.from_pretrained(source.folder).dtype if dtype == "auto" else getattr(torch, dtype)
+    wanted = (
+        AutoConfig.from_pretrained(source.folder, trust_remote_code=False).dtype
+        if dtype == "auto"
+        else getattr(torch, dtype)
+    )
     if wanted is None:  # the config does not say
         with safe_open(weight_files(source.folder)[0], framework="pt") as file:
             wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
@@ -255,7 +274,11 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     logging.set_verbosity_error()  # what it tells of missing weights, our error says
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            source.folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            source.folder,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **options,
         )
     finally:
         logging.set_verbosity(verbosity)

@@ -35,6 +35,7 @@ from ddp_prune.model import (
     Source,
     check_index,
     check_spares_source,
+    companions,
     open_source,
     weight_files,
     weight_shapes,
@@ -133,7 +134,8 @@ class Pruning:
             seed=recipe.seed,
         )
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
-        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], weight_files(source.folder))
+        files = weight_files(source.folder), companions(source.folder)
+        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files)
 
     def say(self, line: str) -> None:
         """Print a line, from one process."""

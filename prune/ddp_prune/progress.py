@@ -65,7 +65,7 @@ def show(output: Path, dense: str, console: Console) -> None:
     print_checkpoint(checkpoint, console)
     page = write_report(checkpoint, output)
     console.print(
-        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output} --trust-remote-code"
+        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output}"
         f"\nmeasure it: ddp-vllm bench sharegpt --dense {dense} --pruned {output}",
         markup=False,
     )

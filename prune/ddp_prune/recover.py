@@ -26,7 +26,7 @@ from ddp_prune.devices import (
 )
 from ddp_prune.exam import Exam
 from ddp_prune.export import export_recovered
-from ddp_prune.model import Source, check_index, check_spares_source, open_pruned, open_source, weight_files
+from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress, show
 from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
@@ -109,7 +109,8 @@ class Recovery:
     ) -> None:
         """Load both models. `say` takes a line for the user."""
         self.asked, self.checkpoint, self.accelerator, self.say = recipe, checkpoint, accelerator, say
-        self.files = [*weight_files(pruned.folder), *weight_files(dense.folder)]
+        folders = (pruned.folder, dense.folder)
+        self.files = [[file for folder in folders for file in files(folder)] for files in (weight_files, companions)]
         self.model, self.sizes = load(pruned, recipe, accelerator), dense.sizes
         self.dense, self.tokenizer = load(dense, recipe, accelerator), load_tokenizer(str(pruned.folder))
 
@@ -170,7 +171,7 @@ class Recovery:
             self.say(f"no conversations are told apart in {recipe.data}, so all of it counts; add some after a comma")
         elif not self.blocks[1][:, 1:].any():
             raise TextError(f"{recipe.data} holds nothing that an assistant says; try --learn-from all")
-        learned_from = fingerprint([*self.blocks, *texts.values()], self.files)
+        learned_from = fingerprint([*self.blocks, *texts.values()], *self.files)
         learned_from["asked"] = decisive(self.asked.to_dict())
         main = self.accelerator.is_main_process
         self.run = RunState(output, recipe, learned_from=learned_from, writes=main, say=self.say)

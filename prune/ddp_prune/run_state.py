@@ -25,7 +25,9 @@ from ddp_vllm.output import atomic_file, locked
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
 TEMPORARY = f".{STATE_FILE}.*.tmp"  # what a killed process may leave
 NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover"}  # to what is learned
-STATE_FORMAT = 2  # which tensors a saved state has; one of another format is put aside
+STATE_FORMAT = 3  # which tensors a saved state has; one of another format is put aside
+UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
+PAGES, PAGE = 64, 4096  # of a weight file, spread evenly, that its fingerprint looks at
 
 
 class RunState:
@@ -58,7 +60,7 @@ class RunState:
         try:
             with ExitStack() as stack:
                 with self._writing():
-                    self.folder.mkdir(parents=True, exist_ok=True)
+                    _make_private(self.folder)
                     stack.enter_context(locked(self.folder / LOCK_FILE, taken))
                 yield
         finally:
@@ -68,24 +70,35 @@ class RunState:
     def load(self) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
         """Return (next step, tensors, extra) of an interrupted run, or None to start anew.
 
-        Recipe, text and weights must be those of this run, but for settings of how it is computed.
-        Raises: OutputError if it cannot be written to.
+        Recipe, text, weights, config and tokenizer must be those of this run, but for settings of how it is computed;
+        what is not is said. Raises: OutputError if it cannot be written to.
         """
+        if not self.state.exists():
+            return None
         try:
             with safe_open(self.state, framework="pt") as file:
-                header = dict(json.loads((file.metadata() or {})["run"]))
+                header = _header(file)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+                whole = _seals(file.metadata()["run"], tensors) == json.loads(file.metadata()["seals"])
+        except UNREADABLE:
+            whole = False
+        if not whole:
+            self.say(f"the saved run in {self.folder} is damaged, or of another version: starting anew")
             return None
-        if (header.get("format"), header.get("learned_from")) != (STATE_FORMAT, self.learned_from):
-            return None
-        if decisive(header["recipe"]) != decisive(self.recipe.to_dict()):
+        if changed := self._changed(header):
+            self.say(f"{', '.join(changed)} changed since the run in {self.folder} was saved: starting anew")
             return None
         if self.writes:
             with self._writing():
                 self._forget_after(header["step"])
             self.say(f"going on at step {min(header['step'] + 1, self.recipe.steps)} of {self.recipe.steps}")
         return header["step"], tensors, header["extra"]
+
+    def _changed(self, header: dict[str, Any]) -> list[str]:
+        """Return the names of what is not as in the saved run: settings, or what it learns from."""
+        ours = decisive(self.recipe.to_dict()) | (self.learned_from or {})
+        theirs = decisive(header["recipe"]) | (header["learned_from"] or {})
+        return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
     def _forget_after(self, step: int) -> None:
         """Cut off the metrics of later steps, and a line that was not finished; needs no room on the disk."""
@@ -100,13 +113,13 @@ class RunState:
             return
         with self._writing():
             if self.state.exists():
-                self.old.mkdir(exist_ok=True)
+                _make_private(self.old)
                 _delete_run(self.old)
                 for path in self.folder.iterdir():
                     if path.name != LOCK_FILE:
                         os.replace(path, self.old / path.name)
                 self.say(f"another run was put aside in {self.old}")
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make_private(self.folder)
             _delete_run(self.folder)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
@@ -115,11 +128,12 @@ class RunState:
             return
         header = {"format": STATE_FORMAT, "step": step, "recipe": self.recipe.to_dict(), "extra": extra}
         header["learned_from"] = self.learned_from
-        contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        contiguous = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        text = json.dumps(header)
         with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-        with self._writing(), atomic_file(self.state) as temporary:
-            save_file(contiguous, temporary, {"run": json.dumps(header)})
+            _make_private(self.folder)
+            with atomic_file(self.state, private=True) as temporary:
+                save_file(contiguous, temporary, {"run": text, "seals": json.dumps(_seals(text, contiguous))})
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics. Raises: OutputError if they cannot be written."""
@@ -148,9 +162,35 @@ def saved_header(output: Path) -> dict[str, Any]:
     """Return what the interrupted run for an output says of itself: recipe, step, learned_from; {} without one."""
     try:
         with safe_open(run_folders(output)[0] / STATE_FILE, framework="pt") as file:
-            return dict(json.loads((file.metadata() or {})["run"]))
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+            return _header(file)
+    except UNREADABLE:
         return {}
+
+
+def _header(file: Any) -> dict[str, Any]:
+    """Return what a state says of itself. Raises: one of UNREADABLE if it is damaged or of another version."""
+    text = file.metadata()["run"]
+    if json.loads(file.metadata()["seals"])["header"] != hashlib.sha256(text.encode()).hexdigest():
+        raise ValueError("the header is damaged")
+    header = dict(json.loads(text))
+    if header["format"] != STATE_FORMAT:
+        raise ValueError("another format")
+    return header
+
+
+def _seals(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return hashes of the header and of all tensors, names and shapes too; contiguous, on the CPU."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return {"header": hashlib.sha256(header.encode()).hexdigest(), "tensors": digest.hexdigest()}
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder for its owner alone, in one that may be for others."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def run_folders(output: Path) -> tuple[Path, Path]:
@@ -161,27 +201,43 @@ def run_folders(output: Path) -> tuple[Path, Path]:
 def check_run_folders(output: Path) -> None:
     """Refuse folders of a run's name that no run wrote, which would be lost. Raises: OutputError."""
     for folder in run_folders(output):
-        if not folder.exists():
+        if not os.path.lexists(folder):
             continue
-        paths = folder.iterdir() if folder.is_dir() else [folder]
-        if foreign := [path.name for path in paths if not _is_ours(path) and path.name != LOCK_FILE]:
+        paths = list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else [folder]
+        known = [path for path in paths if (_is_ours(path) or path.name == LOCK_FILE) and not path.is_symlink()]
+        if foreign := [path.name for path in paths if path not in known]:
             raise OutputError(
-                f"{folder} is where a run would be kept, but it holds {min(foreign)}, which is no file of a run; "
-                "move it away or choose another output"
+                f"{folder} is where a run would be kept, but it holds {min(foreign)}, which is a link or no file of a "
+                "run; move it away or choose another output"
             )
 
 
-def fingerprint(text: Iterable[torch.Tensor], weights: Iterable[Path]) -> dict[str, Any]:
-    """Return what a run learns from, briefly: a hash of the blocks of text; name, size and time of the weight files."""
+def fingerprint(text: Iterable[torch.Tensor], weights: Iterable[Path], companions: Iterable[Path]) -> dict[str, Any]:
+    """Return what a run learns from, briefly: hashes of the blocks of text, of the config and of the tokenizer's files.
+
+    Of each weight file: name, size, time, and a hash of some of its pages, which differ in every other training.
+    """
     digest = hashlib.sha256()
     for blocks in text:
         digest.update(f"{list(blocks.shape)}".encode())
         digest.update(blocks.contiguous().numpy().data)
-    files = [(path.name, path.stat()) for path in weights]
+    files = [(path.name, path.stat(), _hash_of_pages(path)) for path in weights]
+    hashes = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in companions]
     return {
         "text": digest.hexdigest(),
-        "weights": [[name, status.st_size, status.st_mtime_ns] for name, status in files],
+        "weights": [[name, status.st_size, status.st_mtime_ns, pages] for name, status, pages in files],
+        "config": [each for name, each in hashes if name == "config.json"],
+        "tokenizer": [[name, each] for name, each in hashes if name != "config.json"],
     }
+
+
+def _hash_of_pages(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        for number in range(PAGES):
+            file.seek(max(0, size - PAGE) * number // (PAGES - 1))
+            digest.update(file.read(PAGE))
+    return digest.hexdigest()
 
 
 def _is_ours(path: Path) -> bool:

@@ -8,6 +8,7 @@ never saw a text without it, and lean on it as the place where attention goes th
 """
 
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -26,7 +27,7 @@ from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
 
-VERSION = 3  # of what cached blocks mean
+VERSION = 4  # of what cached blocks mean
 EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
 NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles those of a stream among as many
 FEW = 4  # times the held-out text; where one excerpt of each document is less, every piece counts as a document
@@ -53,7 +54,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
@@ -76,7 +77,7 @@ def load_blocks(
         source of which all is held out; OutputError if the cache cannot be written.
     """
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
-    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.npy"
+    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
     blocks = _saved(path)
     if blocks is None:
         check_cache()  # `datasets` would blame the text
@@ -299,17 +300,21 @@ def _key(data: str, tokenizer: Any, *sizes: int) -> str:
 
 
 def _saved(path: Path) -> np.ndarray | None:
-    """Return what `_save` wrote; None if there is nothing, or what a machine that lost its power left of it."""
+    """Return what `_save` wrote; None if there is nothing, or it is damaged."""
     try:
-        return np.load(path)
-    except (OSError, ValueError, EOFError):
+        digest, content = (stored := path.read_bytes())[:32], stored[32:]
+    except OSError:
         return None
+    return np.load(io.BytesIO(content)) if hashlib.sha256(content).digest() == digest else None
 
 
 def _save(path: Path, blocks: np.ndarray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as temporary, open(temporary, "wb") as file:
-            np.save(file, blocks.astype(np.int32))
+        content = io.BytesIO()
+        np.save(content, blocks.astype(np.int32))
+        with atomic_file(path, private=True) as temporary, open(temporary, "wb") as file:
+            file.write(hashlib.sha256(content.getbuffer()).digest())
+            file.write(content.getbuffer())
     except OSError as error:
         raise unwritable_cache(cache_folder(), error) from error

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from ddp_benchmarks import processes
-from ddp_benchmarks.engine import choose_port, model_arguments
+from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.sharegpt import Load, Settings, _schedule, run_benchmark
@@ -72,19 +72,6 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="no tokenizer file"):
         check_vocabularies(first, str(tmp_path / "b"))
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments"),
-    [
-        ({"auto_map": {"AutoConfig": "own.C"}, "ddp_layers": []}, ["--trust-remote-code"]),
-        ({"auto_map": {"AutoConfig": "own.C"}}, []),  # a dense folder's own code
-        ({}, []),
-    ],
-)
-def test_only_code_of_pruned_folders_is_trusted(tmp_path: Path, config: dict[str, Any], arguments: list[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert model_arguments(str(tmp_path)) == arguments
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x"])

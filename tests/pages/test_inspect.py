@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from written_folders import write_masks
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.pages.page import Table, markdown_table
+from ddp_vllm.pages.report import _csv
 from ddp_vllm.pages.summary import removed_parameters, units
 
 
@@ -44,3 +47,18 @@ def test_a_dense_folder_is_refused(tmp_path: Path, verb: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(main, [verb, str(tmp_path)])
     assert result.exit_code == 7 and "not a pruned checkpoint" in result.stderr
+
+
+def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "odd"))
+    change = {"raw_sparsity": 0.1, "dropped": 1, "revived": 2}
+    write_masks(folder, {}, {"rounding": {"[/nope]": change, "\x1b[31mred": change}})
+    text = _inspect(folder)
+    assert "rounding of [/nope]" in text and "rounding of \\x1b[31mred" in text and "\x1b" not in text
+
+
+def test_cells_stay_cells() -> None:
+    """No tags or lines of their own in Markdown, no formula in a spreadsheet."""
+    table = Table(headings=["a"], rows=[["<img src=x>\n| b"], ["\x1b]0;evil\x07"]])
+    assert markdown_table(table).splitlines()[2:] == ["| &lt;img src=x> \\| b |", r"| \\x1b]0;evil\\x07 |"]
+    assert _csv(Table(headings=["=a"], rows=[["=cmd()"], ["@x"], [-1.5]])) == b"'=a\r\n'=cmd()\r\n'@x\r\n-1.5\r\n"

@@ -19,8 +19,8 @@ Layer = Mapping[str, Any]
 def write_weights(folder: Path, config: Mapping[str, Any], layers: Sequence[Layer]) -> None:
     """Write config and zero weights of a model of these widths, of Llama's or Qwen3-MoE's tensors."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {"model.embed_tokens": (16, config["hidden_size"])}
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = {"model.embed_tokens": (16, config["hidden_size"]), "model.norm": (config["hidden_size"],)}
     for index, layer in enumerate(layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in _shapes(config, layer)}
     save_file({f"{name}.weight": np.zeros(shape, np.float32) for name, shape in tensors.items()}, folder / WEIGHTS)
@@ -36,6 +36,8 @@ def _shapes(config: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, tupl
         for name, units in (("q", sum(heads)), ("k", len(heads)), ("v", len(heads))):
             yield f"self_attn.{name}_proj", (units * head_dim, hidden)
         yield "self_attn.o_proj", (hidden, sum(heads) * head_dim)
+        if config["model_type"] == "ddp_qwen3_moe":
+            yield from ((f"self_attn.{name}_norm", (head_dim,)) for name in "qk")
     mlps = {"mlp": layer["intermediate_size"]}
     if experts := layer.get("expert_intermediate_sizes"):
         yield "mlp.gate", (len(experts), hidden)

@@ -54,7 +54,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
     "other hidden size": (
         lambda folder: edit_weights(folder, lambda w: w.update({f"{EXPERT}.up_proj.weight": torch.ones(17, 63)})),
         {},
-        r"expert 4 has a tensor of shape \[17, 63\], but it has 17 channels and the model hidden size 64",
+        r"experts.4.up_proj.weight has shape \[17, 63\], but config.json asks for \[17, 64\]",
     ),
     "missing expert": (
         lambda folder: edit_weights(folder, lambda w: [w.pop(name) for name in [*w] if EXPERT in name]),
@@ -169,10 +169,16 @@ def test_experts_are_loaded_as_kept_plus_their_alignment(
 
 @served
 def test_over_http(models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `--trust-remote-code`: the plugin brings the classes, and code in the folder stays unused."""
     folder, reference = models["olmoe"]
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    folder = Path(shutil.copytree(folder, tmp_path / "model"))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    options = "--trust-remote-code --skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 192"
+    options = "--skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 192"
     memory = "--num-gpu-blocks-override 16 --gpu-memory-utilization 0.3"
     with Server(str(folder), arguments=[*options.split(), *memory.split()], log=tmp_path / "log.txt") as server:
         for prompt, expected in zip(PROMPTS, reference["outputs"], strict=True):
@@ -183,6 +189,7 @@ def test_over_http(models: dict[str, Any], tmp_path: Path, monkeypatch: pytest.M
             )
             with urllib.request.urlopen(request) as response:
                 assert json.load(response)["choices"][0]["token_ids"] == expected["tokens"]
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(HAS_CPU_ROUTER, reason="for vLLM 0.27, see benchmarks/vllm_versions.py")

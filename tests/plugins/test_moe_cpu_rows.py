@@ -149,6 +149,18 @@ def test_a_library_that_a_crash_cut_short_is_made_again(fresh: Path) -> None:
     assert library.stat().st_size > 10_000
 
 
+def test_a_library_that_others_could_have_written_is_not_loaded(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel() is not None
+    (library,) = (fresh / "kernels").iterdir()
+    compile_it, compiled = moe_cpu_rows._compile, []
+    monkeypatch.setattr(moe_cpu_rows, "_compile", lambda *to: compiled.append(to) or compile_it(*to))
+    for path in (library, library.parent):
+        path.chmod(0o777)
+        kernel.cache_clear()
+        assert kernel() is not None
+    assert [path.is_relative_to(fresh) for _, path in compiled] == [True, False]  # then in a folder of its own
+
+
 def test_ids_past_the_experts_are_refused() -> None:
     problem = draw(CASES["one token"], torch.bfloat16)
     w13, w2 = problem.finished()

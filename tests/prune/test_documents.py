@@ -233,3 +233,15 @@ def test_conversations_of_a_file_go_through_the_chat_template(
 @pytest.mark.parametrize("row", [{"text": None, "id": 1}, {"conversations": None}, {"messages": []}])
 def test_a_row_may_be_empty(row: dict[str, Any], tokenizer: Any) -> None:
     assert document(row, tokenizer, "a.jsonl") == ""
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_line_that_is_nested_too_deeply_is_an_error(ending: str, tmp_path: Path, load: Callable[..., Any]) -> None:
+    """pyarrow would end the process. Brackets in a text are text."""
+    fine = json.dumps({"text": "[" * 500 + " a quick brown fox" * 50})
+    path = tmp_path / f"text.jsonl{ending}"
+    path.write_bytes(COMPRESSIONS[ending]("\n".join([fine] * 2).encode()))
+    load(path)
+    path.write_bytes(COMPRESSIONS[ending](f'{fine}\n{{"text": {"[" * 10**6}{"]" * 10**6}}}\n'.encode()))
+    with pytest.raises(TextError, match="line 2: nested more than 100 deep"):
+        load(path)

@@ -12,6 +12,7 @@ from runs import assert_refused, prune, recover
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ddp_prune.weight_trainer import WeightTrainer
+from ddp_vllm.manifest import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -96,10 +97,10 @@ def test_what_cannot_be_recovered_is_said_in_one_line(
 def test_an_output_that_exists_is_left_alone(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert_refused(recover(pruned, tmp_path / "out"), 5, "exists")
-    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "dense model")
+    assert_refused(recover(pruned, tiny_model, "--overwrite"), 5, "leaves it alone")
     inside = tmp_path / "models" / "pruned"
     shutil.copytree(pruned, inside)
-    (inside.parent / "config.json").touch()
+    (inside.parent / MANIFEST).touch()
     assert_refused(recover(inside, inside.parent, "--overwrite"), 5, "one in the other")
     assert_refused(recover(pruned, pruned / "report" / "out"), 5, "one in the other")
 

@@ -16,6 +16,7 @@ from ddp_prune import pipeline
 from ddp_prune.export import export
 from ddp_prune.model import open_source
 from ddp_vllm.cli import main
+from ddp_vllm.manifest import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -120,7 +121,9 @@ def test_an_output_that_is_no_model_or_cannot_be_written(tiny_model: Path, tiny_
 
 
 def test_the_dense_model_is_no_output(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Not even where ddp-vllm wrote it, as `fetch` does."""
     model = _copy(tiny_model, tmp_path / "model")
+    (model / MANIFEST).touch()
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     masks = str(pruned / "ddp_masks.safetensors")
     for output in (model, tmp_path / "." / "model"):
@@ -177,3 +180,39 @@ def test_a_model_that_a_device_cannot_hold(
     monkeypatch.setattr(pipeline, where, run_out)
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out"), 6, str(tiny_model), "memory of a device", "--shard")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_that_points_outside_is_not_followed(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Not even where the folder has a file of that name: masks would be learned on one, and the other cut."""
+    model = _copy(tiny_model, tmp_path / "model")
+    weights = (model / "model.safetensors").rename(model / "model-1.safetensors")
+    (tmp_path / weights.name).write_bytes(weights.read_bytes())
+    names = load_file(weights)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, f"../{weights.name}")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "'../model-1.safetensors', no file of this folder")
+
+
+def test_more_layers_than_the_config_states_are_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Before masks are learned."""
+    model = _copy(tiny_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "layer_types": None}))
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "layers.2.", "past the 2 of config.json")
+
+
+def test_weights_in_eight_bits_are_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """What was evaluated would not be what is exported."""
+    model = _copy(tiny_model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, name, "F8_E4M3", "unquantised")
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 5 * 10**8), ("num_attention_heads", 2**31)])
+def test_sizes_that_no_model_has_are_refused(name: str, value: int, tiny_model: Path, tmp_path: Path) -> None:
+    model = _copy(tiny_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {name: value}))
+    assert_refused(prune(model, tmp_path / "no text", tmp_path / "out"), 3, name, str(value), "10,000")

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -19,9 +20,10 @@ from click.testing import Result
 from runs import prune
 from safetensors.torch import load_file, save_file
 
+from ddp_prune import run_state
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
-from ddp_prune.run_state import RunState, check_run_folders, fingerprint
+from ddp_prune.run_state import RunState, check_run_folders
 from ddp_vllm.errors import OutputError
 
 RECIPE = Recipe(model="m", sparsity=0.5, steps=6)
@@ -92,7 +94,14 @@ def test_other_text_or_weights_start_anew(change: Any, work: Path, monkeypatch: 
     assert {name: (work / "out" / name).read_bytes() for name in anew} == anew
 
 
-def test_a_fingerprint_is_of_text_and_weight_files(tmp_path: Path) -> None:
+def test_a_fingerprint_is_of_text_weights_config_and_tokenizer(tmp_path: Path) -> None:
+    config, tokenizer = (tmp_path / name for name in ("config.json", "tokenizer.json"))
+    config.write_text("{}")
+    tokenizer.write_text("{}")
+
+    def fingerprint(text: list[torch.Tensor], weights: list[Path]) -> dict[str, Any]:
+        return run_state.fingerprint(text, weights, [config, tokenizer])
+
     weights, text = tmp_path / "model.safetensors", [torch.arange(6).view(2, 3)]
     weights.write_bytes(b"12")
     first = fingerprint(text, [weights])
@@ -109,6 +118,59 @@ def test_a_fingerprint_is_of_text_and_weight_files(tmp_path: Path) -> None:
     assert fingerprint(text, [weights]) != first
     os.utime(weights, ns=(time, time))
     assert fingerprint(text, [weights]) == first
+    weights.write_bytes(b"13")  # of the same size and time
+    os.utime(weights, ns=(time, time))
+    assert fingerprint(text, [weights])["weights"] != first["weights"]
+    for file, what in ((config, "config"), (tokenizer, "tokenizer")):
+        file.write_text("{ }")
+        assert fingerprint(text, [weights])[what] != first[what]
+
+
+@pytest.mark.parametrize("what", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_what_changed_since_a_run_was_interrupted_is_said(what: str, tmp_path: Path) -> None:
+    config, said = tmp_path / what, list[str]()
+    for content in ("{}", "{ }"):
+        config.write_text(content)
+        learned_from = run_state.fingerprint([torch.ones(2)], [], [config])
+        run = RunState(tmp_path / "out", RECIPE, learned_from=learned_from, say=said.append)
+        if content == "{}":
+            run.save(3, {"z.mlp": torch.ones(2)}, {})
+            assert run.load() is not None
+    assert run.load() is None
+    assert said[-1].startswith(f"{'config' if what == 'config.json' else 'tokenizer'} changed since the run in ")
+
+
+@pytest.mark.parametrize("place", [30, 200, 400, -20, -9, -1])
+def test_a_flipped_bit_in_a_saved_run_is_found(place: int, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = RunState(tmp_path / "out", RECIPE, say=said.append)
+    run.save(3, {"z.mlp": torch.ones(4), "step": torch.tensor(7, dtype=torch.bfloat16), "none": torch.ones(0, 3)}, {})
+    assert run.load() is not None
+    content = bytearray(run.state.read_bytes())
+    content[place] ^= 1
+    run.state.write_bytes(content)
+    assert run.load() is None and "is damaged" in said[-1]
+
+
+def test_links_where_a_run_would_be_kept_are_refused(tmp_path: Path) -> None:
+    """What is appended to or truncated must not lie elsewhere."""
+    (tmp_path / "thesis.txt").write_text("years of work")
+    (tmp_path / "out.run").mkdir()
+    for name in ("metrics.jsonl", "lock", "state.safetensors"):
+        (tmp_path / "out.run" / name).symlink_to(tmp_path / "thesis.txt")
+        with pytest.raises(OutputError, match=f"{name}, which is a link"):
+            check_run_folders(tmp_path / "out")
+        (tmp_path / "out.run" / name).unlink()
+    (tmp_path / "out.run").rmdir()
+    (tmp_path / "out.run").symlink_to(tmp_path)
+    with pytest.raises(OutputError, match="which is a link"):
+        check_run_folders(tmp_path / "out")
+
+
+def test_a_run_is_its_owners_alone(tmp_path: Path) -> None:
+    run = RunState(tmp_path / "out", RECIPE)
+    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    assert (run.folder.stat().st_mode & 0o777, run.state.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
 def test_a_run_that_did_not_say_what_it_learned_from_is_put_aside(tmp_path: Path) -> None:
@@ -119,7 +181,10 @@ def test_a_run_that_did_not_say_what_it_learned_from_is_put_aside(tmp_path: Path
     run = RunState(tmp_path / "out", RECIPE, learned_from={"text": "", "weights": []}, say=said.append)
     assert run.load() is None
     run.start()
-    assert said == [f"another run was put aside in {tmp_path / 'out.run.old'}"]
+    assert said == [
+        f"text, weights changed since the run in {tmp_path / 'out.run'} was saved: starting anew",
+        f"another run was put aside in {tmp_path / 'out.run.old'}",
+    ]
     assert [path.name for path in (tmp_path / "out.run.old").iterdir()] == ["state.safetensors"]
 
 
@@ -239,8 +304,8 @@ def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_replace)
     run.save(3, {"z.mlp": torch.ones(2)}, {})
-    temporary = f".state.safetensors.{os.getpid()}.tmp"
-    assert done == [("sync", temporary), ("rename", "state.safetensors"), ("sync", "out.run")]
+    assert re.fullmatch(r"\.state\.safetensors\.\w+\.tmp", done[0][1])
+    assert done == [("sync", done[0][1]), ("rename", "state.safetensors"), ("sync", "out.run")]
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_state(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""What a folder that ddp-vllm wrote holds: `ddp_manifest.json` names every file with its SHA-256.
+
+It is the first file of a folder, empty until the folder is whole: by its name ddp-vllm knows what it may replace.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+MANIFEST = "ddp_manifest.json"
+OWN = {MANIFEST, "ddp_masks.safetensors"}  # the second: of versions without a manifest
+RESULTS = "eval"  # what `eval` writes into a model's folder later, which is no part of the model
+
+
+def is_ours(folder: Path) -> bool:
+    """Tell whether ddp-vllm wrote a folder, or nobody has written into it."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {""}
+    return not names or bool(names & OWN)
+
+
+def manifest_of(folder: Path) -> str:
+    """Return the manifest of a folder as it is now."""
+    return _text({name: _sha256(folder / name) for name in _files(folder)})
+
+
+def amended(folder: Path, names: Iterable[str]) -> str | None:
+    """Return the manifest of a folder after some of its files were written anew; None if it has none.
+
+    Raises: ValueError as `read_manifest`.
+    """
+    if not (folder / MANIFEST).is_file():
+        return None
+    return _text(read_manifest(folder) | {name: _sha256(folder / name) for name in names})
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file by its name. Raises: ValueError if the manifest is none; OSError."""
+    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    hashes = found.get("sha256") if isinstance(found, dict) else None
+    if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
+        raise ValueError(f"{MANIFEST} is no manifest")
+    return hashes
+
+
+def differences(folder: Path) -> Iterator[str]:
+    """Yield what is not as the manifest says, a phrase a file. Raises: ValueError as `read_manifest`; OSError."""
+    hashes, present = read_manifest(folder), set(_files(folder))
+    yield from (f"{name} is missing" for name in sorted(hashes.keys() - present))
+    yield from (f"{name} was added" for name in sorted(present - hashes.keys()))
+    yield from (
+        f"{name} was changed" for name in sorted(present & hashes.keys()) if _sha256(folder / name) != hashes[name]
+    )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Yield the files of a folder that belong to the model, relative to it."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if not path.is_dir() and name.as_posix() != MANIFEST and name.parts[0] != RESULTS:
+            yield name.as_posix()
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _text(hashes: dict[str, str]) -> str:
+    return json.dumps({"sha256": dict(sorted(hashes.items()))}, indent=1) + "\n"

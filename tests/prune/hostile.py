@@ -1,0 +1,51 @@
+"""Folders whose every file tries to run code: what they hold is shown to all verbs, and the canary must stay alive."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.remote_code import FILES
+
+CODE = """
+import pathlib
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+pathlib.Path({ran!r}).touch()
+class Config(LlamaConfig): ...
+class Model(LlamaForCausalLM): ...
+class Tokenizer(PreTrainedTokenizerFast): ...
+def generate(model, *args, **kwargs): raise AssertionError
+"""
+TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}{{% for m in messages %}}{{{{ m.content }}}}"
+TEMPLATE += "{{% endfor %}}"
+ATTACKS = ("config", "tokenizer", "tokenizer class", "generation", "chat template", "index")
+
+
+def make_hostile(folder: Path, attack: str, ran: Path) -> Path:
+    """Change one thing of a dense or pruned folder so that whoever trusts it creates the file `ran`."""
+    code = CODE.format(ran=str(ran))
+    for name in ("evil", "tokenization_evil", *(file.stem for file in FILES if attack == "config")):
+        (folder / f"{name}.py").write_text(code)
+    if attack == "config":
+        _edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    elif attack.startswith("tokenizer"):
+        stated = {"tokenizer_class": "EvilTokenizer"} if attack == "tokenizer class" else {}
+        auto_map = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+        _edit(folder / "tokenizer_config.json", auto_map=auto_map, **stated)
+    elif attack == "generation":
+        (folder / "custom_generate").mkdir()
+        (folder / "custom_generate" / "generate.py").write_text(code)
+        _edit(folder / "generation_config.json", custom_generate=str(folder))
+    elif attack == "chat template":
+        (folder / "chat_template.jinja").write_text(TEMPLATE.format(ran=ran))
+    else:
+        weights = folder / "model.safetensors"
+        weights.rename(folder / "model-1.safetensors")
+        (folder.parent / "model-1.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../model-1.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | changes))

@@ -1,0 +1,149 @@
+"""No verb runs code that came with a model, and none hands it on."""
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hostile import ATTACKS, make_hostile
+from runs import SMALL, assert_refused
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ddp_vllm.checkpoint import MASKS_FILE
+from ddp_vllm.cli import main
+from ddp_vllm.remote_code import FILES
+
+ROOT = Path(__file__).parents[2]
+OF_A_RUN = {"ddp_metrics.jsonl", "report.html", "report"}
+
+
+def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list[str]]:
+    """Return a command line of each verb that reads a model, but `bench` and `profile`, which only start vLLM."""
+    rows = output.parent / "piqa_val.jsonl"
+    rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
+    lm_eval = ["--tasks", "piqa", "--data", str(rows), "--limit", "1", "--max-length", "64", "-o", str(output)]
+    return {
+        "prune": ["prune", str(dense), "--sparsity", "0.4", "--data", str(text), "-o", str(output), *SMALL],
+        "apply": ["apply", str(dense), "--masks", str(pruned / MASKS_FILE), "-o", str(output)],
+        "recover": [
+            *("recover", str(pruned), "--teacher", str(dense), "--tokens", "32", "--data", str(text)),
+            *("--seq-len", "16", "--batch-size", "2", "-o", str(output)),
+        ],
+        "export": ["export", str(pruned), "-o", str(output)],
+        "inspect": ["inspect", str(pruned)],
+        "verify": ["verify", str(pruned)],
+        "report": ["report", str(pruned), "-o", str(output)],
+        "compare": ["compare", str(pruned), "--dense", str(dense), "-o", str(output.with_suffix(".html"))],
+        "eval": ["eval", str(pruned), *lm_eval],
+        "eval of a dense model": ["eval", str(dense), *lm_eval],
+    }
+
+
+VERBS = tuple(verbs(Path("."), Path("."), Path("."), Path("/tmp/x")))
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    """Text that goes through the chat template."""
+    path = tmp_path / "talks.jsonl"
+    words = " ".join(f"the quick brown fox number {number}" for number in range(30))
+    turns = [{"role": "user", "content": words}, {"role": "assistant", "content": words}]
+    rows = [{"messages": [{**turn, "content": f"{number} {turn['content']}"} for turn in turns]} for number in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_whoever_reads_a_model_says_that_its_code_is_not_trusted() -> None:
+    """Left out, transformers asks on stdin for 15 s."""
+    calls = [
+        (file.name, ast.unparse(node))
+        for room in ("ddp_vllm", "prune", "plugins", "benchmarks")
+        for file in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Auto")
+    ]
+    loading = [(file, call) for file, call in calls if ".from_pretrained(" in call]
+    assert loading and not [each for each in loading if "trust_remote_code=False" not in each[1]]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_verb_runs_code_that_came_with_a_model(
+    attack: str, verb: str, tiny_model: Path, pruned: Path, conversations: Path, tmp_path: Path, cache: Path
+) -> None:
+    ran = tmp_path / "ran"
+    dense, folder = (
+        make_hostile(Path(shutil.copytree(each, tmp_path / name / "model")), attack, ran)
+        for name, each in (("dense", tiny_model), ("pruned", pruned))
+    )
+    result = CliRunner().invoke(main, verbs(dense, folder, conversations, tmp_path / "out")[verb])
+    assert not ran.exists()
+    if result.exit_code:
+        assert_refused(result, result.exit_code)
+    if attack in ("config", "generation") and verb not in (
+        "verify",
+        "export",
+    ):  # the tiny tokenizer has no form in GGUF
+        assert result.exit_code == 0, result.stderr  # code that nobody runs does not stand in the way
+    for path in (tmp_path / "out").rglob("*.py"):
+        assert path.read_bytes() in [file.read_bytes() for file in FILES]
+    if (tmp_path / "out" / "config.json").exists():
+        assert not (tmp_path / "out" / "custom_generate").exists()
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+        AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+        assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "LICENSE"])
+def test_a_link_out_of_the_folder_is_not_published(name: str, tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
+    dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
+    (tmp_path / "secret").write_text("secret")
+    (dense / name).unlink(missing_ok=True)
+    (dense / name).symlink_to(tmp_path / "secret")
+    arguments = ["apply", str(dense), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
+    assert_refused(CliRunner().invoke(main, arguments), 3, name, "link out of the model's folder")
+
+
+def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
+    """A snapshot of the hub is made of links to its own blobs."""
+    snapshot = tmp_path / "models--owner--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--owner--tiny" / "blobs").mkdir()
+    for file in tiny_model.iterdir():
+        blob = shutil.copy(file, tmp_path / "models--owner--tiny" / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(blob)
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "tokenizer_secret").symlink_to(tmp_path / "secret")
+    (snapshot / "tokenizer_code.py").write_text("")
+    arguments = ["apply", str(snapshot), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in pruned.iterdir()} - OF_A_RUN
+
+
+@pytest.mark.parametrize("attack", ["config", "tokenizer"])
+def test_recovery_hands_on_our_code_alone(
+    attack: str, tiny_model: Path, pruned: Path, conversations: Path, tmp_path: Path, cache: Path
+) -> None:
+    folder = make_hostile(Path(shutil.copytree(pruned, tmp_path / "pruned")), attack, tmp_path / "ran")
+    result = CliRunner().invoke(main, verbs(tiny_model, folder, conversations, tmp_path / "out")["recover"])
+    assert result.exit_code == 0, result.output
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "evil" not in (tmp_path / "out" / name).read_text()
+
+
+@pytest.mark.parametrize("loop", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"])
+@pytest.mark.parametrize("verb", ["prune", "recover"])
+def test_a_chat_template_that_does_not_end_is_an_error(
+    verb: str, loop: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path,
+    conversations: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It meets conversations where text is read, and else prompts in the exam."""
+    monkeypatch.setattr("ddp_prune.documents.LONGEST_RENDERING", 0.2)
+    dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
+    for each in (dense, folder):
+        (each / "chat_template.jinja").write_text(loop)
+    text = conversations if verb == "prune" else tiny_text
+    result = CliRunner().invoke(main, verbs(dense, folder, text, tmp_path / "out")[verb])
+    assert_refused(result, 4, "chat template", "more than 0.2 s")
