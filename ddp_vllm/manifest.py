@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ddp_vllm.errors import CheckpointError
+
 MANIFEST = "ddp_manifest.json"
 OWN = {MANIFEST, "ddp_masks.safetensors"}  # the second: of versions without a manifest
 RESULTS = "eval"  # what `eval` writes into a model's folder later, which is no part of the model
@@ -21,7 +23,7 @@ def is_ours(folder: Path) -> bool:
 
 def manifest_of(folder: Path) -> str:
     """Return the manifest of a folder as it is now."""
-    return _text({name: _sha256(folder / name) for name in _files(folder)})
+    return to_text({name: _sha256(folder / name) for name in _files(folder)})
 
 
 def amended(folder: Path, names: Iterable[str]) -> str | None:
@@ -31,7 +33,7 @@ def amended(folder: Path, names: Iterable[str]) -> str | None:
     """
     if not (folder / MANIFEST).is_file():
         return None
-    return _text(read_manifest(folder) | {name: _sha256(folder / name) for name in names})
+    return to_text(read_manifest(folder) | {name: _sha256(folder / name) for name in names})
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
@@ -40,6 +42,17 @@ def read_manifest(folder: Path) -> dict[str, str]:
     hashes = found.get("sha256") if isinstance(found, dict) else None
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
         raise ValueError(f"{MANIFEST} is no manifest")
+    return hashes
+
+
+def check_manifest(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file, all as they were written. Raises: CheckpointError, naming what is not."""
+    try:
+        hashes, wrong = read_manifest(folder), list(differences(folder))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder} has no manifest that can be read ({error}); write it with prune") from error
+    if wrong:
+        raise CheckpointError(f"{folder} is not as it was written: {'; '.join(wrong[:5])} ({len(wrong)} in all)")
     return hashes
 
 
@@ -66,5 +79,6 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _text(hashes: dict[str, str]) -> str:
+def to_text(hashes: dict[str, str]) -> str:
+    """Return the manifest that holds these hashes."""
     return json.dumps({"sha256": dict(sorted(hashes.items()))}, indent=1) + "\n"

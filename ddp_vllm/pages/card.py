@@ -19,11 +19,11 @@ rest are folded into the weights. {learned}
 
 ```bash
 pip install ".[serve]"  # in a clone of ddp-vllm
-vllm serve ./{name}
+vllm serve {place}
 ```
 
 In plain transformers, with no ddp-vllm installed:
-`AutoModelForCausalLM.from_pretrained("./{name}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
+`AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
 reads the config first, whose class is in this folder, and without it asks on stdin.
 
 {sizes}
@@ -38,18 +38,29 @@ Tensor-parallel sizes that split every layer without padding: {tp}.
 """
 
 
-def model_card(checkpoint: Checkpoint, name: str) -> str:
-    """Return the Markdown of the card; `name` is the folder's."""
+def model_card(
+    checkpoint: Checkpoint,
+    name: str,
+    place: str = "",
+    *,
+    license_name: str | None = None,
+    base_model: str | None = None,
+) -> str:
+    """Return the Markdown of the card; `name` is the folder's, `place` where it is loaded from, here if not given."""
     data = ModelCardData(
-        library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation", license=None
-    )
+        library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
+        license=license_name, base_model=base_model,
+    )  # fmt: skip
     provenance = checkpoint.provenance
     dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "its dense model")
-    if dense.count("/") == 1 and not dense.startswith((".", "/", "~")) and not Path(dense).exists():  # a hub name
+    if (
+        not base_model and dense.count("/") == 1 and not dense.startswith((".", "/", "~")) and not Path(dense).exists()
+    ):  # a hub name
         data.base_model = dense
     experts = has_experts(checkpoint)
     text = TEXT.format(
         name=name,
+        place=place or f"./{name}",
         dense=dense.rstrip("/").rsplit("/", 1)[-1],
         sizes=markdown_table(size_table(checkpoint)),
         learned=learning(provenance),

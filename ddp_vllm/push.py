@@ -1,0 +1,90 @@
+"""Publish a pruned model: what its manifest names, and a card that says how to load it from there."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import click
+
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.errors import OutputError, SettingError
+from ddp_vllm.manifest import MANIFEST, check_manifest, to_text
+from ddp_vllm.pages.card import model_card
+
+CARD = "README.md"
+REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("repository")
+@click.option("--private", is_flag=True, help="Nobody else may see it, if the repository is new.")
+@click.option("--revision", help="Branch to push to.  [default: main]")
+@click.option("--license", "license_name", help="Licence of the dense model, as the hub writes it: apache-2.0.")
+@click.option("--base-model", help="The dense model on the hub.  [default: what it was pruned from, if that was there]")
+@click.option("--dry-run", is_flag=True, help="Say what would be published, without a network.")
+def push(
+    folder: Path,
+    repository: str,
+    private: bool,
+    revision: str | None,
+    license_name: str | None,
+    base_model: str | None,
+    dry_run: bool,
+) -> None:
+    """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
+
+    \b
+    ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
+
+    Every file is compared with the manifest first, and nothing but them is sent. Log in before, with `hf auth login` or
+    HF_TOKEN.
+    """
+    sizes = publish(
+        folder, repository, private=private, revision=revision, license_name=license_name, base_model=base_model,
+        dry_run=dry_run,
+    )  # fmt: skip
+    for name, size in sizes.items():
+        click.echo(f"{size:>15,}  {name}")
+    total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
+    click.echo(f"{total} {'would go' if dry_run else 'went'} to {repository}")
+
+
+def publish(
+    folder: Path,
+    repository: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    license_name: str | None = None,
+    base_model: str | None = None,
+    dry_run: bool = False,
+) -> dict[str, int]:
+    """Publish a folder and return the bytes of each file by its name.
+
+    Raises: CheckpointError if the folder is not as it was written; SettingError for a name that the hub refuses;
+        OutputError if the hub does.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    if not REPOSITORY.fullmatch(repository):
+        raise SettingError(f"{repository} is no OWNER/NAME of letters, digits, '-', '_' and '.'")
+    hashes, checkpoint = check_manifest(folder), read_checkpoint(folder)
+    card = model_card(
+        checkpoint, repository.partition("/")[2], repository, license_name=license_name, base_model=base_model
+    ).encode()
+    written = {CARD: card, MANIFEST: to_text(hashes | {CARD: hashlib.sha256(card).hexdigest()}).encode()}
+    contents = {name: written.get(name, folder / name) for name in sorted({*hashes, *written})}
+    sizes = {name: len(each) if isinstance(each, bytes) else each.stat().st_size for name, each in contents.items()}
+    if dry_run:
+        return sizes
+    api = HfApi(library_name="ddp-vllm")
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=each) for name, each in contents.items()]
+        message = f"{checkpoint.config['model_type']} pruned by ddp-vllm"
+        api.create_commit(repository, operations, commit_message=message, revision=revision)
+    except Exception as error:  # the hub's, the network's, and those of three libraries between
+        reason = " ".join(str(error).split())[:300]
+        raise OutputError(f"{repository} was not published ({type(error).__name__}: {reason})") from error
+    return sizes

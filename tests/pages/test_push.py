@@ -1,0 +1,129 @@
+"""Publishing, against a stand-in of the hub's API that keeps what it is sent."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from written_folders import write_model
+
+from ddp_vllm.cli import main
+from ddp_vllm.manifest import MANIFEST, check_manifest, manifest_of
+
+
+@pytest.fixture
+def pruned(tmp_path: Path) -> Path:
+    folder = write_model(tmp_path / "pruned", widths=[(1, 5), (2, 16)], origin="owner/tiny")
+    (folder / MANIFEST).write_text(manifest_of(folder))
+    return folder
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The calls of a commit, as huggingface_hub makes them; all files go in the commit itself."""
+
+    received: dict[str, Any]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if self.headers.get("Authorization") != "Bearer hf_good":
+            return self._answer({"error": "Invalid username or password."}, code=401)
+        if self.path == "/api/repos/create":
+            self.received["repository"] = json.loads(body)
+            return self._answer({"url": f"http://{self.headers['Host']}/me/tiny"})
+        if self.path == "/api/validate-yaml":  # of the card
+            return self._answer({"errors": [], "warnings": []})
+        if self.path.endswith("/preupload/main"):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            files = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
+            return self._answer({"files": files})
+        if self.path.endswith("/commit/main"):
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            there = f"http://{self.headers['Host']}/me/tiny/commit/{'1' * 40}"
+            return self._answer({"commitUrl": there, "commitOid": "1" * 40})
+        return self._answer({"error": self.path}, code=404)
+
+    def _answer(self, content: dict[str, Any], code: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, dict[str, Any]]]:
+    Hub.received = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", Hub.received
+        server.shutdown()
+        thread.join()
+
+
+def push(*words: object, endpoint: str, token: str = "hf_good") -> "subprocess.CompletedProcess[str]":
+    """In a process of its own: huggingface_hub reads its settings when it is imported."""
+    settings = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-m", "ddp_vllm", "push", *map(str, words)]
+    return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+
+
+def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: Any, tmp_path: Path) -> None:
+    endpoint, received = hub
+    (pruned / "eval").mkdir()
+    (pruned / "eval" / "results.json").write_text("{}")
+    done = push(pruned, "me/tiny", "--private", "--license", "apache-2.0", endpoint=endpoint)
+    assert done.returncode == 0 and "went to me/tiny" in done.stdout, done.stderr
+    asked = received.pop("repository")
+    assert (asked["name"], asked["organization"]) == ("tiny", "me")
+    assert asked["visibility"] == "private"
+    there = tmp_path / "there"
+    for name, content in received.items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(content)
+    check_manifest(there)
+    assert "eval/results.json" not in received and (there / "config.json").read_text().startswith("{")
+    card = (there / "README.md").read_text()
+    assert "vllm serve me/tiny\n" in card and "license: apache-2.0" in card and "base_model: owner/tiny" in card
+
+
+def test_a_dry_run_says_what_would_go_without_a_network(pruned: Path) -> None:
+    done = push(pruned, "me/tiny", "--dry-run", endpoint="http://127.0.0.1:9")
+    assert done.returncode == 0 and "would go to me/tiny" in done.stdout and "config.json" in done.stdout
+
+
+def test_the_hubs_refusal_is_one_line(pruned: Path, hub: Any) -> None:
+    done = push(pruned, "me/tiny", endpoint=hub[0], token="hf_bad")
+    assert done.returncode == 5 and done.stderr.count("\n") == 1 and "me/tiny was not published" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("tiny", None, "no OWNER/NAME"),
+        ("me/ti ny", None, "no OWNER/NAME"),
+        ("me/tiny", "changed", "config.json was changed"),
+        ("me/tiny", "manifest", "no manifest that can be read"),
+    ],
+)
+def test_what_is_not_as_it_was_written_stays_here(pruned: Path, name: str, change: str | None, said: str) -> None:
+    if change == "changed":
+        (pruned / "config.json").write_text((pruned / "config.json").read_text() + "\n")
+    elif change == "manifest":
+        (pruned / MANIFEST).unlink()
+    result = CliRunner().invoke(main, ["push", str(pruned), name, "--dry-run"])
+    assert result.exit_code in (2, 7) and said in result.stderr
