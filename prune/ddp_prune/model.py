@@ -13,9 +13,17 @@ import torch
 
 from ddp_vllm.checkpoint import INDEX_FILE, Checkpoint, read_config, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, OutputError
-from ddp_vllm.families import Dimensions, Family, dimensions_of, family_of, register_pruned
+from ddp_vllm.families import (
+    Dimensions,
+    Family,
+    dense_layers,
+    dimensions_of,
+    family_of,
+    pruned_config,
+    register_pruned,
+)
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
-from ddp_vllm.remote_code.widths import short
+from ddp_vllm.remote_code.widths import ModelWidths, WidthsError, short
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we know by name, never code
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -58,6 +66,12 @@ def open_source(model: str) -> Source:
     shapes = weight_shapes(source)
     _check_names(source, shapes)
     _check_shapes(source, shapes)
+    try:  # as what is made of it will be
+        widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
+        widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items())
+    except WidthsError as error:
+        fault = str(error).partition(";")[0]
+        raise ModelError(f"{folder}: {fault}, unlike in its family's models; download the model again") from None
     _prepare_transformers(config)
     return source
 
