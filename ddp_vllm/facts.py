@@ -67,6 +67,11 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     )
 
 
+def is_pruned(folder: Path) -> bool:
+    """Tell whether a folder of a model is one that ddp-vllm made. Raises: ModelError if it has no config."""
+    return "ddp_layers" in read_config(folder)
+
+
 def local_folder(model: str) -> Path | None:
     """Return the folder of a model: itself, or the snapshot of a hub name whose weights were downloaded before.
 

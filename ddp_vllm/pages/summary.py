@@ -27,6 +27,24 @@ _UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
 }
 
 
+def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what `inspect` shows, as plain data: widths by layer, what is left of what, quality, and how it was made.
+
+    Names are those of the checkpoint's own files.
+    """
+    sizes = (*units(checkpoint), *footprint(checkpoint), without_embeddings(checkpoint))
+    made = {key: checkpoint.provenance.get(key) for key in ("recipe", "perplexity", "latency", "recovery")}
+    return {
+        "name": checkpoint.folder.resolve().name,
+        "model_type": checkpoint.config["model_type"],
+        "parameters": checkpoint.num_parameters,
+        "layers": checkpoint.config["ddp_layers"],
+        "sizes": [{"what": label, "dense": dense, "pruned": left} for label, dense, left in sizes],
+        "notes": routing_notes(checkpoint),
+        **made,
+    }
+
+
 def has_experts(checkpoint: Checkpoint) -> bool:
     """Say whether routed experts were pruned, and nothing else."""
     return checkpoint.widths.table.has_experts

@@ -61,11 +61,13 @@ from ddp_vllm.remote_code.widths import LayerWidths
 BRANCH = "branch"  # where a family keeps how far its search is, beside the folders of its sizes
 
 
-def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
+def prune(
+    recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, console: Console
+) -> list[Path]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
 
-    What a user can get wrong is checked before the model is loaded, the output by the command line.
-    Raises: a child of DdpError.
+    What a user can get wrong is checked before the model is loaded, the output by `ddp_vllm.api`.
+    Returns the folders that were written. Raises: a child of DdpError.
     """
     first, alone = recipes[0], len(recipes) == 1
     folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
@@ -87,6 +89,7 @@ def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: 
         after = None if alone else pruning.state(output / BRANCH, recipe)
         pruning.run(folder, (before, after), overwrite=overwrite)
         pruning.recover(folder)
+    accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
     if accelerator.is_main_process:
         if after and after.folder.is_dir():
@@ -95,6 +98,7 @@ def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: 
                 after.folder.rmdir()
         for folder in folders:
             show(folder, first.model, console)
+    return folders
 
 
 class Pruning:

@@ -9,7 +9,7 @@ import click
 import pytest
 from runs import assert_refused, prune
 
-from ddp_prune import cli
+from ddp_prune import cli, recipe
 from ddp_prune.recipe import CHOICES, Recipe, load_recipes
 from ddp_vllm.errors import SettingError
 
@@ -77,7 +77,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         seen.extend(load_recipes(*arguments))  # type: ignore[arg-type]
         raise SettingError("enough")
 
-    monkeypatch.setattr(cli, "load_recipes", keep)
+    monkeypatch.setattr(recipe, "load_recipes", keep)
     (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
     more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
