@@ -1,6 +1,10 @@
 """The verbs as functions, and the examples, on a tiny model."""
 
+import re
 import runpy
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,37 @@ def test_a_model_goes_through_all_functions_without_a_word(
     page = ddp_vllm.compare([pruned.folder, tmp_path / "recovered"], output=tmp_path / "compare.html")
     assert len(page.pruned) == 2 and (tmp_path / "compare.md").exists()
     assert capsys.readouterr().out == ""
+
+
+BARE = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+from ddp_vllm.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
+    """With none of the packages that extras bring; other verbs say which extra they need."""
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    extras = [each for packages in project["optional-dependencies"].values() for each in packages]
+    packages = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in extras}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", BARE.format(packages=packages), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    for arguments in (["inspect", pruned], ["inspect", "--json", pruned], ["compare", pruned]):
+        result = run(*arguments)
+        assert result.returncode == 0, result.stderr
+    result = run("report", pruned, "-o", tmp_path / "page")
+    assert result.returncode == 0 and (tmp_path / "page" / "report.html").exists(), result.stderr
+    result = run("prune", "model", "--sparsity", "0.2", "-o", "out")
+    assert result.returncode == 1 and result.stderr.endswith('is not installed; pip install "ddp-vllm[prune]"\n')
 
 
 def test_several_sizes_and_their_refusal(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
