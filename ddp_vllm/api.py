@@ -62,6 +62,11 @@ def prune_sizes(
     return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)
 
 
+def plan(model: str, *, output: PathLike = "pruned", recipe: PathLike | None = None, **settings: Any) -> list[str]:
+    """Say what `prune` would remove, of the whole model too, and in what memory; a line each. Nothing is written."""
+    return list(_part("ddp_prune.plan").plan(_recipes(model, recipe, settings), Path(output)))
+
+
 def _recipes(model: str, recipe: PathLike | None, settings: dict[str, Any]) -> Any:
     return _part("ddp_prune.recipe").load_recipes(Path(recipe) if recipe else None, settings | {"model": model})
 

@@ -107,6 +107,8 @@ def known_folder(model: str) -> Path | None:
     except HFValidationError as error:
         raise ModelError(f"{model!r} is neither a folder nor a name on the hub ({error})") from error
     except LocalEntryNotFoundError:
+        if "/" not in model:  # the hub's client would try for a minute, and every such name there has an owner today
+            raise ModelError(f"{model} is no folder here and no hub name (owner/name); check the path") from None
         return None
 
 

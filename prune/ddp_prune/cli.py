@@ -31,13 +31,13 @@ TARGETS = {  # budget -> help of its option
 
 
 class Sizes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
-    """A number, or several by commas."""
+    """A number, or several by commas; 20% is 0.2."""
 
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            sizes = [float(part) for part in str(value).split(",")]
+            sizes = [float(part.rstrip("%")) / (100.0 if "%" in part else 1.0) for part in str(value).split(",")]
         except ValueError:
             self.fail(f"{value!r} is no number, nor several by commas", param, ctx)
         return sizes[0] if len(sizes) == 1 else sizes
@@ -89,8 +89,15 @@ def recipe_options(settings: type, command: Callable[..., None]) -> Callable[...
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go, of the whole model too, and in what memory.")
 def prune(
-    model: str, output: Path, recipe_file: Path | None, tracker: str | None, overwrite: bool, **settings: Any
+    model: str,
+    output: Path,
+    recipe_file: Path | None,
+    tracker: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    **settings: Any,
 ) -> None:
     """Learn what MODEL can do without and write the pruned checkpoint.
 
@@ -99,7 +106,11 @@ def prune(
     from one search, each in a folder of its own. Interrupted, the same command goes on where it was. On several
     devices: accelerate launch -m ddp_vllm prune …
     """
-    settings = _settings(**settings) | {"overwrite": overwrite, "tracker": tracker}
+    settings = _settings(**settings)
+    if dry_run:
+        click.echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
+        return
+    settings |= {"overwrite": overwrite, "tracker": tracker}
     api.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
 
 

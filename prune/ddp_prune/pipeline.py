@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.budget import describe, make_pools
+from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.devices import (
     LEARNING_BYTES,
     check_shares,
@@ -76,7 +76,7 @@ def prune(
     accelerator = make_accelerator(output, tracker)
     check_shares(first, accelerator.num_processes)
     first = in_turn(accelerator, partial(with_profile, first))
-    source, shapes = in_turn(accelerator, lambda: _open(first, output))
+    source, shapes = in_turn(accelerator, lambda: find_model(first, output))
     first = settled(first, shapes, folders[0], accelerator)
     recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]
     if tracker:
@@ -118,15 +118,7 @@ class Pruning:
         Raises: SettingError, TextError.
         ."""
         self.recipe, self.source, self.accelerator, self.console = recipe, source, accelerator, console
-        longest = source.config.get("max_position_embeddings") or math.inf
-        if recipe.seq_len > longest:
-            raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
-        self.head_unit = choose_head_unit(recipe.head_unit, source.sizes)
-        if recipe.scope == "expert" and not source.sizes.num_experts:
-            raise SettingError(
-                f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer"
-            )
-        self.pools = make_pools(source.config, shapes, source.sizes, self.head_unit, recipe)
+        self.head_unit, self.pools = suited_pools(recipe, source, shapes)
         self.tokenizer = load_tokenizer(str(source.folder))
         self.blocks = load_blocks(
             recipe.data,
@@ -262,6 +254,20 @@ class Pruning:
         recover(weights, output, accelerator, overwrite=True, console=self.console)
 
 
+def suited_pools(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]) -> tuple[str, list[Pool]]:
+    """Return the head unit and the constraints of a recipe, where recipe and model suit each other.
+
+    Raises: SettingError.
+    """
+    longest = source.config.get("max_position_embeddings") or math.inf
+    if recipe.seq_len > longest:
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
+    if recipe.scope == "expert" and not source.sizes.num_experts:
+        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
+    head_unit = choose_head_unit(recipe.head_unit, source.sizes)
+    return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe)
+
+
 def with_profile(recipe: Recipe) -> Recipe:
     """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
 
@@ -330,7 +336,7 @@ def _learned_before(recipe: Recipe, output: Path, learned_from: dict[str, Any]) 
     return bool(unfinished and same and found.get("learned_from") == learned_from)
 
 
-def _open(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
+def find_model(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
     """Find the model and the shapes of its weights, and check that the output spares it."""
     source = open_source(recipe.model)
     check_spares_source(output, source)

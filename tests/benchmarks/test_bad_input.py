@@ -39,7 +39,7 @@ def test_missing_vllm_has_a_remedy() -> None:
     script = f"import sys; sys.path += {paths!r}; from ddp_benchmarks.engine import vllm_command; vllm_command()"
     output = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
     assert "ServingError: vLLM is not installed" in output.stderr
-    assert 'pip install ".[serve]"' in output.stderr
+    assert 'pip install "ddp-vllm[serve]"' in output.stderr
 
 
 def test_port_in_use() -> None:
@@ -74,9 +74,10 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
         check_vocabularies(first, str(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x"])
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x", "smollm2"])
 def test_models_that_are_none(model: str) -> None:
-    with pytest.raises(ModelError, match=r"neither|not the folder"):
+    """Nor is one without an owner, for which the hub's client would try for a minute."""
+    with pytest.raises(ModelError, match=r"neither|not the folder|no hub name \(owner/name\)"):
         describe_model(model)
 
 
