@@ -13,11 +13,16 @@ import importlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import SettingError
-from ddp_vllm.output import check_file, check_output
+from ddp_vllm.evaluations import default_output
+from ddp_vllm.output import check_file, check_output, make_folder
+
+if TYPE_CHECKING:
+    from ddp_vllm.latency import Profile
+    from ddp_vllm.pages.measurements import Comparison
 
 PathLike = str | Path
 
@@ -125,7 +130,9 @@ def read(folder: PathLike) -> Checkpoint:
 
 def inspect(folder: PathLike) -> dict[str, Any]:
     """Return what `ddp-vllm inspect --json` prints of a pruned checkpoint: widths, what is left, quality, recipe."""
-    return dict(_part("ddp_vllm.pages.summary").facts(read(folder)))
+    from ddp_vllm.pages.summary import facts
+
+    return facts(read(folder))
 
 
 def report(folder: PathLike, *, output: PathLike | None = None) -> Path:
@@ -133,7 +140,9 @@ def report(folder: PathLike, *, output: PathLike | None = None) -> Path:
 
     output: another folder for it.
     """
-    return Path(_part("ddp_vllm.pages.report").write_report(read(folder), Path(output or folder)))
+    from ddp_vllm.pages.report import write_report
+
+    return write_report(read(folder), Path(output or folder))
 
 
 def profile(
@@ -143,7 +152,7 @@ def profile(
     overwrite: bool = False,
     verbose: bool = False,
     **settings: Any,
-) -> Any:
+) -> "Profile":
     """Measure in vLLM what a step of a model costs on this machine by the widths of its layers, for `prune(speedup=…)`.
 
     settings: any field of `ProfileSettings` (`batches`, `contexts`, `steps`, `rounds`, `engine_arguments`). Returns the
@@ -151,7 +160,9 @@ def profile(
     """
     part, output = _part("ddp_benchmarks.profile"), Path(output)
     part.run_profile(part.ProfileSettings(model=model, **settings), output, overwrite=overwrite, say=_say(verbose))
-    return _part("ddp_vllm.latency").read_profile(output)
+    from ddp_vllm.latency import read_profile
+
+    return read_profile(output)
 
 
 def bench(
@@ -185,10 +196,10 @@ def evaluate(
     settings: any field of `EvalSettings` (`limit`, `data`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     part, choose = _part("ddp_benchmarks.evaluate"), _part("ddp_benchmarks.tasks").choose_tasks
-    folder = Path(output) if output else _part("ddp_vllm.evaluations").default_output(model)
+    folder = Path(output) if output else default_output(model)
     chosen = part.EvalSettings(model=model, tasks=choose(tasks), output=folder, **settings)
     chosen.check()
-    _part("ddp_vllm.output").make_folder(folder)
+    make_folder(folder)
     return dict(part.evaluate(chosen, say=_say(verbose)))
 
 
@@ -200,7 +211,7 @@ def compare(
     dense: str | None = None,
     tolerance: float | None = None,
     overwrite: bool = False,
-) -> Any:
+) -> "Comparison":
     """Put quality and speed of pruned checkpoints on one page, in HTML and beside it in Markdown.
 
     results: files of `bench` and `evaluate` outside the folders. dense: the dense model, by default that of the recipe.
@@ -212,9 +223,11 @@ def compare(
         raise SettingError(f"{page} is where the Markdown goes; call the page {page.with_suffix('.html')}")
     for path in (page, markdown):
         check_file(path, overwrite=overwrite)
-    collect = _part("ddp_vllm.pages.measurements").collect
+    from ddp_vllm.pages.compare import write_comparison
+    from ddp_vllm.pages.measurements import collect
+
     comparison = collect([*map(Path, folders)], results=[*map(Path, results)], dense=dense)
-    _part("ddp_vllm.pages.compare").write_comparison(comparison, page, markdown, tolerance)
+    write_comparison(comparison, page, markdown, tolerance)
     return comparison
 
 

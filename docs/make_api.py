@@ -36,7 +36,7 @@ def signature(name: str, function: Any) -> str:
     by_place = sum(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in found.parameters.values())
     if by_place < len(lines):
         lines.insert(by_place, "    *,")
-    returned = inspect.formatannotation(found.return_annotation)
+    returned = inspect.formatannotation(found.return_annotation).strip("'")
     return re.sub(r"\b(\w+\.)+(?=[A-Z])", "", "\n".join([f"{name}(", *lines, f") -> {returned}"]))
 
 
