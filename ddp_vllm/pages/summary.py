@@ -68,6 +68,14 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     return found
 
 
+def conclusion(checkpoint: Checkpoint) -> str:
+    """Say in one sentence what is gone and what that cost."""
+    _, dense, left = footprint(checkpoint)[0]
+    gone = f"{1 - left / dense:.1%} of the parameters are gone"
+    quality = checkpoint.provenance.get("perplexity")
+    return f"{gone}; perplexity on held-out text: {perplexities(quality)}." if quality else f"{gone}."
+
+
 def without_embeddings(checkpoint: Checkpoint) -> Size:
     """Count the parameters that are no embeddings."""
     embeddings = sum(prod(shape) for name, shape in checkpoint.shapes.items() if "embed" in name or "lm_head" in name)
