@@ -3,9 +3,14 @@
 Nothing here imports torch, transformers or vLLM; the parts' own `cli.py` files don't either until a verb runs.
 """
 
+import codecs
 import importlib
-import importlib.util
+import importlib.metadata
+import io
 import os
+import re
+import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -30,8 +35,41 @@ VERBS = {  # verb -> (where it is, what it does)
 }
 
 
+def remedy(package: str) -> str:
+    """Say how to install a package: by the one extra of ours that brings it, if one does."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in importlib.metadata.requires("ddp-vllm") or ():
+            name, extra = re.match(r"([\w.-]+)(?:.*extra == .(\w+))?", requirement).groups()  # type: ignore[union-attr]
+            if extra and name == package:
+                return f'pip install "ddp-vllm[{extra}]"'
+    return f"pip install {package}"
+
+
+INTERRUPTED = 130  # by Ctrl-C, as shells have it
+
+
+PLAIN = {  # what is written where a terminal lacks a sign
+    "–": "-", "−": "-", "×": "x", "±": "+-", "→": "->", "…": "...", "µ": "u", "█": "#", "░": "."
+}  # fmt: skip
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    """Stand in for what a terminal cannot show, as under PYTHONIOENCODING=ascii."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("plainly", _plainly)
+
+
 class _Lazy(click.Group):
     """A group whose verbs are imported when they are used."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="plainly")
+        return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -57,12 +95,14 @@ class _Lazy(click.Group):
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
                 click.echo(f"{who}: {printable(' '.join(str(error).split()))}", err=True)
             ctx.exit(error.exit_code)
+        except KeyboardInterrupt as stopped:
+            click.echo(f"\nddp-vllm: {stopped if str(stopped) else 'stopped'}", err=True)
+            ctx.exit(INTERRUPTED)
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):
                 raise
-            extras = "gguf" if error.name == "gguf" else "prune,serve,eval"
-            remedy = f'pip install ".[{extras}]" in a clone of ddp-vllm'
-            click.echo(f"ddp-vllm: the package {error.name} is not installed; {remedy}", err=True)
+            package = (error.name or "").partition(".")[0].replace("_", "-")
+            click.echo(f"ddp-vllm: the package {package} is not installed; {remedy(package)}", err=True)
             ctx.exit(DdpError.exit_code)
         except (OSError, UnicodeError, RecursionError) as error:  # of a file or a name; other errors are faults of ours
             if ctx.params["debug"]:
@@ -82,5 +122,6 @@ def main(debug: bool) -> None:
     ddp-vllm prune HuggingFaceTB/SmolLM2-135M --sparsity 0.2 -o ./pruned
     vllm serve ./pruned
 
-    Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8 serving.
+    Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8 serving,
+    130 Ctrl-C.
     """

@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
+LEVEL = 0.02  # of accuracy: an interval that reaches no further from 0 says that two models are as good as equal
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -126,7 +128,12 @@ def points(difference: float, half_width: float) -> str:
 def in_points(difference: float, half_width: float) -> str:
     """Say a difference of accuracies in words."""
     value = f"{points(difference, half_width)} points"
-    return value if abs(difference) > half_width else f"no measurable difference ({value})"
+    if abs(difference) > half_width:
+        return value
+    worse, better = half_width - difference, half_width + difference
+    if max(worse, better) <= LEVEL:
+        return f"no measurable difference ({value})"
+    return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:

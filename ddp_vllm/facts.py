@@ -67,6 +67,11 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     )
 
 
+def is_pruned(folder: Path) -> bool:
+    """Tell whether a folder of a model is one that ddp-vllm made. Raises: ModelError if it has no config."""
+    return "ddp_layers" in read_config(folder)
+
+
 def local_folder(model: str) -> Path | None:
     """Return the folder of a model: itself, or the snapshot of a hub name whose weights were downloaded before.
 
@@ -102,6 +107,8 @@ def known_folder(model: str) -> Path | None:
     except HFValidationError as error:
         raise ModelError(f"{model!r} is neither a folder nor a name on the hub ({error})") from error
     except LocalEntryNotFoundError:
+        if "/" not in model:  # the hub's client would try for a minute, and every such name there has an owner today
+            raise ModelError(f"{model} is no folder here and no hub name (owner/name); check the path") from None
         return None
 
 

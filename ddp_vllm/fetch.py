@@ -50,7 +50,7 @@ def fetch_model(name: str) -> Path:
     folder = cache_folder() / name
     if not (folder / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
-            raise ModelError(f'{name} comes as a GGUF file, which needs one more package: pip install ".[gguf]"')
+            raise ModelError(f'{name} comes as a GGUF file, which needs one more package: pip install "ddp-vllm[gguf]"')
         with _one_at_a_time(folder):
             if not (folder / "config.json").exists():  # another process may have been first
                 if folder.exists() and any(folder.iterdir()):

@@ -18,6 +18,7 @@ from ddp_vllm.output import write_text
 
 FORMAT = "ddp-vllm bench sharegpt 1"
 ENOUGH_PAIRS = 5
+LEVEL = 0.05  # an interval that reaches no further from 1 says that two speeds are as good as equal
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
     *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
     *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
@@ -57,7 +58,9 @@ class Verdict:
             return f"{value} faster{few}"
         if self.high < 1:
             return f"{value}, slower{few}"
-        return f"no measurable difference ({value}){few}"
+        if self.low >= 1 - LEVEL and self.high <= 1 + LEVEL:
+            return f"no measurable difference ({value}){few}"
+        return f"cannot tell: {value}; measure more pairs"
 
     def to_json(self) -> dict[str, object]:
         finite = len(self.ratios) > 1

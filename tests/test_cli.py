@@ -2,9 +2,11 @@
 
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -25,9 +27,9 @@ def test_help_lists_every_verb_and_every_exit_code() -> None:
     for verb in cli.VERBS:
         assert re.search(rf"^  {verb} ", text, re.MULTILINE), verb
     codes = sorted(
-        int(code) for code in re.findall(r"(\d) \w", text.partition("Exit codes:")[2].partition("Options")[0])
+        int(code) for code in re.findall(r"(\d+) \w", text.partition("Exit codes:")[2].partition("Options")[0])
     )
-    assert codes == [0, *sorted({kind.exit_code for kind in _error_classes()})]
+    assert codes == [0, *sorted({kind.exit_code for kind in _error_classes()}), cli.INTERRUPTED]
 
 
 def test_exit_codes_are_distinct_and_as_documented() -> None:
@@ -69,15 +71,25 @@ def test_of_several_processes_one_speaks_but_each_of_its_own_memory(monkeypatch:
         assert (result.exit_code, result.stderr) == (error.exit_code, said)
 
 
-@pytest.mark.parametrize(("package", "extras"), [("torch", "prune,serve,eval"), ("gguf", "gguf")])
-def test_a_missing_package_is_one_line_with_its_remedy(
-    package: str, extras: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _verb_that_raises(ModuleNotFoundError(f"No module named {package!r}", name=package), monkeypatch)
-    result = CliRunner().invoke(main, ["inspect"])
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f'ddp-vllm: the package {package} is not installed; pip install ".[{extras}]"')
-    assert result.stderr.count("\n") == 1
+def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one extra that brings it; what comes with none is named itself."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].items()
+    required = [f"{each}; extra == '{extra}'" for extra, packages in extras for each in packages]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _name: [*project["dependencies"], *required])
+    for module, install in (
+        ("torch.nn", '"ddp-vllm[prune]"'),
+        ("lm_eval", '"ddp-vllm[eval]"'),
+        ("vllm", '"ddp-vllm[serve]"'),
+        ("gguf", '"ddp-vllm[gguf]"'),
+        ("rich", "rich"),
+        ("einops", "einops"),
+    ):
+        _verb_that_raises(ModuleNotFoundError(f"No module named {module!r}", name=module), monkeypatch)
+        result = CliRunner().invoke(main, ["inspect"])
+        package = module.partition(".")[0].replace("_", "-")
+        assert result.exit_code == 1
+        assert result.stderr == f"ddp-vllm: the package {package} is not installed; pip install {install}\n"
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +98,30 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
         assert CliRunner().invoke(main, ["inspect"]).exception is defect
 
 
-def _verb_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def _verb_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     @click.command("inspect")
     def verb() -> None:
         raise error
 
     monkeypatch.setattr("ddp_vllm.pages.cli.inspect", verb)
+
+
+def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, said in (
+        (KeyboardInterrupt(), "stopped"),
+        (KeyboardInterrupt("stopped at step 3"), "stopped at step 3"),
+    ):
+        _verb_that_raises(error, monkeypatch)
+        result = CliRunner().invoke(main, ["inspect"])
+        assert (result.exit_code, result.stderr) == (130, f"\nddp-vllm: {said}\n")
+
+
+def test_a_terminal_without_signs_gets_plain_ones() -> None:
+    verb = 'import click; c = click.command("inspect")(lambda: print("1.02× [0.9, 1.1] – █░ → ŧ"))'
+    code = f"{verb}; import ddp_vllm.pages.cli as p; p.inspect = c; from ddp_vllm.cli import main; main(['inspect'])"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (result.stdout, result.stderr) == ("1.02x [0.9, 1.1] - #. -> ?\n", "")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -128,7 +158,7 @@ def test_a_model_that_needs_another_package_says_so_before_it_is_fetched(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     result = CliRunner().invoke(main, ["fetch", "smollm2-135m"])
     assert (result.exit_code, cache.exists()) == (3, False)
-    assert result.stderr.endswith('needs one more package: pip install ".[gguf]"\n')
+    assert result.stderr.endswith('needs one more package: pip install "ddp-vllm[gguf]"\n')
 
 
 @pytest.mark.parametrize(
@@ -138,7 +168,7 @@ def test_what_a_file_or_a_name_causes_is_one_line(error: Exception, monkeypatch:
     def read(_: Path) -> None:
         raise error
 
-    monkeypatch.setattr("ddp_vllm.pages.cli.read_checkpoint", read)
+    monkeypatch.setattr("ddp_vllm.api.read_checkpoint", read)
     result = CliRunner().invoke(main, ["inspect", "x"])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "--debug" in result.stderr
     assert CliRunner().invoke(main, ["--debug", "inspect", "x"]).exception is error

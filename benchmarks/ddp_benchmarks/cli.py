@@ -15,6 +15,7 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import PHASES, Workload
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print the results as one line of JSON at the end.")
 _seed = click.option("--seed", type=int, default=0, show_default=True)
 
 
@@ -29,20 +30,37 @@ def bench() -> None:
 @click.option("--mode", type=click.Choice(["offline", "serve"]), default="offline", show_default=True)
 @click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
-@click.option("--dataset", type=click.Path(path_type=Path), help="ShareGPT file (JSON or JSONL). [default: fetched]")
+@click.option(
+    "--dataset-path",
+    "--dataset",
+    "dataset",
+    type=click.Path(path_type=Path),
+    help="ShareGPT file (JSON or JSONL). [default: fetched]",
+)
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: DIR/sharegpt-MODE.json]")
 @_overwrite
+@_json
 @_seed
 @click.option("--max-model-len", type=int, default=2048, show_default=True, help="Context of the engines, in tokens.")
 @click.option("--request-rate", default="inf", show_default=True, help="Requests/s to serve, several by commas.")
 @click.option("--max-concurrency", default="none", show_default=True, help="Requests in flight, several by commas.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS", help="Service level such as ttft:500; may be repeated.")
-@click.option("--warmups", type=int, default=2, show_default=True, help="Requests before an engine is measured.")
+@click.option(
+    "--num-warmups",
+    "--warmups",
+    "warmups",
+    type=int,
+    default=2,
+    show_default=True,
+    help="Requests before an engine is measured.",
+)
 @click.option("--no-warmup-round", is_flag=True, help="Do not measure and discard one round before the pairs.")
 @click.option("--port", type=int, help="Port of the server. [default: a free one]")
 @click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Longest wait for a server.")
 @click.argument("engine_arguments", nargs=-1)
-def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concurrency: str, **options: Any) -> None:
+def sharegpt(
+    output: Path | None, overwrite: bool, as_json: bool, request_rate: str, max_concurrency: str, **options: Any
+) -> None:
     """Replay ShareGPT prompts through real vLLM and say how much faster the pruned model is.
 
     \b
@@ -53,15 +71,10 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
     ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
     """
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.sharegpt import Load, Settings, run_benchmark
+    from ddp_benchmarks.sharegpt import Load, Settings, results_file, run_benchmark
     from ddp_benchmarks.tables import json_line, plain_console, print_report
-    from ddp_vllm.output import check_file
     from ddp_vllm.results import read_results
 
-    if output is None:  # where `compare` looks
-        folder = Path(options["pruned"][0])
-        output = (folder if folder.is_dir() else Path()) / f"sharegpt-{options['mode']}.json"
-    check_file(output, overwrite=overwrite)
     if options["mode"] == "offline":
         _check_left_out("--mode serve", "request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
     loads = tuple(
@@ -71,6 +84,7 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
     )
     settings = Settings(warmup_round=not options.pop("no_warmup_round"), loads=loads, **options)
     settings.check()
+    output = results_file(settings, output, overwrite=overwrite)
     console = plain_console()
     before = output.stat().st_mtime_ns if output.exists() else None
     try:
@@ -82,7 +96,8 @@ def sharegpt(output: Path | None, overwrite: bool, request_rate: str, max_concur
             print_report(results, console)
             console.print(f"{output} keeps vLLM's raw results")
             console.print(_picture(results, output.with_suffix(".png")))
-            click.echo(json_line(results))
+            if as_json:
+                click.echo(json_line(results))
 
 
 def _picture(results: Mapping[str, Any], path: Path) -> str:
@@ -109,8 +124,16 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 @_seed
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="kernel.json", show_default=True)
 @_overwrite
+@_json
 def kernel(
-    shapes: str, tokens: str, sparsities: str, device: str | None, output: Path, overwrite: bool, **options: Any
+    shapes: str,
+    tokens: str,
+    sparsities: str,
+    device: str | None,
+    output: Path,
+    overwrite: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure one layer's experts of different widths against vLLM's fused experts and even widths.
 
@@ -149,7 +172,8 @@ def kernel(
         if results:
             print_kernel(results, console)
             console.print(f"{output} keeps every ratio and width")
-            click.echo(kernel_line(results))
+            if as_json:
+                click.echo(kernel_line(results))
 
 
 @bench.command()
@@ -162,9 +186,17 @@ def kernel(
 @click.option("--steps", type=int, default=96, show_default=True, help="Decode steps of a round, in turns.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: none are kept]")
 @_overwrite
+@_json
 @click.argument("engine_arguments", nargs=-1)
 def steps(
-    pruned: str, phase: str, batch: int, context: int, output: Path | None, overwrite: bool, **options: Any
+    pruned: str,
+    phase: str,
+    batch: int,
+    context: int,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure a step of vLLM's engine, dense against pruned, and hold it against what the budget predicted.
 
@@ -198,7 +230,8 @@ def steps(
             verdict["predicted"] = promise["speedup"]
     if output:
         write_results(found, output)
-    click.echo(json.dumps(found))
+    if as_json:
+        click.echo(json.dumps(found))
 
 
 @click.command()

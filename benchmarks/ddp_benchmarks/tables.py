@@ -47,7 +47,7 @@ def plain_console() -> Console:
     In a file tables are as wide as they need.
     """
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
-    return Console(highlight=False, markup=False, emoji=False, width=width)
+    return Console(highlight=False, markup=False, emoji=False, width=width, soft_wrap=True)
 
 
 def print_report(results: Mapping[str, Any], console: Console) -> None:

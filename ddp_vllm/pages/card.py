@@ -17,8 +17,9 @@ TEXT = """# {name}
 learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
 rest are folded into the weights. {learned}
 
+With ddp-vllm installed beside vLLM:
+
 ```bash
-pip install ".[serve]"  # in a clone of ddp-vllm
 vllm serve {place}
 ```
 

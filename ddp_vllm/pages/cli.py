@@ -1,25 +1,28 @@
 """The verbs inspect, report and compare. What draws and reads is imported when one of them runs, not before."""
 
+import json
 from pathlib import Path
 
 import click
 
-from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import SettingError
+from ddp_vllm import api
 from ddp_vllm.manifest import check_manifest
-from ddp_vllm.output import check_file
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-def inspect(folder: Path) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print widths, sizes, quality and recipe as JSON instead.")
+def inspect(folder: Path, as_json: bool) -> None:
     """Check a pruned checkpoint and show what each layer has left."""
-    checkpoint = read_checkpoint(folder)
+    if as_json:
+        click.echo(json.dumps(api.inspect(folder)))
+        return
+    checkpoint = api.read(folder)
     from rich.console import Console
 
     from ddp_vllm.pages.terminal import print_checkpoint
 
-    print_checkpoint(checkpoint, Console())
+    print_checkpoint(checkpoint, Console(soft_wrap=True))
 
 
 @click.command()
@@ -30,7 +33,7 @@ def verify(folder: Path) -> None:
     Nothing may be missing, changed or added but the results of `eval`. Then the checkpoint is checked as by `inspect`.
     """
     hashes = check_manifest(folder)
-    read_checkpoint(folder)
+    api.read(folder)
     click.echo(f"{folder}: {len(hashes)} files are as they were written")
 
 
@@ -42,10 +45,7 @@ def report(folder: Path, output: Path | None) -> None:
 
     `prune` does this by itself; FOLDER is any pruned checkpoint.
     """
-    checkpoint = read_checkpoint(folder)
-    from ddp_vllm.pages.report import write_report
-
-    click.echo(f"written: {write_report(checkpoint, output or folder)}")
+    click.echo(f"written: {api.report(folder, output=output)}")
 
 
 @click.command()
@@ -72,18 +72,13 @@ def compare(
 
     Results of bench and eval are found in each folder and its eval folder, or passed with --results.
     """
-    markdown = output.with_suffix(".md")
-    if markdown == output:
-        raise SettingError(f"{output} is where the Markdown goes; call the page {output.with_suffix('.html')}")
-    for path in (output, markdown):
-        check_file(path, overwrite=overwrite)
-    from ddp_vllm.pages.compare import choice, write_comparison
-    from ddp_vllm.pages.measurements import collect
-
-    comparison = collect(folders, results=results, dense=dense)
-    write_comparison(comparison, output, markdown, tolerance)
+    comparison = api.compare(
+        folders, output=output, results=results, dense=dense, tolerance=tolerance, overwrite=overwrite
+    )
     if tolerance is not None:
+        from ddp_vllm.pages.compare import choice
+
         click.echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
     for note in comparison.notes:
         click.echo(note, err=True)
-    click.echo(f"{output} and {markdown}")
+    click.echo(f"{output} and {output.with_suffix('.md')}")

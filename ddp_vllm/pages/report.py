@@ -28,7 +28,7 @@ from ddp_vllm.pages.evidence import (
     tables,
 )
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import bare_names, learning, prediction, size_table, texts_of
+from ddp_vllm.pages.summary import bare_names, conclusion, learning, prediction, size_table, texts_of
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
 REPORT_FILE, DATA_FOLDER = "report.html", "report"
@@ -97,7 +97,10 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
             sections.append(Section(heading=heading, table=settings, folded=True))
     return Page(
         title=f"{checkpoint.folder.resolve().name}: what was removed",
-        lead=[("", f"From {dense}, by masks learned on {learned_on}. {learning(provenance)}")]
+        lead=[
+            ("", conclusion(checkpoint)),
+            ("", f"From {dense}, by masks learned on {learned_on}. {learning(provenance)}"),
+        ]
         + [("Predicted", f"{promised}.") for promised in [prediction(provenance)] if promised],
         sections=sections,
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],

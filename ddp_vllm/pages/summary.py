@@ -27,6 +27,24 @@ _UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
 }
 
 
+def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what `inspect` shows, as plain data: widths by layer, what is left of what, quality, and how it was made.
+
+    Names are those of the checkpoint's own files.
+    """
+    sizes = (*units(checkpoint), *footprint(checkpoint), without_embeddings(checkpoint))
+    made = {key: checkpoint.provenance.get(key) for key in ("recipe", "perplexity", "latency", "recovery")}
+    return {
+        "name": checkpoint.folder.resolve().name,
+        "model_type": checkpoint.config["model_type"],
+        "parameters": checkpoint.num_parameters,
+        "layers": checkpoint.config["ddp_layers"],
+        "sizes": [{"what": label, "dense": dense, "pruned": left} for label, dense, left in sizes],
+        "notes": routing_notes(checkpoint),
+        **made,
+    }
+
+
 def has_experts(checkpoint: Checkpoint) -> bool:
     """Say whether routed experts were pruned, and nothing else."""
     return checkpoint.widths.table.has_experts
@@ -48,6 +66,14 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
         left = whole_model(budget, checkpoint.config, checkpoint.layers, checkpoint.shapes, context)
         found.append((label, round(left + _removed(budget, checkpoint)), round(left)))
     return found
+
+
+def conclusion(checkpoint: Checkpoint) -> str:
+    """Say in one sentence what is gone and what that cost."""
+    _, dense, left = footprint(checkpoint)[0]
+    gone = f"{1 - left / dense:.1%} of the parameters are gone"
+    quality = checkpoint.provenance.get("perplexity")
+    return f"{gone}; perplexity on held-out text: {perplexities(quality)}." if quality else f"{gone}."
 
 
 def without_embeddings(checkpoint: Checkpoint) -> Size:

@@ -183,7 +183,8 @@ class Pool:
         units = sum(map(math.prod, self.shapes.values()))
         if self.name in self.shapes and not 0 < self.kept < units:
             raise SettingError(
-                f"sparsity keeps {self.kept:.0f} of {units} units; choose one that keeps some and removes some"
+                f"sparsity keeps {self.kept:.0f} of {units} {self.name} units; choose one that keeps some and removes "
+                "some"
             )
         cheapest = min(float((cost_L + self.opening.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
         if self.kept < cheapest:

@@ -7,7 +7,6 @@ are the field's.
 import ast
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 
 import click
 
-from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe, load_recipes, load_recovery
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe
+from ddp_vllm import api
 from ddp_vllm.errors import SettingError
-from ddp_vllm.output import check_output
 
 ALIASES = {  # field -> another name of its option: that of 0.1, or that of the same thing in `profile`
     "scope": "--group", "context_length": "--context", "concurrency": "--batch"
@@ -33,13 +31,13 @@ TARGETS = {  # budget -> help of its option
 
 
 class Sizes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
-    """A number, or several by commas."""
+    """A number, or several by commas; 20% is 0.2."""
 
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            sizes = [float(part) for part in str(value).split(",")]
+            sizes = [float(part.rstrip("%")) / (100.0 if "%" in part else 1.0) for part in str(value).split(",")]
         except ValueError:
             self.fail(f"{value!r} is no number, nor several by commas", param, ctx)
         return sizes[0] if len(sizes) == 1 else sizes
@@ -91,8 +89,15 @@ def recipe_options(settings: type, command: Callable[..., None]) -> Callable[...
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go, of the whole model too, and in what memory.")
 def prune(
-    model: str, output: Path, recipe_file: Path | None, tracker: str | None, overwrite: bool, **settings: Any
+    model: str,
+    output: Path,
+    recipe_file: Path | None,
+    tracker: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    **settings: Any,
 ) -> None:
     """Learn what MODEL can do without and write the pruned checkpoint.
 
@@ -101,16 +106,12 @@ def prune(
     from one search, each in a folder of its own. Interrupted, the same command goes on where it was. On several
     devices: accelerate launch -m ddp_vllm prune …
     """
-    recipes = load_recipes(recipe_file, _settings(**settings) | {"model": model})
-    if not (recipes[0].recover or len(recipes) > 1) or not output.is_dir():  # there may be something to go on from
-        check_output(output, overwrite=overwrite)
-    # OpenMP threads that spin while they wait slow a step several times over beside another busy process (log 3)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from rich.console import Console
-
-    from ddp_prune.pipeline import prune as run
-
-    run(recipes, output, overwrite=overwrite, tracker=tracker, console=Console())
+    settings = _settings(**settings)
+    if dry_run:
+        click.echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
+        return
+    settings |= {"overwrite": overwrite, "tracker": tracker}
+    api.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
 
 
 @click.command()
@@ -126,16 +127,7 @@ def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool,
     text, sequences a step. Interrupted, the same command goes on where it was. On several devices:
     accelerate launch -m ddp_vllm recover …
     """
-    check_output(output, overwrite=overwrite)
-    provenance = read_checkpoint(Path(model)).provenance
-    cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
-    recipe = load_recovery(recipe_file, settings | {"model": model}, provenance.get("recipe", {}) | cut_from)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as above
-    from rich.console import Console
-
-    from ddp_prune.recover import recover_alone as run
-
-    run(recipe, output, overwrite=overwrite, console=Console())
+    api.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **settings)
 
 
 def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:
@@ -164,8 +156,5 @@ def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
 def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
     """Cut MODEL again from published masks alone; no text and no training needed."""
-    check_output(output, overwrite=overwrite)
-    from ddp_prune.export import apply_masks
-
-    apply_masks(model, masks, output, tp=tp, align=align, overwrite=overwrite)
+    api.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
     click.echo(f"written: {output}")

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.budget import describe, make_pools
+from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.devices import (
     LEARNING_BYTES,
     check_shares,
@@ -61,11 +61,13 @@ from ddp_vllm.remote_code.widths import LayerWidths
 BRANCH = "branch"  # where a family keeps how far its search is, beside the folders of its sizes
 
 
-def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, console: Console) -> None:
+def prune(
+    recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, console: Console
+) -> list[Path]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
 
-    What a user can get wrong is checked before the model is loaded, the output by the command line.
-    Raises: a child of DdpError.
+    What a user can get wrong is checked before the model is loaded, the output by `ddp_vllm.api`.
+    Returns the folders that were written. Raises: a child of DdpError.
     """
     first, alone = recipes[0], len(recipes) == 1
     folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
@@ -74,7 +76,7 @@ def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: 
     accelerator = make_accelerator(output, tracker)
     check_shares(first, accelerator.num_processes)
     first = in_turn(accelerator, partial(with_profile, first))
-    source, shapes = in_turn(accelerator, lambda: _open(first, output))
+    source, shapes = in_turn(accelerator, lambda: find_model(first, output))
     first = settled(first, shapes, folders[0], accelerator)
     recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]
     if tracker:
@@ -87,6 +89,7 @@ def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: 
         after = None if alone else pruning.state(output / BRANCH, recipe)
         pruning.run(folder, (before, after), overwrite=overwrite)
         pruning.recover(folder)
+    accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
     if accelerator.is_main_process:
         if after and after.folder.is_dir():
@@ -95,6 +98,7 @@ def prune(recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: 
                 after.folder.rmdir()
         for folder in folders:
             show(folder, first.model, console)
+    return folders
 
 
 class Pruning:
@@ -114,15 +118,7 @@ class Pruning:
         Raises: SettingError, TextError.
         ."""
         self.recipe, self.source, self.accelerator, self.console = recipe, source, accelerator, console
-        longest = source.config.get("max_position_embeddings") or math.inf
-        if recipe.seq_len > longest:
-            raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
-        self.head_unit = choose_head_unit(recipe.head_unit, source.sizes)
-        if recipe.scope == "expert" and not source.sizes.num_experts:
-            raise SettingError(
-                f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer"
-            )
-        self.pools = make_pools(source.config, shapes, source.sizes, self.head_unit, recipe)
+        self.head_unit, self.pools = suited_pools(recipe, source, shapes)
         self.tokenizer = load_tokenizer(str(source.folder))
         self.blocks = load_blocks(
             recipe.data,
@@ -258,6 +254,20 @@ class Pruning:
         recover(weights, output, accelerator, overwrite=True, console=self.console)
 
 
+def suited_pools(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]) -> tuple[str, list[Pool]]:
+    """Return the head unit and the constraints of a recipe, where recipe and model suit each other.
+
+    Raises: SettingError.
+    """
+    longest = source.config.get("max_position_embeddings") or math.inf
+    if recipe.seq_len > longest:
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
+    if recipe.scope == "expert" and not source.sizes.num_experts:
+        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
+    head_unit = choose_head_unit(recipe.head_unit, source.sizes)
+    return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe)
+
+
 def with_profile(recipe: Recipe) -> Recipe:
     """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
 
@@ -326,7 +336,7 @@ def _learned_before(recipe: Recipe, output: Path, learned_from: dict[str, Any]) 
     return bool(unfinished and same and found.get("learned_from") == learned_from)
 
 
-def _open(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
+def find_model(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
     """Find the model and the shapes of its weights, and check that the output spares it."""
     source = open_source(recipe.model)
     check_spares_source(output, source)

@@ -44,6 +44,7 @@ def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, cons
     """Do what the verb does: `recover`, then show what came of it."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
+    accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
     if accelerator.is_main_process:
         show(output, recipe.teacher, console)

@@ -1,7 +1,11 @@
 """The loop of every run: a step, its metrics, a save now and then; and going on from a save."""
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -96,7 +100,8 @@ def take_steps(
     """Do all steps of a recipe, or those that an interrupted run has left.
 
     `report` is called after every step with its metrics (losses in nats a token, tokens and seconds). Raises:
-    TrainingError if the loss is not a number or memory runs out; what was saved last stays in the run's folder.
+    TrainingError if the loss is not a number or memory runs out, and what was saved last stays in the run's folder;
+    KeyboardInterrupt after Ctrl-C, when the step is done and saved.
     """
     (before, after), first, saved_at = branches, 0, time.perf_counter()
     if (saved := load_run(run, accelerator)) is None:
@@ -109,24 +114,52 @@ def take_steps(
     if saved:
         first = saved[0]
         learner.restore(*saved)
-    for step in range(first, recipe.steps):
-        began = time.perf_counter()
-        try:
-            metrics = learner.step(step)
-        except (TrainingError, torch.OutOfMemoryError) as error:
-            kept = f"what was saved last is in {run.folder}" if run.state.exists() else "nothing was saved yet"
-            raise TrainingError(f"{_reason(error, step)}; {kept}; {_remedy(error, recipe, step)}") from error
-        seconds = time.perf_counter() - began
-        metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
-        run.log(metrics)
-        due = (step + 1) % recipe.save_every == 0 or time.perf_counter() - saved_at > SAVE_SECONDS
-        if due or step + 1 == recipe.steps:  # what comes after the last step can fail too
-            run.save(step + 1, learner.state(), learner.extra)
-            saved_at = time.perf_counter()
-        if after and isinstance(recipe, Recipe) and step + 1 == recipe.search_steps:
-            after.save(step + 1, learner.state(), learner.extra)
-        accelerator.log(metrics, step=step + 1)
-        report(metrics)
+    with stopping(alone=accelerator.num_processes == 1) as stop:
+        for step in range(first, recipe.steps):
+            began = time.perf_counter()
+            try:
+                metrics = learner.step(step)
+            except (TrainingError, torch.OutOfMemoryError) as error:
+                kept = f"what was saved last is in {run.folder}" if run.state.exists() else "nothing was saved yet"
+                raise TrainingError(f"{_reason(error, step)}; {kept}; {_remedy(error, recipe, step)}") from error
+            seconds = time.perf_counter() - began
+            metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
+            run.log(metrics)
+            due = (step + 1) % recipe.save_every == 0 or time.perf_counter() - saved_at > SAVE_SECONDS
+            if due or stop or step + 1 == recipe.steps:  # what comes after the last step can fail too
+                run.save(step + 1, learner.state(), learner.extra)
+                saved_at = time.perf_counter()
+            if after and isinstance(recipe, Recipe) and step + 1 == recipe.search_steps:
+                after.save(step + 1, learner.state(), learner.extra)
+            accelerator.log(metrics, step=step + 1)
+            report(metrics)
+            if stop:
+                raise KeyboardInterrupt(f"stopped at step {step + 1} of {recipe.steps}; the same command goes on")
+
+
+@contextmanager
+def stopping(*, alone: bool) -> Iterator[list[int]]:
+    """Let Ctrl-C be heard between steps, by a list that is then no longer empty; a second one ends the block at once.
+
+    In the middle of a step there is nothing whole to save. Several processes would not all stop at the same step, so
+    theirs ends at once and goes on from what was saved last. Only the main thread hears of signals.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, _frame: Any) -> None:
+        heard.append(number)
+        signal.signal(number, signal.default_int_handler)
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")  # not amid what is being printed
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not (alone and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield heard
+        return
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _reason(error: Exception, step: int) -> str:

@@ -47,15 +47,20 @@ class Learned:
     """`experts`: int64 [L, E], how often each expert was chosen while learning; empty for a dense model."""
 
 
+def sequences_at_once(recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> int:
+    """Return how many sequences a forward pass shall have, if memory holds them."""
+    in_flight = 8192 if accelerator.device.type == "cuda" else 1024  # tokens
+    share = -(-recipe.batch_size // accelerator.num_processes)  # of a step's sequences
+    return recipe.micro_batch_size or min(share, max(1, in_flight // recipe.seq_len))
+
+
 class Batches:
     """Deterministic micro-batches; which sequences make a step does not depend on the number of processes."""
 
     def __init__(self, blocks: torch.Tensor, recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> None:
         """blocks: int64 [num_blocks, seq_len]."""
         self.blocks, self.size, self.accelerator = blocks, recipe.batch_size, accelerator
-        in_flight = 8192 if accelerator.device.type == "cuda" else 1024  # tokens a forward pass
-        share = -(-recipe.batch_size // accelerator.num_processes)  # of a step's sequences
-        self.micro = recipe.micro_batch_size or min(share, max(1, in_flight // recipe.seq_len))
+        self.micro = sequences_at_once(recipe, accelerator)
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
     def numbers(self, step: int) -> list[int]:

@@ -17,7 +17,7 @@ from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
-from ddp_benchmarks.sharegpt import Load, Settings, _schedule, run_benchmark
+from ddp_benchmarks.sharegpt import Load, Settings, _schedule, results_file, run_benchmark
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
 from ddp_vllm.facts import describe_model
@@ -39,7 +39,7 @@ def test_missing_vllm_has_a_remedy() -> None:
     script = f"import sys; sys.path += {paths!r}; from ddp_benchmarks.engine import vllm_command; vllm_command()"
     output = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
     assert "ServingError: vLLM is not installed" in output.stderr
-    assert 'pip install ".[serve]"' in output.stderr
+    assert 'pip install "ddp-vllm[serve]"' in output.stderr
 
 
 def test_port_in_use() -> None:
@@ -74,9 +74,10 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
         check_vocabularies(first, str(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x"])
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x", "smollm2"])
 def test_models_that_are_none(model: str) -> None:
-    with pytest.raises(ModelError, match=r"neither|not the folder"):
+    """Nor is one without an owner, for which the hub's client would try for a minute."""
+    with pytest.raises(ModelError, match=r"neither|not the folder|no hub name \(owner/name\)"):
         describe_model(model)
 
 
@@ -117,6 +118,20 @@ def test_options_that_say_nothing(arguments: list[str], reason: str, tmp_path: P
     command = ["bench", "sharegpt", "--dense", "a", "--pruned", "b", "-o", str(tmp_path / "out.json"), *arguments]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 2 and reason in result.output, result.output
+
+
+def test_a_dense_folder_is_not_measured_as_pruned_nor_written_to(tiny: Path, tmp_path: Path) -> None:
+    before = sorted(tiny.iterdir())
+    command = ["bench", "sharegpt", "--dense", str(tiny), "--pruned", str(tiny)]
+    for more, code, words in (
+        ([], SettingError.exit_code, "is not pruned; give a folder of ddp-vllm prune, or -o FILE"),
+        (["-o", str(tiny / "out.json")], OutputError.exit_code, "would lie in the folder of a dense model"),
+    ):
+        result = CliRunner().invoke(main, [*command, *more])
+        assert result.exit_code == code and words in result.stderr, result.output
+    assert sorted(tiny.iterdir()) == before
+    settings = Settings(dense=str(tiny), pruned=(str(tiny),))
+    assert results_file(settings, tmp_path / "aa.json", overwrite=False) == tmp_path / "aa.json"
 
 
 def test_every_round_starts_with_the_next_model() -> None:

@@ -112,7 +112,7 @@ def test_results_are_not_replaced_unasked(tmp_path: Path) -> None:
 def test_a_small_run_measures_every_way(tmp_path: Path) -> None:
     """The real command in a process of its own, with vLLM's kernel as the baseline that must agree with ours."""
     command = [sys.executable, "-m", "ddp_vllm", "bench", "kernel", "--shape", "olmoe-1b-7b", "--experts", "8"]
-    command += ["--scale", "0.05", "--tokens", "1,70", "--sparsity", "0,40", "--rounds", "2", "-o", "k.json"]
+    command += ["--scale", "0.05", "--tokens", "1,70", "--sparsity", "0,40", "--rounds", "2", "--json", "-o", "k.json"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     line = json.loads(result.stdout.splitlines()[-1])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,16 @@ def start(tiny: Path, talks: Path, tmp_path: Path) -> Iterator[Callable[..., sub
         for stream in (process.stdout, process.stderr):
             if stream:
                 stream.close()
+
+
+def test_the_example_chats(tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "chatty")
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    example = Path(__file__).parents[2] / "examples" / "chat.py"
+    engine = "enforce_eager=True, dtype='float32', max_model_len=128"
+    code = f"import runpy; runpy.run_path({str(example)!r})['main']({str(model)!r}, 'ice melts in the', {engine})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.strip(), result.stderr[-3000:]
 
 
 def test_server_answers_and_leaves_nothing(tiny: Path) -> None:

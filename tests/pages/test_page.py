@@ -10,6 +10,7 @@ import pytest
 from written_folders import write_bench, write_evaluation, write_model
 
 from ddp_vllm.errors import CheckpointError, TextError
+from ddp_vllm.evaluations import in_points
 from ddp_vllm.pages.compare import page_of
 from ddp_vllm.pages.measurements import Comparison, collect, retained
 from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
@@ -26,11 +27,20 @@ def write_markdown(comparison: Comparison) -> str:
 
 def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> None:
     write_evaluation(dense, 0.8, answers=True)
-    for accuracy, sentence in ((0.6, "−20.0 ± 5.8 points"), (0.79, "no measurable difference (−1.0 ± 2.3 points)")):
+    for accuracy, sentence in (
+        (0.6, "−20.0 ± 5.8 points"),
+        (0.79, "cannot tell: between 3.3 points worse and 1.3 better; use more rows"),
+    ):
         write_evaluation(pruned, accuracy, answers=True)
         comparison = collect([pruned])
         for text in (write_html(comparison), write_markdown(comparison)):
             assert f"accuracy {sentence}" in text and "same questions, 95 %" in text
+
+
+def test_only_a_narrow_interval_says_that_there_is_no_difference() -> None:
+    assert in_points(-0.08, 0.105) == "cannot tell: between 18.5 points worse and 2.5 better; use more rows"
+    assert in_points(0.002, 0.015) == "no measurable difference (+0.2 ± 1.5 points)"
+    assert in_points(-0.002, 0.001) == "−0.2 ± 0.1 points"
 
 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 import statistics
 from functools import partial
@@ -83,6 +84,13 @@ def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
         pixels = imread(pruned / "report" / f"{name}.png")
         assert pixels.shape[1] > 800 and 0.01 < (pixels[..., :3].mean(-1) < 0.5).mean() < 0.6  # neither empty nor black
         assert abs(pixels[..., 0] - pixels[..., 1]).max() < 0.02  # no colour carries meaning
+
+
+def test_the_page_opens_with_what_is_gone_and_what_it_cost(pruned: Path) -> None:
+    provenance = read_checkpoint(pruned).provenance["perplexity"]
+    quality = f"dense {provenance['dense']:.2f} → pruned {provenance['pruned']:.2f}"
+    first = _Page((pruned / "report.html").read_text()).text.partition("From ")[0].rpartition("removed\n")[2]
+    assert re.search(rf"^\s*[\d.]+% of the parameters are gone; perplexity on held-out text: {quality}\.\s*$", first)
 
 
 def test_numbers_are_those_of_the_checkpoint(pruned: Path) -> None:

@@ -48,6 +48,8 @@ def test_pairing_removes_what_slows_both() -> None:
         ([1.02, 1.03, 1.04, 1.05, 1.0], "1.028× [1.004, 1.052] faster"),  # two decimals would show 1.00
         ([1.2, 1.2002, 1.1999, 1.2001, 1.1998], "1.2000× [1.1998, 1.2002] faster"),
         ([1.0, 1.0, 1.0, 1.0, 1.0], "no measurable difference (1.0000× [1.0000, 1.0000])"),
+        ([1.0, 1.1, 0.95, 1.05, 1.15], "cannot tell: 1.05× [0.95, 1.15]; measure more pairs"),
+        ([0.99, 1.06], "cannot tell: 1.02× [0.66, 1.58]; measure more pairs"),  # never "no difference" of two pairs
         ([1.3], "1.30× in one pair, which says nothing about the spread; measure 5 pairs"),
     ],
 )

@@ -1,27 +1,31 @@
 """The options of prune and apply: which there are, that a recipe's fields make them, and what they refuse."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 import pytest
-from runs import assert_refused, prune
+from click.testing import CliRunner
+from runs import SMALL, assert_refused, prune
 
-from ddp_prune import cli
+from ddp_prune import cli, recipe
 from ddp_prune.recipe import CHOICES, Recipe, load_recipes
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 FLAGS = {
     cli.prune: [
         "--activation-checkpointing", "--align", "--batch", "--batch-size", "--budget", "--concurrency", "--context",
-        "--context-length", "--controller", "--data", "--distillation", "--dtype", "--group", "--head-unit",
-        "--heldout-blocks", "--learn", "--micro-batch-size", "--other-machine", "--output", "--overwrite", "--phase",
-        "--polish", "--profile", "--quant-friendly", "--recipe", "--recover", "--save-every", "--scope", "--seed",
-        "--seq-len", "--shard", "--sparsity", "--speedup", "--steps", "--target-flops", "--target-kv-bytes",
-        "--target-params", "--tp", "--tracker", "-o",
+        "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--group",
+        "--head-unit", "--heldout-blocks", "--learn", "--micro-batch-size", "--other-machine", "--output",
+        "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
+        "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
+        "--target-flops", "--target-kv-bytes", "--target-params", "--tp", "--tracker", "-o",
     ],
     cli.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
@@ -77,7 +81,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         seen.extend(load_recipes(*arguments))  # type: ignore[arg-type]
         raise SettingError("enough")
 
-    monkeypatch.setattr(cli, "load_recipes", keep)
+    monkeypatch.setattr(recipe, "load_recipes", keep)
     (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
     more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
@@ -99,8 +103,8 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line m
     "sparsity negative": (["--sparsity", "-0.2"], ["sparsity is -0.2"]),
     "sparsity in percent": (["--sparsity", "20"], ["sparsity is 20.0"]),
     "sparsity not a number": (["--sparsity", "nan"], ["sparsity is nan"]),
-    "sparsity removes nothing": (["--sparsity", "0.001"], ["keeps 12 of 12"]),
-    "sparsity removes all": (["--sparsity", "0.99"], ["keeps 0 of 12"]),
+    "sparsity removes nothing": (["--sparsity", "0.001"], ["keeps 12 of 12 attn units"]),
+    "sparsity removes all": (["--sparsity", "0.99"], ["keeps 0 of 12 attn units"]),
     "target and sparsity": (["--target-params", "50K"], ["target is 50000.0 and sparsity 0.4", "give one"]),
     "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
     "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
@@ -127,6 +131,41 @@ def test_settings_out_of_range(case: str, tiny_model: Path, tiny_text: Path, tmp
     options, words = SETTINGS[case]
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_in_percent() -> None:
+    for said, meant in (("20%", 0.2), ("10%,20%", [0.1, 0.2]), ("0.2", 0.2)):
+        assert cli.prune.make_context("prune", ["m", "-o", "o", "--sparsity", said]).params["sparsity"] == meant
+
+
+DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
+    "units": (["--sparsity", "30%"], r"31.2% of what can be pruned = 25.5% of the model: 113.1K → 84.29K parameters; "
+              r"for 30% of all: --target-params 79.16K"),
+    "parameters": (["--target-params", "79.16K"], r"= 30.0% of the model: 113.1K → 79.16K parameters$"),
+    "flops": (["--budget", "flops", "--sparsity", "0.3"],
+              r"30.0% of what can be pruned = 29.3% of the model: .* flops a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DRY)
+def test_a_dry_run_says_what_would_go_and_writes_nothing(case: str, tiny_model: Path, tmp_path: Path) -> None:
+    options, said = DRY[case]
+    arguments = ["prune", str(tiny_model), "--dry-run", "-o", str(tmp_path / "out"), "--data", "no text", *options]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert re.search(said, result.stdout, re.MULTILINE), result.stdout
+    assert re.search(r"memory: about .* for two models, .* are free\ntext: 1,000 steps of 16", result.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_of_a_dry_run_is_met(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """What it says to ask for is that share of the whole model, up to a unit."""
+    result = CliRunner().invoke(
+        main, ["prune", str(tiny_model), "--target-params", "79.16K", "--data", str(tiny_text), "-o",
+               str(tmp_path / "out"), *SMALL],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert 0.3 <= 1 - read_checkpoint(tmp_path / "out").num_parameters / 113_088 < 0.33
 
 
 def test_settings_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:

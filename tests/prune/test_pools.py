@@ -119,7 +119,7 @@ def test_units_stay_exact_for_each_module_type() -> None:
 
 @pytest.mark.parametrize("sparsity", [0.001, 0.999])
 def test_a_budget_that_removes_all_or_nothing_is_refused(sparsity: float) -> None:
-    with pytest.raises(SettingError, match=r"keeps \d+ of 12 units"):
+    with pytest.raises(SettingError, match=r"keeps \d+ of 12 attn units"):
         _pools(sparsity=sparsity)
 
 

@@ -52,7 +52,7 @@ def _interrupt(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(StepProgress, "report", stop)
-        assert _prune(work).exit_code == 1
+        assert _prune(work).exit_code == 130
     assert sorted(path.name for path in (work / "out.run").iterdir()) == ["metrics.jsonl", "state.safetensors"]
 
 

@@ -1,0 +1,250 @@
+"""The verbs as functions, for Python: what a recipe or a benchmark can set are keywords, what was made is returned.
+
+    import ddp_vllm
+
+    pruned = ddp_vllm.prune("HuggingFaceTB/SmolLM2-135M", sparsity=0.2, output="./pruned")
+    print(pruned.num_parameters)
+
+They print nothing unless `verbose` is on, and raise a child of `DdpError` for what a user can mend. The command line
+calls the same functions. A part, and torch with it, is imported when one of its functions is called.
+"""
+
+import importlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.errors import SettingError
+from ddp_vllm.evaluations import default_output
+from ddp_vllm.output import check_file, check_output, make_folder
+
+if TYPE_CHECKING:
+    from ddp_vllm.latency import Profile
+    from ddp_vllm.pages.measurements import Comparison
+
+PathLike = str | Path
+
+
+def prune(
+    model: str,
+    *,
+    output: PathLike,
+    recipe: PathLike | None = None,
+    overwrite: bool = False,
+    tracker: str | None = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> Checkpoint:
+    """Learn what a model can do without, and write the pruned checkpoint. Interrupted, the same call goes on.
+
+    model: a folder or a hub name. recipe: a TOML file with settings. overwrite: replace an existing pruned folder.
+    tracker: log to it too, as `tensorboard`. verbose: print what the command line prints. settings: any field of a
+    `Recipe` (`sparsity`, `data`, `steps`, …), which are the options of [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
+    """
+    recipes = _recipes(model, recipe, settings)
+    if len(recipes) > 1:
+        raise SettingError(f"{len(recipes)} sizes are given, but prune makes one; prune_sizes makes several")
+    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)[0]
+
+
+def prune_sizes(
+    model: str,
+    *,
+    output: PathLike,
+    recipe: PathLike | None = None,
+    overwrite: bool = False,
+    tracker: str | None = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> list[Checkpoint]:
+    """Prune to several sizes by one search, such as `sparsity=[0.1, 0.2, 0.3]`, each into a folder inside `output`.
+
+    The arguments are those of `prune`.
+    """
+    recipes = _recipes(model, recipe, settings)
+    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)
+
+
+def plan(model: str, *, output: PathLike = "pruned", recipe: PathLike | None = None, **settings: Any) -> list[str]:
+    """Say what `prune` would remove, of the whole model too, and in what memory; a line each. Nothing is written."""
+    return list(_part("ddp_prune.plan").plan(_recipes(model, recipe, settings), Path(output)))
+
+
+def _recipes(model: str, recipe: PathLike | None, settings: dict[str, Any]) -> Any:
+    return _part("ddp_prune.recipe").load_recipes(Path(recipe) if recipe else None, settings | {"model": model})
+
+
+def _prune(recipes: Any, output: Path, *, overwrite: bool, tracker: str | None, verbose: bool) -> list[Checkpoint]:
+    if not (recipes[0].recover or len(recipes) > 1) or not output.is_dir():  # there may be something to go on from
+        check_output(output, overwrite=overwrite)
+    run = _learning("ddp_prune.pipeline").prune
+    folders = run(recipes, output, overwrite=overwrite, tracker=tracker, console=_console(verbose))
+    return [read_checkpoint(folder) for folder in folders]
+
+
+def recover(
+    model: PathLike,
+    *,
+    output: PathLike,
+    recipe: PathLike | None = None,
+    overwrite: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> Checkpoint:
+    """Let the weights of a pruned model learn from the dense one, and write the better model.
+
+    model: a pruned folder. settings: any field of a `RecoveryRecipe` (`minutes`, `data`, `teacher`, …); what is not
+    given is as when the masks were learned. The other arguments are those of `prune`.
+    """
+    output = Path(output)
+    check_output(output, overwrite=overwrite)
+    provenance = read_checkpoint(Path(model)).provenance
+    cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
+    before = provenance.get("recipe", {}) | cut_from
+    load = _part("ddp_prune.recipe").load_recovery
+    found = load(Path(recipe) if recipe else None, settings | {"model": str(model)}, before)
+    _learning("ddp_prune.recover").recover_alone(found, output, overwrite=overwrite, console=_console(verbose))
+    return read_checkpoint(output)
+
+
+def apply(
+    model: str, masks: PathLike, *, output: PathLike, tp: int = 1, align: int = 1, overwrite: bool = False
+) -> Checkpoint:
+    """Cut a dense model again from published masks alone; no text and no training needed.
+
+    masks: a `ddp_masks.safetensors`. tp: refuse masks that do not split over this many devices. align: move channels
+    until widths are multiples of this.
+    """
+    output = Path(output)
+    check_output(output, overwrite=overwrite)
+    _part("ddp_prune.export").apply_masks(model, Path(masks), output, tp=tp, align=align, overwrite=overwrite)
+    return read_checkpoint(output)
+
+
+def read(folder: PathLike) -> Checkpoint:
+    """Read and check a pruned checkpoint without loading a weight: widths, number of parameters, how it was made."""
+    return read_checkpoint(Path(folder))
+
+
+def inspect(folder: PathLike) -> dict[str, Any]:
+    """Return what `ddp-vllm inspect --json` prints of a pruned checkpoint: widths, what is left, quality, recipe."""
+    from ddp_vllm.pages.summary import facts
+
+    return facts(read(folder))
+
+
+def report(folder: PathLike, *, output: PathLike | None = None) -> Path:
+    """Draw what was removed from a pruned checkpoint, and return the path of `report.html`.
+
+    output: another folder for it.
+    """
+    from ddp_vllm.pages.report import write_report
+
+    return write_report(read(folder), Path(output or folder))
+
+
+def profile(
+    model: str,
+    *,
+    output: PathLike = "machine.json",
+    overwrite: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> "Profile":
+    """Measure in vLLM what a step of a model costs on this machine by the widths of its layers, for `prune(speedup=…)`.
+
+    settings: any field of `ProfileSettings` (`batches`, `contexts`, `steps`, `rounds`, `engine_arguments`). Returns the
+    `Profile` that was written.
+    """
+    part, output = _part("ddp_benchmarks.profile"), Path(output)
+    part.run_profile(part.ProfileSettings(model=model, **settings), output, overwrite=overwrite, say=_say(verbose))
+    from ddp_vllm.latency import read_profile
+
+    return read_profile(output)
+
+
+def bench(
+    dense: str,
+    pruned: PathLike | Sequence[PathLike],
+    *,
+    output: PathLike | None = None,
+    overwrite: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Replay ShareGPT prompts through real vLLM with the dense model and pruned ones, which take turns.
+
+    settings: any field of `Settings` (`mode`, `num_prompts`, `pairs`, `engine_arguments`, …). Returns the results as
+    they are written to `output`, by default `sharegpt-MODE.json` in the pruned folder; `["verdicts"]` says how much
+    faster.
+    """
+    part = _part("ddp_benchmarks.sharegpt")
+    folders = (pruned,) if isinstance(pruned, str | Path) else pruned
+    chosen = part.Settings(dense=dense, pruned=tuple(map(str, folders)), **settings)
+    file = part.results_file(chosen, Path(output) if output else None, overwrite=overwrite)
+    return dict(part.run_benchmark(chosen, file, say=_say(verbose)))
+
+
+def evaluate(
+    model: str, *, tasks: str = "paper", output: PathLike | None = None, verbose: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Evaluate a model, pruned or dense, on the paper's tasks through lm-eval, and return lm-eval's results.
+
+    tasks: names by commas, or the suites `paper`, `nine`, `llama`. output: a folder, by default `eval` in the model's.
+    settings: any field of `EvalSettings` (`limit`, `data`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
+    """
+    part, choose = _part("ddp_benchmarks.evaluate"), _part("ddp_benchmarks.tasks").choose_tasks
+    folder = Path(output) if output else default_output(model)
+    chosen = part.EvalSettings(model=model, tasks=choose(tasks), output=folder, **settings)
+    chosen.check()
+    make_folder(folder)
+    return dict(part.evaluate(chosen, say=_say(verbose)))
+
+
+def compare(
+    folders: Iterable[PathLike],
+    *,
+    output: PathLike = "compare.html",
+    results: Iterable[PathLike] = (),
+    dense: str | None = None,
+    tolerance: float | None = None,
+    overwrite: bool = False,
+) -> "Comparison":
+    """Put quality and speed of pruned checkpoints on one page, in HTML and beside it in Markdown.
+
+    results: files of `bench` and `evaluate` outside the folders. dense: the dense model, by default that of the recipe.
+    tolerance: say which model to take if perplexity may be so many times the dense one's. Returns the `Comparison`.
+    """
+    page = Path(output)
+    markdown = page.with_suffix(".md")
+    if markdown == page:
+        raise SettingError(f"{page} is where the Markdown goes; call the page {page.with_suffix('.html')}")
+    for path in (page, markdown):
+        check_file(path, overwrite=overwrite)
+    from ddp_vllm.pages.compare import write_comparison
+    from ddp_vllm.pages.measurements import collect
+
+    comparison = collect([*map(Path, folders)], results=[*map(Path, results)], dense=dense)
+    write_comparison(comparison, page, markdown, tolerance)
+    return comparison
+
+
+def _part(module: str) -> Any:
+    """Import a module of a part when it is used; the ground floor imports none by name."""
+    return importlib.import_module(module)
+
+
+def _learning(module: str) -> Any:
+    # OpenMP threads that spin while they wait slow a step several times over beside another busy process (log 3)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return _part(module)
+
+
+def _console(verbose: bool) -> Any:
+    return _part("rich.console").Console(quiet=not verbose, soft_wrap=True)  # lines are copied, so never wrapped
+
+
+def _say(verbose: bool) -> Any:
+    return print if verbose else lambda _line: None

@@ -1,0 +1,118 @@
+"""What a run would remove, and in what memory, said before it: `prune --dry-run`. Neither weights nor text are read."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.devices import LEARNING_BYTES, check_shares, free_memory, make_accelerator, pass_bytes
+from ddp_prune.model import Source, loading_options
+from ddp_prune.pipeline import find_model, settled, suited_pools
+from ddp_prune.recipe import Recipe
+from ddp_prune.trainer import sequences_at_once
+from ddp_vllm.costs import whole_model
+from ddp_vllm.errors import SettingError
+from ddp_vllm.families import Dimensions, dense_layers
+
+
+def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
+    """Return what `prune` would do, a line each. Raises: as `prune` before it loads the model."""
+    first = recipes[0]
+    if first.budget == "latency" and not first.profile:
+        raise SettingError("what goes depends on measured time; give --profile, as ddp-vllm profile writes it")
+    accelerator = make_accelerator(output, None)
+    check_shares(first, accelerator.num_processes)
+    source, shapes = find_model(first, output)
+    learn = settled(first, shapes, output, accelerator).learn
+    lines = []
+    for recipe in recipes:
+        if len(recipes) > 1:
+            lines.append(f"{recipe.size_name} {recipe.size:g}:")
+        head_unit, pools = suited_pools(recipe, source, shapes)
+        lines += [describe(pool) for pool in pools]
+        lines += _of_the_whole(recipe, source, shapes, head_unit, pools)
+    last = dataclasses.replace(recipes[-1], learn=learn)
+    lines.append(_memory(last, source, shapes, accelerator))
+    tokens = f"{last.batch_size:,} × {last.seq_len:,} tokens, {last.steps * last.batch_size * last.seq_len:,} in all"
+    lines.append(f"text: {last.steps:,} steps of {tokens}, of {last.data}")
+    return [*lines, "time: what a step takes is known after the first; the run then says how long is left"]
+
+
+def _of_the_whole(
+    recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], head_unit: str, pools: Sequence[Pool]
+) -> Iterator[str]:
+    """Say what share of the whole model goes, and how to ask for that share of the whole."""
+    share = 1.0 - sum(pool.kept for pool in pools) / sum(pool.total for pool in pools)
+    if recipe.budget in ("flops", "kv-bytes"):
+        (pool,) = pools
+        whole = whole_model(recipe.budget, source.config, dense_layers(source.config), shapes, recipe.context_length)
+        left = whole - pool.total + pool.kept
+        yield (
+            f"{share:.1%} of what can be pruned = {1 - left / whole:.1%} of the model: {whole:,.0f} → {left:,.0f} "
+            f"{recipe.budget} a token"
+        )
+    if recipe.budget not in ("units", "params"):
+        yield "parameters: how many go depends on which units the text can do without"
+        return
+    (pool,) = make_pools(
+        source.config,
+        shapes,
+        source.sizes,
+        head_unit,
+        dataclasses.replace(recipe, budget="params", target=0.0, sparsity=share),
+    )
+    whole = whole_model("params", source.config, dense_layers(source.config), shapes, recipe.context_length)
+    costs = {kind: float(pool.unit_costs(kind).mean()) for kind in pool.shapes}
+    gone = sum((each.total - each.kept) * (costs[each.name] if recipe.budget == "units" else 1.0) for each in pools)
+    line = (
+        f"{gone / pool.total:.1%} of what can be pruned = {gone / whole:.1%} of the model: {short(whole)} → "
+        f"{short(whole - gone)} parameters"
+    )
+    wanted = (1.0 - recipe.sparsity) * whole
+    if recipe.sparsity and wanted > whole - pool.total:
+        line += f"; for {recipe.sparsity:.0%} of all: --target-params {short(wanted)}"
+    yield line
+
+
+@dataclass(frozen=True)
+class _Sized:
+    model: torch.nn.Module
+    sizes: Dimensions
+
+
+def _memory(recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], accelerator: Accelerator) -> str:
+    """Say about how much memory weights and a forward and backward pass take, and how much is free."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = loading_options(source, recipe.dtype, accelerator.device)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.folder), **options)
+    learns = recipe.learn == "full"
+    model.requires_grad_(learns)
+    held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
+    weights = held * (LEARNING_BYTES + 2 * model.dtype.itemsize if learns else model.dtype.itemsize)
+    at_once = sequences_at_once(recipe, accelerator)
+    passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
+    return (
+        f"memory: about {_gigabytes(weights + passing)}: {_gigabytes(weights)} for "
+        f"{'two models, of which one learns' if learns else 'the model'}, {_gigabytes(passing)} for {at_once} × "
+        f"{recipe.seq_len:,} tokens at once; {_gigabytes(free_memory(accelerator))} are free"
+    )
+
+
+def short(number: float) -> str:
+    """Write a number as `parse_amount` reads it."""
+    for scale, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= scale:
+            return f"{number / scale:.4g}{suffix}"
+    return f"{number:.0f}"
+
+
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"

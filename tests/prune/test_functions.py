@@ -1,0 +1,97 @@
+"""The verbs as functions, and the examples, on a tiny model."""
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_vllm
+from ddp_vllm.errors import SettingError
+
+pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "learn": "scales"}
+
+
+def test_a_model_goes_through_all_functions_without_a_word(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pruned = ddp_vllm.prune(str(tiny_model), sparsity=0.4, output=tmp_path / "pruned", data=str(tiny_text), **TINY)
+    assert isinstance(pruned, ddp_vllm.Checkpoint) and pruned.folder == tmp_path / "pruned"
+    recovered = ddp_vllm.recover(pruned.folder, output=tmp_path / "recovered", tokens=64)
+    assert recovered.layers == pruned.layers and "recovered" in recovered.provenance["perplexity"]
+    again = ddp_vllm.apply(str(tiny_model), pruned.folder / "ddp_masks.safetensors", output=str(tmp_path / "again"))
+    assert again.layers == ddp_vllm.read(str(pruned.folder)).layers == pruned.layers
+    facts = ddp_vllm.inspect(pruned.folder)
+    assert facts["parameters"] == pruned.num_parameters and facts["recipe"]["steps"] == 6 and len(facts["layers"]) == 3
+    assert ddp_vllm.report(pruned.folder, output=tmp_path / "page") == tmp_path / "page" / "report.html"
+    page = ddp_vllm.compare([pruned.folder, tmp_path / "recovered"], output=tmp_path / "compare.html")
+    assert len(page.pruned) == 2 and (tmp_path / "compare.md").exists()
+    assert capsys.readouterr().out == ""
+
+
+BARE = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+from ddp_vllm.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
+    """With none of the packages that extras bring; other verbs say which extra they need."""
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    extras = [each for packages in project["optional-dependencies"].values() for each in packages]
+    packages = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in extras}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", BARE.format(packages=packages), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    for arguments in (["inspect", pruned], ["inspect", "--json", pruned], ["compare", pruned]):
+        result = run(*arguments)
+        assert result.returncode == 0, result.stderr
+    result = run("report", pruned, "-o", tmp_path / "page")
+    assert result.returncode == 0 and (tmp_path / "page" / "report.html").exists(), result.stderr
+    result = run("prune", "model", "--sparsity", "0.2", "-o", "out")
+    assert result.returncode == 1 and result.stderr.endswith('is not installed; pip install "ddp-vllm[prune]"\n')
+
+
+def test_several_sizes_and_their_refusal(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    settings = {"output": tmp_path / "out", "sparsity": [0.2, 0.4], "data": str(tiny_text), **TINY}
+    with pytest.raises(SettingError, match="2 sizes are given, but prune makes one; prune_sizes"):
+        ddp_vllm.prune(str(tiny_model), **settings)
+    small, large = ddp_vllm.prune_sizes(str(tiny_model), **settings)
+    assert small.num_parameters > large.num_parameters and large.folder.name == "sparsity-0.4"
+
+
+def test_the_examples_run(
+    tiny_model: Path,
+    tiny_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(name: str, *arguments: object) -> str:
+        monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text('steps = 6\nbatch_size = 2\nseq_len = 16\nlearn = "scales"\n')
+    said = run("prune.py", tiny_model, tmp_path / "pruned", recipe, tiny_text)
+    assert (
+        "parameters, perplexity" in said
+        and f"bench sharegpt --dense {tiny_model} --pruned {tmp_path / 'pruned'}\n" in said
+    )  # unwrapped
+    said = run("recover.py", tmp_path / "pruned", tmp_path / "recovered", 0.01)
+    assert "recovered" in said and "report.html" in said
