@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
-from ddp_benchmarks.processes import terminable
+from ddp_benchmarks.processes import leash, terminable
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.fetch import fetch_conversations, fetch_model
 from ddp_vllm.pages.evidence import answers
@@ -67,12 +67,15 @@ def command(*arguments: object) -> None:
     words = [str(argument) for argument in arguments]
     print("     $ ddp-vllm " + " ".join(words), flush=True)
     process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *words])
+    take_off_leash = leash(process.pid)
     try:
         code = process.wait()
     except KeyboardInterrupt:  # subprocess.run would kill it at once, before it has stopped its engine
         process.terminate()
         process.wait()
         raise
+    finally:
+        take_off_leash()
     if code:
         sys.exit(code)
 

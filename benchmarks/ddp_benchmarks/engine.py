@@ -1,7 +1,7 @@
 """One vLLM at a time: start it, drive it, stop it, and leave nothing running.
 
 vLLM is never imported here, it is run: a fresh process group for each engine, so that one signal ends the front end,
-the engine core and the workers together, and a crash in vLLM is an error message in ours.
+the engine core and the workers together, and a crash in vLLM is an error message in ours. Whatever ends us ends them.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ddp_benchmarks.processes import end_group, group_members, resident_bytes
+from ddp_benchmarks.processes import end_group, group_members, leash, resident_bytes
 from ddp_vllm.errors import ServingError
 from ddp_vllm.machine import versions
 
@@ -134,6 +134,7 @@ class Engine:
                 env=engine_environment(),
                 start_new_session=True,  # a process group of its own, which Ctrl-C in our terminal does not reach
             )
+        self._take_off_leash = leash(self.process.pid)
         self._stopped = threading.Event()
         self._sampler = threading.Thread(target=self._sample_memory, daemon=True)
         self._sampler.start()
@@ -149,7 +150,10 @@ class Engine:
     def stop(self) -> None:
         """End every process of the group; those that do not end within seconds are killed."""
         self._stopped.set()
-        end_group(self.process.pid, self.process.poll)
+        try:
+            end_group(self.process.pid, self.process.poll)
+        finally:
+            self._take_off_leash()
         self._sampler.join(timeout=5)
 
     def wait(self, *, seconds: float | None = None) -> None:

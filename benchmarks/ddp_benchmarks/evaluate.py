@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
-from ddp_benchmarks.processes import end_group
+from ddp_benchmarks.processes import end_group, leash
 from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
@@ -135,6 +135,7 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_call, args=(theirs, function, arguments))
     process.start()
+    take_off_leash = leash(process.pid or 0)
     theirs.close()
     try:
         answer = ours.recv()
@@ -147,7 +148,10 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
         ) from None
     finally:
         process.terminate()
-        end_group(process.pid or 0, lambda: process.exitcode)
+        try:
+            end_group(process.pid or 0, lambda: process.exitcode)
+        finally:
+            take_off_leash()
         ours.close()
     if answer is not None:
         raise answer

@@ -1,7 +1,8 @@
-"""Process groups: end one with all its children, and know how much memory it takes."""
+"""Process groups: end one with all its children, whatever ends us, and know how much memory it takes."""
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,30 @@ from pathlib import Path
 from types import FrameType
 
 STOP_SECONDS = 10  # vLLM's own shutdown gives its workers 5 s
+WATCH = 'read -r _; kill -KILL -"$0" || kill -KILL "$0"'  # read ends when nobody can write any more
+
+
+def leash(leader: int) -> Callable[[], None]:
+    """Let a process and its group die when we do, though it be by SIGKILL; return what takes the leash off.
+
+    A shell outside of both groups waits at a pipe that only we can write to, and that the kernel closes when we are
+    gone. Once off, the process is nobody's to kill: call it after the process has ended.
+    """
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", WATCH, str(leader)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def take_off() -> None:
+        watcher.kill()
+        watcher.wait()
+        assert watcher.stdin
+        watcher.stdin.close()
+
+    return take_off
 
 
 def end_group(leader: int, reap: Callable[[], object]) -> None:

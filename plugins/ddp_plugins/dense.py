@@ -36,6 +36,7 @@ from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.tensors import TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 
+ONLINE = "online"  # vLLM's name for ways of quantising that take 16-bit weights, such as fp8_per_tensor
 logger = init_logger("vllm.ddp_plugins.dense")  # vLLM shows what its own loggers say, and those below them
 
 
@@ -187,10 +188,11 @@ class NonUniform(CheckedLoading):
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.is_quantised = vllm_config.quant_config is not None
+        can_grow = not self.is_quantised or vllm_config.quant_config.get_name() == ONLINE
         self.block = channel_block(
             fields,
             get_tensor_model_parallel_world_size(),
-            can_pad=not self.is_quantised and vllm_config.lora_config is None,
+            can_pad=can_grow and vllm_config.lora_config is None,
             on_cpu=current_platform.is_cpu(),
         )
         config.ddp_pad_channels_to = self.block  # what vLLM compiles is cached by the config, and shapes depend on this

@@ -54,6 +54,7 @@ MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages
 # Only Hopper's and B200's tensor cores read shared memory; others hold what they multiply in registers too.
 SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
 MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
+FEW_PAIRS, SOME_PAIRS = 24, 96  # an expert, up to which they are taken
 # float32 is for tests: no tensor cores
 EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
 
@@ -67,11 +68,11 @@ def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: in
     if dtype == torch.float32:
         return EXACT
     pairs_per_expert = num_pairs / max(num_experts, 1)
-    if pairs_per_expert <= 24:
+    if pairs_per_expert <= FEW_PAIRS:
         return FEW
     if major in (9, 10):
-        return SOME if pairs_per_expert <= 96 else MANY
-    return SOME_IN_REGISTERS if pairs_per_expert <= 96 else MANY_IN_REGISTERS
+        return SOME if pairs_per_expert <= SOME_PAIRS else MANY
+    return SOME_IN_REGISTERS if pairs_per_expert <= SOME_PAIRS else MANY_IN_REGISTERS
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def _place_of(ids, place_ptr, expert_map_ptr, HAS_MAP: tl.constexpr):
     return tl.load(place_ptr + ids, mask=ids >= 0, other=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])  # its batches are all sizes: else 1 and multiples of 16 compile anew
 def sort_pairs(
     ids_ptr,  # [P] int32 or int64
     place_ptr,  # [E] int32
@@ -325,6 +326,28 @@ def ragged_moe(
         NUM_SLOTS=num_slots, SLOTS=triton.next_power_of_2(num_slots), H=hidden_size, HAS_MAP=has_map, BLOCK=SUM_BLOCK,
     )  # fmt: skip
     return y_TH
+
+
+def warm_up(
+    w13_2SH: torch.Tensor,
+    w2_SH: torch.Tensor,
+    layout_3E: torch.Tensor,
+    max_width: int,
+    num_slots: int,
+    expert_map: torch.Tensor | None,
+) -> None:
+    """Compile all that a batch of any size asks for, or a first one of a new size would wait for it.
+
+    num_slots: K.
+    """
+    major, _ = _machine(w2_SH.device)
+    every_tiles = {choose_tiles(num_pairs, 1, w2_SH.dtype, major) for num_pairs in (1, FEW_PAIRS + 1, SOME_PAIRS + 1)}
+    for num_tokens in (1, SORT_BLOCK // num_slots + 1):
+        x_TH = w2_SH.new_zeros(num_tokens, w2_SH.shape[1])
+        weights_TK = torch.zeros(num_tokens, num_slots, device=x_TH.device)
+        ids_TK = torch.zeros_like(weights_TK, dtype=torch.int32)
+        for tiles in every_tiles:
+            ragged_moe(x_TH, w13_2SH, w2_SH, layout_3E, max_width, weights_TK, ids_TK, expert_map, tiles)
 
 
 @cache

@@ -94,6 +94,11 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         w13, w2 = finish_weights(self.layout, layer.w13_weight.data, layer.w2_weight.data)
         replace_parameter(layer, "w13_weight", w13)
         replace_parameter(layer, "w2_weight", w2)
+        if w2.device.type == "cuda":
+            from ddp_plugins.moe_kernel import warm_up  # Triton is not there on every CPU
+
+            num_slots = self.moe.experts_per_token
+            warm_up(w13, w2, layer.layout_3E, self.layout.max_width, num_slots, layer.expert_map)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
         return FUSED_MOE_UNQUANTIZED_CONFIG

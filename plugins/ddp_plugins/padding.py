@@ -25,7 +25,7 @@ def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, o
     """Return what the number of MLP channels of every layer and rank is filled up to a multiple of; 1: nothing is.
 
     config: the checkpoint's, as plain data. Its `ddp_pad_channels_to` (`--hf-overrides`) goes before our own choice.
-    can_pad: the weights may grow; quantised ones, and those that adapters are added to, may not.
+    can_pad: the weights may grow; those quantised on disk, and those that adapters are added to, may not.
     Raises: SettingError for a block that is no positive integer.
     """
     block = config.get("ddp_pad_channels_to")

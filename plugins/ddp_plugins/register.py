@@ -4,7 +4,10 @@ Importing this file imports neither torch nor vLLM, and `register` names model c
 itself when a checkpoint asks for one, after it has set up its devices.
 """
 
+import logging
 from typing import Any
+
+logger = logging.getLogger("vllm.ddp_plugins.register")  # vLLM shows what its own loggers say, and those below them
 
 
 def model_class(config: type) -> str:
@@ -14,7 +17,24 @@ def model_class(config: type) -> str:
 
 
 def register() -> None:
-    """Tell transformers the configurations and vLLM the architectures of pruned models; safe to call again."""
+    """Tell transformers and vLLM of pruned models; safe to call again.
+
+    vLLM calls it in every process, whatever it serves, and would not survive an error here: other models would not be
+    served either. So what goes wrong is a warning.
+    """
+    try:
+        register_models()
+    except Exception as error:  # a version of vLLM or transformers in which a name is gone
+        logger.warning(
+            "ddp-vllm steps aside, so pruned models are not served here (%s: %s). Other models are. Install the "
+            "versions of vLLM and transformers that ddp-vllm asks for.",
+            type(error).__name__,
+            " ".join(str(error).split()),
+        )
+
+
+def register_models() -> None:
+    """Tell transformers the configurations and vLLM the architectures of pruned models."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
@@ -44,6 +64,6 @@ def register() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
         path = model_class(config)
         architecture = path.partition(":")[2]
-        ModelRegistry.register_model(architecture, path)
         if path.startswith("ddp_plugins.dense:"):
             MODELS_CONFIG_MAP[architecture] = Limits
+        ModelRegistry.register_model(architecture, path)  # last: nothing is served without its limits

@@ -117,7 +117,18 @@ def pass_bytes(gated: SizedModel, num_sequences: int, seq_len: int) -> int:
     if any(getattr(layer, "gradient_checkpointing", False) for layer in gated.model.modules()):
         itemsize = next(gated.model.parameters()).dtype.itemsize
         kept = num_tokens * num_layers * gated.sizes.hidden_size * itemsize + kept // num_layers
-    return kept + head_bytes(gated.model)
+    return kept + num_tokens * gate_bytes(gated) + head_bytes(gated.model)
+
+
+def gate_bytes(gated: SizedModel) -> int:
+    """Return how many bytes a token takes in the backward pass of the widest gate, beside what is kept.
+
+    The gradient that arrives, its product with the input in float32, and the squares of those or the copy they are of.
+    """
+    sizes, itemsize = gated.sizes, next(gated.model.parameters()).dtype.itemsize
+    slots: Any = getattr(gated.model.config, "num_experts_per_tok", 0)
+    channels = sizes.intermediate_size if len(sizes.routed_layers) < sizes.num_layers else 0
+    return (4 + 4 + itemsize) * max(channels, slots * sizes.expert_intermediate_size)
 
 
 def activation_bytes(gated: SizedModel, seq_len: int) -> int:

@@ -198,3 +198,22 @@ def cmdline(process: int) -> bytes:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def test_killing_the_demo_ends_the_benchmark_it_runs_and_that_ones_server(
+    tiny: Path, talks: Path, tmp_path: Path
+) -> None:
+    words = ["bench", "sharegpt", "--dense", str(tiny), "--pruned", str(tiny), "--dataset", str(talks)]
+    words += ["-o", str(tmp_path / "results.json"), "--mode", "serve", *QUICK, *ENGINE]
+    code = "import sys, demo; demo.command(*sys.argv[1:])"
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL)
+    try:
+        server = wait_for(lambda: running(str(tiny)))[0]
+        wait_for(lambda: any(b"EngineCore" in cmdline(member) for member in group_members(server)))
+        benchmark = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+        assert b"\0bench\0" in cmdline(benchmark)
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not list(group_members(server)) and not cmdline(benchmark), seconds=10)
+    assert running(str(tiny)) == []

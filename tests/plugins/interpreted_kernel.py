@@ -2,6 +2,7 @@
 since the interpreter takes over Triton's whole language when that is imported."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,22 @@ def test_every_case(name: str, tiles: Tiles | None, dtype: torch.dtype) -> None:
 def test_every_tile_size(tiles: Tiles) -> None:
     problem = draw(CASES["tokens and channels past several tiles"], torch.bfloat16)
     problem.check(run(problem, tiles))
+
+
+def test_warming_up_launches_every_tile_and_both_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = draw(CASES["widths 0, 1 and no block multiple"], torch.bfloat16)
+    launched: list[tuple[Tiles | None, bool]] = []
+    real = moe_kernel.ragged_moe
+
+    def note(*arguments: Any) -> torch.Tensor:
+        launched.append((arguments[8], arguments[6].numel() > moe_kernel.SORT_BLOCK))
+        return real(*arguments)
+
+    monkeypatch.setattr(moe_kernel, "ragged_moe", note)
+    monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)  # the interpreter is slow
+    layout, num_slots = problem.layout, problem.ids.shape[1]
+    moe_kernel.warm_up(problem.w13, problem.w2, layout.table(problem.x.device), layout.max_width, num_slots, None)
+    assert set(launched) == {(tiles, wide) for tiles in (FEW, SOME, MANY) for wide in (False, True)}
 
 
 def test_more_pairs_than_the_sort_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

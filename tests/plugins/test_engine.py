@@ -114,6 +114,7 @@ def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
         return job(folder, num_tokens=NUM_LONGER, speculative_config=draft, disable_log_stats=False)
 
     wide = {"hf_overrides": {"ddp_pad_channels_to": 16}}  # to be set aside for adapters and quantised weights
+    narrow = {"hf_overrides": {"ddp_pad_channels_to": 1}}
     short_steps = wide | {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 64}
     foreign = tuple(f"adapter {name}" for name in FOREIGN)
     jobs = {
@@ -124,6 +125,8 @@ def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
         "drafted": drafted("dense"),
         "drafted by itself": drafted("ragged"),
         "int8": job("int8", **wide),
+        "fp8": job("ragged", dtype="bfloat16", quantization="fp8_per_channel", **wide),
+        "fp8 unpadded": job("ragged", dtype="bfloat16", quantization="fp8_per_channel", **narrow),
         "int4": job("int4", dtype="bfloat16"),
         "int4 of odd widths": job("int4 of odd widths", dtype="bfloat16"),
         "two ranks": job("biased", tensor_parallel_size=2),
@@ -189,6 +192,12 @@ def test_a_pruned_model_drafts_what_it_would_say_itself(served: dict[str, Any], 
 def test_int8_weights_and_activations_of_any_width(served: dict[str, Any], made: dict[str, Any]) -> None:
     assert_same_outputs(served["int8"]["outputs"][:1], made["int8"])
     assert served["int8"]["mlp_widths"] == [17, 64, 1, 33]
+
+
+def test_weights_that_vllm_makes_fp8_are_padded_and_answer_the_same(served: dict[str, Any]) -> None:
+    assert_same(served["fp8"], served["fp8 unpadded"])
+    assert served["fp8"]["mlp_widths"] == [32, 64, 16, 48]
+    assert served["fp8 unpadded"]["mlp_widths"] == [17, 64, 1, 33]
 
 
 def test_int4_weights_of_aligned_widths(served: dict[str, Any], made: dict[str, Any]) -> None:

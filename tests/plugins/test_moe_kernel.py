@@ -142,6 +142,21 @@ def test_the_kernels_around_the_products_compile(
         assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
 
 
+def test_batches_of_all_sizes_share_one_compiled_sort() -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from ddp_plugins.moe_kernel import sort_pairs
+
+    bind = create_function_from_signature(
+        sort_pairs.signature, sort_pairs.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
+    memory = torch.zeros(64, dtype=torch.int32)
+    keys = {str(bind(*[memory] * 6, number, HAS_MAP=False, BLOCK=1024)[1]) for number in (1, 15, 16, 4096)}
+    assert len(keys) == 1, keys
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

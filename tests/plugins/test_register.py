@@ -1,13 +1,21 @@
 """What vLLM is told at start, without starting vLLM."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from tiny_models import PROMPTS, generate
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+def run_python(code: str, *arguments: str) -> str:
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
 
 def test_importing_the_entry_point_imports_neither_torch_nor_vllm() -> None:
@@ -53,3 +61,43 @@ def test_register_twice_names_every_family_and_imports_no_model_class() -> None:
     Of an architecture it must know nothing: the entry of a dense family is our `Limits`, which would hide vLLM's.
     """
     assert run_python(REGISTER).strip().splitlines()[-2:] == ["False", "ddp_gemma2 ddp_gemma3_text"]
+
+
+BROKEN = """
+import json, logging, sys
+from vllm.config import model
+from ddp_plugins import register
+
+warnings = []
+register.logger.addFilter(lambda record: warnings.append(record.getMessage()) or True)
+names = model._FLOAT16_NOT_SUPPORTED_MODELS
+del model._FLOAT16_NOT_SUPPORTED_MODELS
+register.register()
+model._FLOAT16_NOT_SUPPORTED_MODELS = names
+sys.modules["ddp_plugins.limits"] = None  # not to be imported
+
+from vllm import LLM, ModelRegistry, SamplingParams
+engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=192, skip_tokenizer_init=True,
+             kv_cache_memory_bytes=1 << 26, num_gpu_blocks_override=16)
+greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+tokens = [list(answer.outputs[0].token_ids) for answer in engine.generate(prompts, greedy)]
+ours = [name for name in ModelRegistry.get_supported_archs() if name.startswith("DDP")]
+print(json.dumps({"tokens": tokens, "warnings": warnings, "ours": ours}))
+"""
+
+
+@pytest.mark.vllm
+def test_where_the_plugin_is_broken_stock_models_are_served_as_ever(tmp_path: Path) -> None:
+    """Once with a name of vLLM's gone, then with a module of ours that vLLM's own loading of plugins meets."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
+    stock = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=256)).eval()
+    stock.save_pretrained(tmp_path)
+    found = json.loads(run_python(BROKEN, str(tmp_path), json.dumps(PROMPTS)).splitlines()[-1])
+    assert found["tokens"] == [generate(stock, prompt)["tokens"] for prompt in PROMPTS]
+    assert found["ours"] == []
+    for warning, cause in zip(found["warnings"], ("_FLOAT16_NOT_SUPPORTED_MODELS", "ddp_plugins.limits"), strict=True):
+        assert warning.startswith("ddp-vllm steps aside, so pruned models are not served here") and cause in warning
+        assert "\n" not in warning

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -32,6 +34,7 @@ from ddp_prune.devices import (
     fit_activations,
     fit_attention,
     free_memory,
+    gate_bytes,
     load_sharded,
     narrow_layers,
     pass_bytes,
@@ -112,6 +115,22 @@ def test_what_is_kept_is_what_the_arithmetic_says(dtype: torch.dtype, attention:
     inputs = LAYERS * SIZES["hidden_size"] * dtype.itemsize
     final_norm = SIZES["hidden_size"] * 4
     assert _gradients(gated)[3] / num_tokens == pytest.approx(inputs + final_norm, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_takes_in_backward_what_the_arithmetic_says(dtype: torch.dtype) -> None:
+    gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype))
+    masks = {kind: torch.full(shape, 0.8).requires_grad_() for kind, shape in gated.shapes.items()}
+    squares = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
+    x = torch.randn(4096, SIZES["intermediate_size"], dtype=dtype).requires_grad_()
+    with gated.masks(masks, squares):
+        y = gated.layers[0].get_submodule("mlp.down_proj")(x)
+    gradient = torch.randn_like(y)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.autograd.grad(y, (x, masks["mlp"]), gradient)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert max(accumulate(allocated)) / len(x) == pytest.approx(gate_bytes(gated), rel=0.05)
 
 
 def test_auto_checkpoints_when_half_of_free_memory_is_too_little(

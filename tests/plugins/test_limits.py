@@ -1,0 +1,120 @@
+"""What vLLM is refused or warned of before it loads anything, in a process that plans for machines we do not have."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_vllm.remote_code import configuration_ddp
+
+pytestmark = pytest.mark.vllm
+
+HERE = Path(__file__).parent
+HOPPER, BLACKWELL, AMPERE = 9, 10, 8
+UNEVEN = [[3, 3], [2, 1], [3]]  # query heads of each KV head, layer by layer: two layers of two KV heads
+EVEN = [[2, 2], [2, 1], [3]]  # the same after padding
+FULL = [[3, 3, 3, 3]] * 3  # as in the dense model
+LMCACHE = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+SEVERAL = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [{"kv_connector": "OffloadingConnector"}, LMCACHE]},
+}
+V1 = {"capability": HOPPER, "runner": "0"}
+WINDOW, LONG, SHORT = 512, 8192, 640
+MIXED = [[2] * 4, [2] * 4, [2] * 3, [2] * 3, [2] * 3, [2] * 4]  # 3 does not divide 4
+DIVIDING = [[2] * 4, [2] * 2, [2], [2] * 4, [2] * 2, [2] * 4]
+WHOLE = [[3] * 4] * 6
+NO_HYBRID = {"disable_hybrid_kv_cache_manager": True}
+
+
+def write_config(folder: Path, family: str, layers: list[list[int]], **fields: Any) -> Path:
+    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": len(layers)}
+    sizes |= {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": LONG}
+    entries = [{"query_heads_per_kv_head": heads, "intermediate_size": 32} for heads in layers]
+    config = getattr(configuration_ddp, f"DDP{family}Config")(**(sizes | fields), ddp_layers=entries)
+    config.architectures = [f"DDP{family}ForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("plans")
+    folders = {
+        name: write_config(root / name, "Llama", layers)
+        for name, layers in (("uneven", UNEVEN), ("even", EVEN), ("full", FULL))
+    }
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention", "full_attention"]
+    gemma = {"layer_types": kinds, "sliding_window": WINDOW}
+    for name, layers in (("mixed", MIXED), ("dividing", DIVIDING), ("whole", WHOLE)):
+        folders[name] = write_config(root / name, "Gemma3", layers, **gemma)
+
+    def case(name: str, capability: int | None = None, runner: str = "", **options: Any) -> dict[str, Any]:
+        held = name in ("mixed", "dividing", "whole")
+        machine = {"capability": capability, "runner": runner, "held": held}
+        return {"folder": str(folders[name]), "options": {"max_model_len": 256} | options, **machine}
+
+    cases = {
+        "V1, Hopper": case("uneven", **V1),
+        "V1, Hopper, FlashAttention": case("uneven", attention_backend="FLASH_ATTN", **V1),
+        "V1, Hopper, other kernel": case("uneven", attention_backend="TRITON_ATTN", **V1),
+        "V1, Hopper, FlashAttention 2": case("uneven", attention_config={"flash_attn_version": 2}, **V1),
+        "V1, Hopper, even": case("even", **V1),
+        "V2, Hopper": case("uneven", HOPPER, "1"),
+        "V1, Ampere": case("uneven", AMPERE, "0"),
+        "V1, Blackwell": case("uneven", BLACKWELL, "0"),
+        "V1, CPU": case("uneven", runner="0"),
+        "V1, Hopper, windows": case("mixed", **V1),
+        "LMCache": case("uneven", kv_transfer_config=LMCACHE),
+        "LMCache among several": case("uneven", kv_transfer_config=SEVERAL),
+        "LMCache, dense heads": case("full", kv_transfer_config=LMCACHE),
+        "long": case("mixed", max_model_len=LONG),
+        "long, flag": case("mixed", max_model_len=LONG, **NO_HYBRID),
+        "short": case("mixed", max_model_len=SHORT),
+        "short, flag": case("mixed", max_model_len=SHORT, **NO_HYBRID),
+        "dividing": case("dividing", max_model_len=LONG),
+        "long, nothing pruned": case("whole", max_model_len=LONG),
+    }
+    (root / "cases.json").write_text(json.dumps(list(cases.values())))
+    command = [sys.executable, str(HERE / "plan_tiny.py"), str(root / "cases.json"), str(root / "results.json")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-5000:]
+    return dict(zip(cases, json.loads((root / "results.json").read_text()), strict=True))
+
+
+@pytest.mark.parametrize("name", ["V1, Hopper", "V1, Hopper, FlashAttention"])
+def test_flash_attention_3_planned_for_other_query_heads_is_refused(name: str, planned: dict[str, Any]) -> None:
+    message = r"layers of 2 KV heads have 4, 6 query heads, .* pass --attention-backend TRITON_ATTN, or leave out"
+    assert re.search(message, planned[name]["error"]), planned[name]
+
+
+@pytest.mark.parametrize("name", [
+    "V1, Hopper, other kernel", "V1, Hopper, FlashAttention 2", "V1, Hopper, even", "V1, Hopper, windows",
+    "V2, Hopper", "V1, Ampere", "V1, Blackwell", "V1, CPU", "LMCache, dense heads",
+])  # fmt: skip
+def test_what_is_planned_rightly_is_not_refused(name: str, planned: dict[str, Any]) -> None:
+    assert "error" not in planned[name], planned[name]
+
+
+@pytest.mark.parametrize("name", ["LMCache", "LMCache among several"])
+def test_lmcache_is_refused_for_other_kv_heads_than_the_dense_models(name: str, planned: dict[str, Any]) -> None:
+    message = r"LMCacheConnectorV1 takes every layer for one of 4 KV heads, and this model has layers of 1, 2; serve it"
+    assert re.search(message, planned[name]["error"]), planned[name]
+
+
+def test_a_padded_cache_is_told_with_the_flag(planned: dict[str, Any]) -> None:
+    """By vLLM's own counting: pruned heads make no room, the flag does for short sequences, and not for long ones."""
+    for length in ("long", "short"):
+        (told,) = planned[length]["warnings"]
+        assert "they have 3, 4 KV heads: vLLM fills the KV cache of each up to 4. --disable-hybrid-kv-cache" in told
+    held = {name: result.get("held") for name, result in planned.items()}
+    assert held["long"] == pytest.approx(held["long, nothing pruned"], rel=0.01)
+    assert held["short, flag"] > 1.1 * held["short"] and held["long, flag"] < held["long"]
+    for name in ("long, flag", "dividing", "long, nothing pruned"):
+        assert planned[name]["warnings"] == [], name
+    assert held["dividing"] > 1.2 * held["long, nothing pruned"]
