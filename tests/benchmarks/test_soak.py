@@ -1,0 +1,27 @@
+"""Many clients at once, invalid requests and disconnects among them, on an unevenly pruned model in real vLLM."""
+
+from pathlib import Path
+
+import pytest
+
+from ddp_benchmarks.engine import Server
+from soak import OPTIONS, judged, soak, tiny_model
+
+
+def test_a_fault_is_seen() -> None:
+    assert judged("whole", [1, 2], [1, 2]) is judged("cut", [1], [1, 2]) is judged("invalid", 400, [1]) is None
+    for kind, answer in (("whole", [1]), ("stream", [1, 3]), ("cut", []), ("cut", [2]), ("invalid", 500)):
+        assert judged(kind, answer, [1, 2]), (kind, answer)
+    assert judged("invalid", [1, 2], [1, 2]) and judged("whole", 500, 500) and judged("stream", "TimeoutError: ", [1])
+
+
+@pytest.mark.vllm
+def test_answers_of_a_busy_server_equal_those_to_single_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with Server(str(tiny_model(tmp_path)), arguments=[*OPTIONS, "--enforce-eager"]) as server:
+        report = soak(server, num_requests=200, num_clients=16)
+        assert server.process.poll() is None
+    assert report.wrong == []
+    assert report.counts == {"whole": 100, "stream": 60, "cut": 20, "invalid": 20}
