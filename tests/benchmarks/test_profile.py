@@ -83,7 +83,7 @@ def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> Non
     content = json.loads(path.read_text())
     content["times"][-1]["cells"][0]["decode"] *= 1.5
     path.write_text(json.dumps(content))
-    assert "note: rounds differ by up to 24%" in describe(path)[1]
+    assert "note: rounds differ by up to 40%" in describe(path)[1]
 
 
 def test_what_is_measured_by_default_is_what_prune_asks_for_by_default() -> None:
