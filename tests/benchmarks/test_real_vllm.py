@@ -140,7 +140,7 @@ def test_our_sample_is_vllms(tiny: Path, talks: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_against_itself(tiny: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start("--num-prompts", "50", "--pairs", "1")
+    process = start("--num-prompts", "50", "--pairs", "1", "--json")
     printed, errors = process.communicate()
     assert process.returncode == 0, errors
     assert "50 were asked for, but no more are usable" in " ".join(printed.split())
