@@ -92,7 +92,9 @@ def _memory(recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]],
 
     options = loading_options(source, recipe.dtype, accelerator.device)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.folder), **options)
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(source.folder, trust_remote_code=False), trust_remote_code=False, **options
+        )
     learns = recipe.learn == "full"
     model.requires_grad_(learns)
     held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)

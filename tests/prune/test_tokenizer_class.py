@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_prune.export import export, write_masks
 from ddp_prune.model import open_source
@@ -26,7 +26,10 @@ def test_the_same_tokens(model_type: str, stated: str, tiny_model: Path, tmp_pat
     """transformers sets some stated classes aside for model types it knows; it does not know ours."""
     dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
     config = json.loads((dense / "config.json").read_text())
-    (dense / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    made = AutoConfig.for_model(
+        model_type, **{name: config[name] for name in config.keys() - {"model_type", "architectures"}}
+    )
+    AutoModelForCausalLM.from_config(made).save_pretrained(dense)
     path = dense / "tokenizer_config.json"
     settings = {key: value for key, value in json.loads(path.read_text()).items() if key != "tokenizer_class"}
     path.write_text(json.dumps({**settings, "tokenizer_class": stated} if stated else settings))
