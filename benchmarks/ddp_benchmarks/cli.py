@@ -182,7 +182,7 @@ def kernel(
 @click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
 @click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
 @click.option("--context", type=int, default=2048, show_default=True, help="Tokens of each.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of both models.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option("--steps", type=int, default=96, show_default=True, help="Decode steps of a round, in turns.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: none are kept]")
 @_overwrite

@@ -1,4 +1,4 @@
-"""One vLLM at a time: start it, drive it, stop it, and leave nothing running.
+"""A vLLM: start it, drive it, stop it, and leave nothing running.
 
 vLLM is never imported here, it is run: a fresh process group for each engine, so that one signal ends the front end,
 the engine core and the workers together, and a crash in vLLM is an error message in ours. Whatever ends us ends them.

@@ -1,7 +1,7 @@
 """Engines alive at once take turns at a step, a few steps each: what one takes of another's time.
 
 Engines that run one after the other differ by up to a quarter on a shared machine, two of the same model too. Side by
-side both meet the same minute, and two of the same model agree within 3 % (log 113).
+side both meet the same minute, and two of the same model agree within 4 % (log 113).
 """
 
 import contextlib
