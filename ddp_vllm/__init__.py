@@ -8,6 +8,7 @@ if TYPE_CHECKING:
         bench,
         compare,
         evaluate,
+        export_gguf,
         inspect,
         plan,
         profile,
@@ -16,16 +17,22 @@ if TYPE_CHECKING:
         read,
         recover,
         report,
+        verify,
     )
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.errors import DdpError
+    from ddp_vllm.fetch import fetch_conversations, fetch_model
+    from ddp_vllm.push import publish
 
 __version__ = "0.2.0"
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "read", "inspect", "report", "profile", "bench", "evaluate",
-    "compare", "Checkpoint", "DdpError",
+    "prune", "prune_sizes", "plan", "recover", "apply", "export_gguf", "read", "inspect", "verify", "publish",
+    "report", "profile", "bench", "evaluate", "compare", "fetch_model", "fetch_conversations", "Checkpoint", "DdpError",
 ]  # fmt: skip
-_ELSEWHERE = {"Checkpoint": "checkpoint", "DdpError": "errors"}
+_ELSEWHERE = {
+    "Checkpoint": "checkpoint", "DdpError": "errors", "publish": "push", "fetch_model": "fetch",
+    "fetch_conversations": "fetch",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

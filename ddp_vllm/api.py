@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import default_output
+from ddp_vllm.manifest import check_manifest
 from ddp_vllm.output import check_file, check_output, make_folder
 
 if TYPE_CHECKING:
@@ -123,6 +124,19 @@ def apply(
     return read_checkpoint(output)
 
 
+def export_gguf(
+    folder: PathLike, *, output: PathLike, type_name: str = "F16", overwrite: bool = False, verbose: bool = False
+) -> Path:
+    """Write a pruned or dense model as one GGUF file for stock llama.cpp, and return its path.
+
+    type_name: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0. verbose: print what was filled up.
+    """
+    written = Path(output)
+    for note in _part("ddp_vllm.gguf_file").write_gguf(Path(folder), written, type_name.upper(), overwrite=overwrite):
+        _say(verbose)(note)
+    return written
+
+
 def read(folder: PathLike) -> Checkpoint:
     """Read and check a pruned checkpoint without loading a weight: widths, number of parameters, how it was made."""
     return read_checkpoint(Path(folder))
@@ -133,6 +147,13 @@ def inspect(folder: PathLike) -> dict[str, Any]:
     from ddp_vllm.pages.summary import facts
 
     return facts(read(folder))
+
+
+def verify(folder: PathLike) -> list[str]:
+    """Compare every file of a pruned checkpoint with its SHA-256, check the checkpoint, and return the files' names."""
+    hashes = check_manifest(Path(folder))
+    read(folder)
+    return list(hashes)
 
 
 def report(folder: PathLike, *, output: PathLike | None = None) -> Path:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from ddp_vllm import api
+
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
@@ -20,8 +22,5 @@ def export(folder: Path, output: Path, form: str, type_name: str, overwrite: boo
     ddp-vllm export ./pruned --type Q8_0 -o pruned.gguf
     llama-server -m pruned.gguf
     """
-    from ddp_vllm.gguf_file import write_gguf
-
-    for note in write_gguf(folder, output, type_name.upper(), overwrite=overwrite):
-        click.echo(note, err=True)
+    api.export_gguf(folder, output=output, type_name=type_name, overwrite=overwrite, verbose=True)
     click.echo(f"written: {output} ({output.stat().st_size / 1e6:,.0f} MB)")

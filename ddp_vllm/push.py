@@ -19,9 +19,11 @@ REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("repository")
 @click.option("--private", is_flag=True, help="Nobody else may see it, if the repository is new.")
-@click.option("--revision", help="Branch to push to.  [default: main]")
+@click.option("--revision", show_default="main", help="Branch to push to.")
 @click.option("--license", "license_name", help="Licence of the dense model, as the hub writes it: apache-2.0.")
-@click.option("--base-model", help="The dense model on the hub.  [default: what it was pruned from, if that was there]")
+@click.option(
+    "--base-model", show_default="what it was pruned from, if that was there", help="The dense model on the hub."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be published, without a network.")
 def push(
     folder: Path,
@@ -60,8 +62,10 @@ def publish(
     base_model: str | None = None,
     dry_run: bool = False,
 ) -> dict[str, int]:
-    """Publish a folder and return the bytes of each file by its name.
+    """Publish a pruned checkpoint on the Hugging Face hub and return the bytes of each file by its name.
 
+    repository: OWNER/NAME. license_name: of the dense model, as the hub writes it. base_model: the dense model on the
+    hub, by default what it was pruned from if that was there. dry_run: only say what would be published.
     Raises: CheckpointError if the folder is not as it was written; SettingError for a name that the hub refuses;
         OutputError if the hub does.
     """

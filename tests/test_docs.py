@@ -13,10 +13,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/*/README.md")])
 
 
-def test_the_command_reference_is_that_of_the_commands() -> None:
-    """`python docs/make_commands.py` writes it anew."""
+def test_the_pages_that_are_generated_are_those_of_the_code() -> None:
+    """`python docs/make_pages.py` writes commands.md, recipe.md and api.md anew."""
     result = subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "make_commands.py"), "--check"], capture_output=True, text=True
+        [sys.executable, str(ROOT / "docs" / "make_pages.py"), "--check"], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -5,6 +5,7 @@ Small random models, with every block and width that llama.cpp's graph would tri
 
 import json
 import resource
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,13 +189,22 @@ def test_types(kind: str, tolerance: float, tmp_path: Path) -> None:
 def test_what_is_filled_up_is_said(tmp_path: Path) -> None:
     save_model(tmp_path, "Llama", RAGGED, head_dim=20)
     result = run(tmp_path, "--type", "Q4_1")
-    assert result.stderr.splitlines() == [
+    *notes, written = result.stdout.splitlines()
+    assert notes == [
         "filled up with zeros: 197 MLP channels in 7 layers, so that layers have multiples of 32, at least one",
         "filled up with zeros: 6 query heads in 3 layers, so that groups are even, and the first layer has one",
         "2 matrices are Q8_0 instead of Q4_1",
         "6 matrices are F16 instead of Q4_1",
     ]
-    assert result.stdout.startswith("written: ") and result.stdout.count("\n") == 1
+    assert written.startswith("written: ") and result.stderr == ""
+
+
+def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, "Llama", RAGGED)
+    file, example = tmp_path / "model.gguf", Path(__file__).parents[1] / "examples" / "gguf.py"
+    monkeypatch.setattr("sys.argv", ["gguf.py", str(tmp_path), str(file), "Q8_0"])
+    runpy.run_path(str(example), run_name="__main__")
+    assert file.exists() and capsys.readouterr().out.endswith(f"llama-server -m {file}\n")
 
 
 def test_bfloat16_in_several_files(tmp_path: Path) -> None:

@@ -35,9 +35,10 @@ def bench() -> None:
     "--dataset",
     "dataset",
     type=click.Path(path_type=Path),
-    help="ShareGPT file (JSON or JSONL). [default: fetched]",
+    show_default="fetched",
+    help="ShareGPT file (JSON or JSONL).",
 )
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: DIR/sharegpt-MODE.json]")
+@click.option("--output", "-o", type=click.Path(path_type=Path), show_default="DIR/sharegpt-MODE.json", help="Results.")
 @_overwrite
 @_json
 @_seed
@@ -55,7 +56,7 @@ def bench() -> None:
     help="Requests before an engine is measured.",
 )
 @click.option("--no-warmup-round", is_flag=True, help="Do not measure and discard one round before the pairs.")
-@click.option("--port", type=int, help="Port of the server. [default: a free one]")
+@click.option("--port", type=int, show_default="a free one", help="Port of the server.")
 @click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Longest wait for a server.")
 @click.argument("engine_arguments", nargs=-1)
 def sharegpt(
@@ -115,10 +116,10 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 @click.option("--tokens", default="1,4,16,64,256,1024,4096", show_default=True, help="Batch sizes by commas.")
 @click.option("--sparsity", "sparsities", default="0,20,40,60", show_default=True, help="Percent removed, by commas.")
 @click.option("--rounds", type=int, default=9, show_default=True, help="Interleaved measurements of each kernel.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda where there is one")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--scale", type=float, default=1.0, show_default=True, help="Shrink hidden and intermediate size.")
-@click.option("--experts", type=int, help="At most so many experts. [default: the model's]")
+@click.option("--experts", type=int, show_default="the model's", help="At most so many experts.")
 @click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", show_default=True, help="On a CPU.")
 @click.option("--popularity", type=float, default=0.5, show_default=True, help="How unevenly experts are chosen.")
 @_seed
@@ -184,7 +185,7 @@ def kernel(
 @click.option("--context", type=int, default=2048, show_default=True, help="Tokens of each.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option("--steps", type=int, default=96, show_default=True, help="Decode steps of a round, in turns.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Results. [default: none are kept]")
+@click.option("--output", "-o", type=click.Path(path_type=Path), show_default="none are kept", help="Results.")
 @_overwrite
 @_json
 @click.argument("engine_arguments", nargs=-1)
@@ -307,7 +308,9 @@ def _numbers(option: str, text: str) -> list[float]:
 )
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print what fraction of it is retained.")
-@click.option("--batch-size", type=int, help="Rows at once. [default: 8; on a GPU what lm-eval finds to fit, up to 64]")
+@click.option(
+    "--batch-size", type=int, show_default="8; on a GPU what lm-eval finds to fit, up to 64", help="Rows at once."
+)
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
 @click.option("--model-args", default="", metavar="K=V,…", help="More arguments of lm-eval's model class.")
@@ -315,7 +318,8 @@ def _numbers(option: str, text: str) -> list[float]:
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    help="Folder of the results, those of --against in its against-NAME. [default: MODEL/eval; eval-NAME for the hub]",
+    show_default="MODEL/eval; eval-NAME for the hub",
+    help="Folder of the results, those of --against in its against-NAME.",
 )
 def eval(model: str, tasks: str, against: str | None, output: Path | None, **options: Any) -> None:
     """Evaluate MODEL, a folder or a hub name, on the paper's tasks through lm-eval.

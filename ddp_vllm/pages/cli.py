@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 
 from ddp_vllm import api
-from ddp_vllm.manifest import check_manifest
 
 
 @click.command()
@@ -32,14 +31,12 @@ def verify(folder: Path) -> None:
 
     Nothing may be missing, changed or added but the results of `eval`. Then the checkpoint is checked as by `inspect`.
     """
-    hashes = check_manifest(folder)
-    api.read(folder)
-    click.echo(f"{folder}: {len(hashes)} files are as they were written")
+    click.echo(f"{folder}: {len(api.verify(folder))} files are as they were written")
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where to write. [default: FOLDER itself]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), show_default="FOLDER itself", help="Where to write.")
 def report(folder: Path, output: Path | None) -> None:
     """Draw what was removed: report.html, and its pictures and numbers in report/.
 
@@ -54,7 +51,7 @@ def report(folder: Path, output: Path | None) -> None:
 @click.option(
     "--results", multiple=True, type=click.Path(path_type=Path), help="Results outside the folders; repeatable."
 )
-@click.option("--dense", metavar="MODEL", help="The dense model. [default: the one of the recipe]")
+@click.option("--dense", metavar="MODEL", show_default="the one of the recipe", help="The dense model.")
 @click.option("--tolerance", type=float, help="Say which model to take if perplexity may be so many times the dense.")
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
 def compare(

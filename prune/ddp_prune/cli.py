@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe
 from ddp_vllm import api
@@ -28,6 +29,37 @@ TARGETS = {  # budget -> help of its option
     "flops": "The same in FLOPs a token, at --context-length.",
     "kv-bytes": "The same in bytes of KV cache a token, at 16 bits.",
 }
+
+
+GROUPS = {  # what an option is about -> its fields; all others are about the run
+    "Budget": (
+        "sparsity", "target", *(f"target_{budget.replace('-', '_')}" for budget in TARGETS), "speedup", "budget",
+        "scope", "context_length", "concurrency", "phase", "profile", "other_machine",
+    ),
+    "Shape": ("head_unit", "align", "quant_friendly", "tp"),
+    "Text": ("data", "text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
+    "Run": (),
+}  # fmt: skip
+
+
+def group_of(name: str) -> str:
+    """Return what a field or option is about."""
+    return next((title for title, names in GROUPS.items() if name in names), "Run")
+
+
+class Grouped(click.Command):
+    """A command whose help lists options by what they are about."""
+
+    def groups(self) -> dict[str, list[click.Option]]:
+        """Return the options by what they are about."""
+        options = [each for each in self.params if isinstance(each, click.Option)]
+        found = {title: [each for each in options if group_of(each.name or "") == title] for title in GROUPS}
+        return {title: members for title, members in found.items() if members}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, options in self.groups().items():
+            with formatter.section(title):
+                formatter.write_dl([record for each in options if (record := each.get_help_record(ctx))])
 
 
 class Sizes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
@@ -60,7 +92,7 @@ def field_docs(settings: type) -> dict[str, str]:
 
 
 def recipe_options(settings: type, command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of a recipe; None stands for those that are not given."""
+    """Give a command an option for each field of a recipe."""
     docs = field_docs(settings)
     for field in reversed(dataclasses.fields(settings)):
         if field.name == "sparsity":
@@ -72,16 +104,22 @@ def recipe_options(settings: type, command: Callable[..., None]) -> Callable[...
         first_sentence = docs.get(field.name, "").partition(". ")[0].removesuffix(".").replace("`", "")
         kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
         kind = Sizes() if field.name in SIZES else kind
-        flag = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
-        has_default = kind is not bool and field.name not in {*SIZES, "teacher"}  # what has to be given, or may
+        flag = {"is_flag": True} if kind is bool else {"type": kind}
         inherits = settings is RecoveryRecipe and field.name in INHERITED
-        default = "as for the masks" if inherits else field.default
-        text = first_sentence + (f". [default: {default}]" if has_default else ".")
-        command = click.option(*names, help=text, **flag)(command)
+        has_default = kind is not bool and field.name not in {*SIZES, "teacher"} and field.default != ""
+        default = None if inherits or not has_default else field.default
+        shown: Any = "as for the masks" if inherits else has_default
+        command = click.option(*names, help=f"{first_sentence}.", default=default, show_default=shown, **flag)(command)
     return command
 
 
-@click.command()
+def given(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that stand on the command line; the others are the recipe's, or the defaults."""
+    source = click.get_current_context().get_parameter_source
+    return {name: value for name, value in settings.items() if source(name) is ParameterSource.COMMANDLINE}
+
+
+@click.command(cls=Grouped)
 @click.argument("model")
 @partial(recipe_options, Recipe)
 @click.option("--quant-friendly", is_flag=True, help="The same as --align 128.")
@@ -106,7 +144,7 @@ def prune(
     from one search, each in a folder of its own. Interrupted, the same command goes on where it was. On several
     devices: accelerate launch -m ddp_vllm prune …
     """
-    settings = _settings(**settings)
+    settings = _settings(**given(settings))
     if dry_run:
         click.echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
         return
@@ -114,7 +152,7 @@ def prune(
     api.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
 
 
-@click.command()
+@click.command(cls=Grouped)
 @click.argument("model")
 @partial(recipe_options, RecoveryRecipe)
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
@@ -127,21 +165,21 @@ def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool,
     text, sequences a step. Interrupted, the same command goes on where it was. On several devices:
     accelerate launch -m ddp_vllm recover …
     """
-    api.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **settings)
+    api.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **given(settings))
 
 
-def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:
+def _settings(*, quant_friendly: bool = False, **settings: Any) -> dict[str, Any]:
     """Return the options as fields of a recipe. Raises: SettingError for two that contradict each other."""
-    targets = {budget: settings.pop(f"target_{budget.replace('-', '_')}") for budget in TARGETS}
-    given = {budget: target for budget, target in targets.items() if target is not None}
-    if given:
-        budget, target = given.popitem()
-        if given or settings["budget"] not in (None, budget):
-            other = next(iter(given), settings["budget"])
+    targets = {budget: settings.pop(f"target_{budget.replace('-', '_')}", None) for budget in TARGETS}
+    asked = {budget: target for budget, target in targets.items() if target is not None}
+    if asked:
+        budget, target = asked.popitem()
+        if asked or settings.get("budget") not in (None, budget):
+            other = next(iter(asked), settings.get("budget"))
             raise SettingError(f"a target in {budget} and a budget in {other} are given; give one of them")
         settings |= {"budget": budget, "target": target}
     if quant_friendly:
-        if settings["align"] not in (None, 128):
+        if settings.get("align") not in (None, 128):
             raise SettingError(f"--quant-friendly is --align 128, but --align {settings['align']} is given; give one")
         settings["align"] = 128
     return settings
@@ -151,8 +189,8 @@ def _settings(*, quant_friendly: bool, **settings: Any) -> dict[str, Any]:
 @click.argument("model")
 @click.option("--masks", type=click.Path(path_type=Path), required=True, help="A ddp_masks.safetensors.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--tp", type=int, default=1, help="Refuse masks that do not split over this many devices. [default: 1]")
-@click.option("--align", type=int, default=1, help="Move channels until widths are multiples of this. [default: 1]")
+@click.option("--tp", default=1, show_default=True, help="Refuse masks that do not split over this many devices.")
+@click.option("--align", default=1, show_default=True, help="Move channels until widths are multiples of this.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
 def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
     """Cut MODEL again from published masks alone; no text and no training needed."""

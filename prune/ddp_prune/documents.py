@@ -32,18 +32,26 @@ LONGEST_RENDERING = 10.0
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
-def open_rows(name: str) -> Any:
+def open_rows(name: str, column: str = "") -> Any:
     """Return the rows of a file, a `datasets.Dataset`, or of a hub dataset, an `IterableDataset` that is streamed.
 
-    name: a path; or `name` or `name:configuration` on the hub. Raises: TextError, and what `reading` turns into one.
+    name: a path; or `name` or `name:configuration` on the hub. column: what becomes `text`, if there are columns.
+    Raises: TextError, and what `reading` turns into one.
     """
     import datasets
 
     path = Path(name)
     if path.exists() or _kind(path):
-        return _read_file(path)
-    hub_name, _, configuration = name.partition(":")
-    return datasets.load_dataset(hub_name, configuration or None, split="train", streaming=True)
+        rows = _read_file(path)
+    else:
+        hub_name, _, configuration = name.partition(":")
+        rows = datasets.load_dataset(hub_name, configuration or None, split="train", streaming=True)
+    if not column or _kind(path) == "text":
+        return rows
+    columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
+    if column not in columns:
+        raise TextError(f"{name} has no column {column}, only {', '.join(columns)}; name another with --text-column")
+    return rows.select_columns([column]).rename_column(column, "text")
 
 
 @contextmanager
@@ -123,7 +131,9 @@ def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
     if turns is None:
         if row.keys() & {"text", "conversations", "messages"}:
             return ""
-        raise TextError(f"{data} has no column text, conversations or messages, only {', '.join(row)}; rename one")
+        raise TextError(
+            f"{data} has no column text, conversations or messages, only {', '.join(row)}; name one with --text-column"
+        )
     said = [(turn.get("from") or turn.get("role"), _words(turn.get("value") or turn.get("content"))) for turn in turns]
     messages = [{"role": ROLES.get(speaker, "user"), "content": words} for speaker, words in said if words]
     if tokenizer.chat_template:

@@ -128,6 +128,7 @@ class Pruning:
             heldout_blocks=recipe.heldout_blocks,
             min_train_blocks=recipe.batch_size,
             seed=recipe.seed,
+            text_column=recipe.text_column,
         )
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)

@@ -31,7 +31,7 @@ CHOICES = {
 
 
 FAMILY_POLISH = 0.4  # of the polish of one size alone: five sizes then cost 1.3 times the largest
-INHERITED = ("data", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
+INHERITED = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
 """Settings that a recovery takes over from the run that learned the masks, where none are given."""
 
 
@@ -98,6 +98,9 @@ class LearningSettings:
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
     """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file; several,
     separated by commas, take turns. An excerpt is about `seq_len` tokens; a name that is given twice has two turns."""
+    text_column: str = ""
+    """Column that holds the text, where it is not called text, conversations or messages. Every text of `data` that has
+    columns must have it."""
     batch_size: int = 16
     """Sequences an optimizer step, over all devices."""
     seq_len: int = 2048

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -189,7 +190,7 @@ class Recovery:
     def _load(self, data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
         recipe = self.recipe
         sizes = {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks, "seq_len": recipe.seq_len}
-        more = {"heldout_blocks": recipe.heldout_blocks, "seed": recipe.seed}
+        more: dict[str, Any] = {name: getattr(recipe, name) for name in ("heldout_blocks", "seed", "text_column")}
         blocks = in_turn(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **more))
         check_vocabulary(blocks, self.dense.config.vocab_size, recipe.model)
         return blocks

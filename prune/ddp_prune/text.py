@@ -66,24 +66,34 @@ def load_tokenizer(model: str) -> Any:
 
 
 def load_blocks(
-    data: str, tokenizer: Any, *, seq_len: int, train_blocks: int, heldout_blocks: int, min_train_blocks: int, seed: int
+    data: str,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    train_blocks: int,
+    heldout_blocks: int,
+    min_train_blocks: int,
+    seed: int,
+    text_column: str = "",
 ) -> Blocks:
     """Read, tokenise and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
 
     data: hub datasets or files, separated by commas, which take turns; one that is named twice has two turns.
+    text_column: as in a `Recipe`.
     Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
     With a tokenizer that begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text; else text alone.
     Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks + heldout_blocks` blocks, or has a
         source of which all is held out; OutputError if the cache cannot be written.
     """
-    sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
+    sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
     path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
     blocks = _saved(path)
     if blocks is None:
         check_cache()  # `datasets` would blame the text
         begin = leading_bos(tokenizer)
         width = seq_len - len(begin)  # of a block's text
-        heldout, train = _read(data, tokenizer, EXCERPT * seq_len, heldout_blocks * width, train_blocks * width, seed)
+        wanted = heldout_blocks * width, train_blocks * width
+        heldout, train = _read(data, text_column, tokenizer, EXCERPT * seq_len, *wanted, seed)
         found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * width
         if len(train) < min_train_blocks * width or len(heldout) < heldout_blocks * width:
             raise TextError(
@@ -128,7 +138,7 @@ def sources_of(data: str) -> list[str]:
 
 
 def _read(
-    data: str, tokenizer: Any, size: int, heldout_tokens: int, train_tokens: int, seed: int
+    data: str, column: str, tokenizer: Any, size: int, heldout_tokens: int, train_tokens: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens to hold out and tokens to learn on; sources and their documents take turns."""
     names = sources_of(data)
@@ -137,7 +147,7 @@ def _read(
     for name, count in turns.items():
         with reading(name):
             heldout = math.ceil(EXCERPT * heldout_tokens * count / len(names))
-            rows[name], by_hash[name] = open_source(name, tokenizer, seed, size=size, heldout=heldout)
+            rows[name], by_hash[name] = open_source(name, tokenizer, seed, size=size, heldout=heldout, column=column)
     with reading(data):
         tokens, hidden = hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
         for name in turns if len(turns) > 1 else ():  # one alone is too short, as `load_blocks` will say
@@ -146,7 +156,7 @@ def _read(
         return tokens, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
 
 
-def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int) -> tuple[Any, Any]:
+def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int, column: str) -> tuple[Any, Any]:
     """Return the documents of a source, shuffled by `seed`, and those that may be held out, of lowest hash first.
 
     Both are `IterableDataset`s of one column, text. Of a stream, only the first documents may be held out.
@@ -158,7 +168,7 @@ def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int
         stream = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
         return stream.map(lambda row: {"text": document(row, tokenizer, name)}).select_columns(["text"])
 
-    rows = pool = open_rows(name)
+    rows = pool = open_rows(name, column)
     if isinstance(rows, datasets.IterableDataset):
         pool = datasets.Dataset.from_dict({"text": _first(texts(rows), size, POOL * heldout)})
     first = _first(texts(pool), size, FEW * heldout)
@@ -289,7 +299,7 @@ def encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
     return found
 
 
-def _key(data: str, tokenizer: Any, *sizes: int) -> str:
+def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
     """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, BOS, the sizes."""
     settings = [VERSION, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
     for path in map(Path, sources_of(data)):

@@ -25,13 +25,13 @@ FLAGS = {
         "--head-unit", "--heldout-blocks", "--learn", "--micro-batch-size", "--other-machine", "--output",
         "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
         "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
-        "--target-flops", "--target-kv-bytes", "--target-params", "--tp", "--tracker", "-o",
+        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker", "-o",
     ],
     cli.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
         "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
-        "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--tokens", "--warmup",
-        "--watch", "-o",
+        "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
+        "--tokens", "--warmup", "--watch", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
 }  # fmt: skip
@@ -54,12 +54,12 @@ def test_the_flags_are_these(command: click.Command) -> None:
 def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
     """Its help is the field's first sentence and its default, its type the field's."""
     option, text = _option(field.name), cli.field_docs(Recipe)[field.name].replace("`", "")
-    help_text, _, default = (option.help or "").partition(" [default: ")
+    help_text = option.help or ""
     assert text.startswith(help_text.removesuffix(".")) and ". " not in help_text and help_text.endswith(".")
     rest = text.removeprefix(help_text.removesuffix("."))
     assert rest in ("", ".") or rest.startswith(". ")  # a whole sentence
-    has_default = field.name not in cli.SIZES and not option.is_flag  # that has to be given, or a target
-    assert default == (f"{field.default}]" if has_default else "")
+    has_default = field.name not in cli.SIZES and not option.is_flag and field.default != ""  # else it may be given
+    assert (option.default == field.default and option.show_default) if has_default else not option.show_default
     if field.name in CHOICES:
         assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == CHOICES[field.name]
     elif field.name in cli.SIZES:
@@ -69,8 +69,20 @@ def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
 
 
 def test_what_is_not_given_overrides_nothing() -> None:
-    given = cli.prune.make_context("prune", ["model", "-o", "out"]).params
-    assert {field.name: given[field.name] for field in FIELDS} == {field.name: None for field in FIELDS}
+    for command, words, said in (
+        (cli.prune, ["--steps", "1000", "--shard"], {"steps": 1000, "shard": True}),
+        (cli.recover, ["--minutes", "10"], {"minutes": 10.0}),
+    ):
+        with command.make_context(command.name, ["model", "-o", "out", *words]) as context:
+            settings = {name: value for name, value in context.params.items() if name not in ("model", "output")}
+            assert cli.given(settings) == said
+
+
+def test_help_groups_options_by_what_they_are_about() -> None:
+    text = CliRunner().invoke(main, ["prune", "--help"]).stdout
+    assert re.findall(r"^(\w+):\n", text, re.MULTILINE) == ["Budget", "Shape", "Text", "Run"]
+    budget, _, rest = text.partition("\nShape:\n")
+    assert "--sparsity" in budget and "--profile" in budget and "--data" in rest and "[default: (" not in text
 
 
 def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
