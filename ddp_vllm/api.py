@@ -19,6 +19,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.manifest import check_manifest
+from ddp_vllm.origins import local_provenance
 from ddp_vllm.output import check_file, check_output, make_folder
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def recover(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
-    provenance = read_checkpoint(Path(model)).provenance
+    read_checkpoint(Path(model))
+    provenance = local_provenance(Path(model))
     cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     before = provenance.get("recipe", {}) | cut_from
     load = _part("ddp_prune.recipe").load_recovery
@@ -235,8 +237,9 @@ def compare(
 ) -> "Comparison":
     """Put quality and speed of pruned checkpoints on one page, in HTML and beside it in Markdown.
 
-    results: files of `bench` and `evaluate` outside the folders. dense: the dense model, by default that of the recipe.
-    tolerance: say which model to take if perplexity may be so many times the dense one's. Returns the `Comparison`.
+    results: files of `bench` and `evaluate` outside the folders, or folders of them. dense: the dense model, by default
+    that of the recipe. tolerance: say which model to take if perplexity may be so many times the dense one's. Returns
+    the `Comparison`.
     """
     page = Path(output)
     markdown = page.with_suffix(".md")

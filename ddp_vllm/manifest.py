@@ -23,7 +23,7 @@ def is_ours(folder: Path) -> bool:
 
 def manifest_of(folder: Path) -> str:
     """Return the manifest of a folder as it is now."""
-    return to_text({name: _sha256(folder / name) for name in _files(folder)})
+    return to_text({name: sha256(folder / name) for name in _files(folder)})
 
 
 def amended(folder: Path, names: Iterable[str]) -> str | None:
@@ -33,7 +33,7 @@ def amended(folder: Path, names: Iterable[str]) -> str | None:
     """
     if not (folder / MANIFEST).is_file():
         return None
-    return to_text(read_manifest(folder) | {name: _sha256(folder / name) for name in names})
+    return to_text(read_manifest(folder) | {name: sha256(folder / name) for name in names})
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
@@ -62,7 +62,7 @@ def differences(folder: Path) -> Iterator[str]:
     yield from (f"{name} is missing" for name in sorted(hashes.keys() - present))
     yield from (f"{name} was added" for name in sorted(present - hashes.keys()))
     yield from (
-        f"{name} was changed" for name in sorted(present & hashes.keys()) if _sha256(folder / name) != hashes[name]
+        f"{name} was changed" for name in sorted(present & hashes.keys()) if sha256(folder / name) != hashes[name]
     )
 
 
@@ -74,7 +74,8 @@ def _files(folder: Path) -> Iterator[str]:
             yield name.as_posix()
 
 
-def _sha256(file: Path) -> str:
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

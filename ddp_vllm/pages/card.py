@@ -1,13 +1,25 @@
 """The model card that a pruned checkpoint carries: what was removed, what it cost, how to serve it."""
 
+import importlib.metadata
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.origins import is_hub_name
+from ddp_vllm.pages.evidence import block_losses
 from ddp_vllm.pages.page import Table, markdown_table
-from ddp_vllm.pages.summary import has_experts, learning, perplexities, prediction, routing_notes, size_table, texts_of
+from ddp_vllm.pages.summary import (
+    has_experts,
+    learning,
+    perplexities,
+    perplexity_table,
+    prediction,
+    routing_notes,
+    size_table,
+    texts_of,
+)
 from ddp_vllm.remote_code.widths import dense_expert_size
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -20,7 +32,7 @@ rest are folded into the weights. {learned}
 With ddp-vllm installed beside vLLM:
 
 ```bash
-vllm serve {place}
+{install}vllm serve {place}
 ```
 
 In plain transformers, with no ddp-vllm installed:
@@ -54,14 +66,13 @@ def model_card(
     )  # fmt: skip
     provenance = checkpoint.provenance
     dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "its dense model")
-    if (
-        not base_model and dense.count("/") == 1 and not dense.startswith((".", "/", "~")) and not Path(dense).exists()
-    ):  # a hub name
+    if not base_model and is_hub_name(dense):
         data.base_model = dense
     experts = has_experts(checkpoint)
     text = TEXT.format(
         name=name,
         place=place or f"./{name}",
+        install=_install(),
         dense=dense.rstrip("/").rsplit("/", 1)[-1],
         sizes=markdown_table(size_table(checkpoint)),
         learned=learning(provenance),
@@ -71,6 +82,15 @@ def model_card(
         layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _install() -> str:
+    """Return the line that installs ddp-vllm, if it says where its source is."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for url in importlib.metadata.metadata("ddp-vllm").get_all("Project-URL") or ():
+            if url.startswith("Source, "):
+                return f'pip install "ddp-vllm[serve] @ git+{url.removeprefix("Source, ")}"\n'
+    return ""
 
 
 def _layer_widths(checkpoint: Checkpoint) -> Table:
@@ -108,7 +128,17 @@ def _perplexity(checkpoint: Checkpoint) -> str:
     if "applied_to" in provenance:
         learned_on = provenance.get("recipe", {}).get("model", "another model")
         where = f" Measured on {learned_on}, where the masks were learned."
-    return (
-        f"Perplexity on held-out text of {texts_of(provenance)} "
-        f"({quality['tokens']:,} tokens): {perplexities(quality)}.{where}"
+    stated = (
+        f"Perplexity of a token on held-out text of {texts_of(provenance)} ({quality['tokens']:,} tokens): "
+        f"{perplexities(quality)}.{where}"
     )
+    try:
+        losses = block_losses(quality)
+    except ValueError:  # of another's making
+        return stated
+    how = (
+        f"All models read the same {len(losses['dense'])} blocks, on which nothing was "
+        "learned, when this folder was written. Errors are standard errors over the blocks, those of a ratio over the "
+        "blocks' differences."
+    )
+    return f"{stated} {how}\n\n{markdown_table(perplexity_table(losses))}"

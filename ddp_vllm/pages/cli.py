@@ -49,7 +49,10 @@ def report(folder: Path, output: Path | None) -> None:
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
 @click.option(
-    "--results", multiple=True, type=click.Path(path_type=Path), help="Results outside the folders; repeatable."
+    "--results",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A file of results outside the folders, or a folder that eval -o wrote; repeatable.",
 )
 @click.option("--dense", metavar="MODEL", show_default="the one of the recipe", help="The dense model.")
 @click.option("--tolerance", type=float, help="Say which model to take if perplexity may be so many times the dense.")
@@ -76,6 +79,6 @@ def compare(
         from ddp_vllm.pages.compare import choice
 
         click.echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
-    for note in comparison.notes:
-        click.echo(note, err=True)
+    for note, command in comparison.notes.items():
+        click.echo(f"{note}: {command}" if command else note, err=True)
     click.echo(f"{output} and {output.with_suffix('.md')}")

@@ -1,9 +1,12 @@
 """The page that `compare` writes: what pruning cost in quality and gave in speed, model by model."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ddp_vllm.evaluations import TASKS, in_points, points
 from ddp_vllm.output import write_text
@@ -19,6 +22,7 @@ from ddp_vllm.pages.measurements import (
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.paper import PaperModel, paper_model
 from ddp_vllm.pages.pictures import Point, draw_points, render
+from ddp_vllm.pages.report import REPORT_FILE
 from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
 
 PICTURE_HEIGHT = 3.6  # inches
@@ -33,7 +37,7 @@ _ENGINE_FACTS = (  # fact, heading, divisor, decimals
 
 def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
     """Write the page twice; `tolerance` as in `choice`. Raises: OutputError."""
-    page = page_of(comparison, tolerance)
+    page = replace(page_of(comparison, tolerance), links=_reports(comparison, html.parent))
     write_text(to_html(page), html)
     write_text(to_markdown(page), markdown)
 
@@ -49,16 +53,26 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
     )
 
 
+def _reports(comparison: Comparison, place: Path) -> dict[str, str]:
+    """Return where the report of each model is, from a folder on, by its name; of those that have one."""
+    reports = {_name(entry): Path(entry.facts.model) / REPORT_FILE for entry in comparison.pruned}
+    return {name: quote(os.path.relpath(file, place.resolve())) for name, file in reports.items() if file.is_file()}
+
+
 def headline(entry: Entry, comparison: Comparison) -> str:
     """Say in one sentence what pruning cost and gave."""
     parts = []
     if entry.speed:
         parts.append(f"{sentence(entry.speed)}, {entry.speed['load']}")
+    elif entry.predicted:
+        parts.append(f"{with_interval(*entry.predicted)} as fast, predicted")
     if (kept := retained(entry, comparison.dense)) is not None:
         limit = entry.quality["ddp_vllm"]["settings"]["limit"] if entry.quality else None
         asked = f" (first {limit} rows of each task)" if limit else ""
         lost = difference(entry, comparison.dense)
         parts.append((f"accuracy {in_points(*lost)}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + asked)
+    if entry.heldout:
+        parts.append(f"held-out perplexity {with_interval(*entry.heldout)} the dense model's")
     if comparison.dense:
         ours, dense = entry.facts, comparison.dense.facts
         parts += _less("fewer parameters", ours.parameters, dense.parameters)
@@ -105,7 +119,7 @@ def size_table(comparison: Comparison) -> Table:
         *_own_rows(comparison),
         *_accuracy_rows(comparison),
     ]
-    return Table(headings=["", *map(_column, entries)], rows=rows)
+    return Table(headings=["", *map(_column, entries)], rows=[row for row in rows if set(row[1:]) != {"–"}])
 
 
 def _engine_rows(comparison: Comparison) -> Iterable[list[str]]:
@@ -128,7 +142,11 @@ def _speed_rows(comparison: Comparison) -> Iterable[list[str]]:
 def _own_rows(comparison: Comparison) -> Iterable[list[str]]:
     """Yield what the checkpoints say of themselves."""
     first = ["1"] if comparison.dense else []
-    for heading, name in (("speed of a step, predicted", "predicted"), ("held-out perplexity, × dense", "heldout")):
+    if any(entry.perplexities for entry in comparison.pruned):
+        stated = [entry.perplexities for entry in comparison.pruned]
+        own = _cells(stated, lambda both: f"{both[0]:.2f} → {both[1]:.2f}")
+        yield ["held-out perplexity, dense → own", *(["–"] if comparison.dense else []), *own]
+    for heading, name in (("… times the dense model's", "heldout"), ("speed of a step, predicted", "predicted")):
         values = [getattr(entry, name) for entry in comparison.pruned]
         if any(values):
             yield [heading, *first, *_cells(values, lambda value: with_interval(*value))]

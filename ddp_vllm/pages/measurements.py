@@ -17,6 +17,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, default_output, mean_accuracy, mean_difference, score
 from ddp_vllm.facts import ModelFacts, describe_model, identify
+from ddp_vllm.origins import local_provenance
 from ddp_vllm.results import FORMAT, judge, measured, on_gpu
 
 Interval = tuple[float, float, float]
@@ -39,8 +40,10 @@ class Entry:
     """lm-eval's results."""
     speeds: tuple[Results, ...] = ()
     """Verdicts of `bench sharegpt`, each with the `bench` it comes from."""
+    perplexities: tuple[float, float] | None = None
+    """Of the text that was held out of what it learned on: the dense model's, and its own."""
     heldout: Interval | None = None
-    """Perplexity of the text that was held out of what it learned on, times the dense model's."""
+    """The second over the first."""
     predicted: Interval | None = None
     """Speedup that a budget in measured time promised, with the range of the profile's rounds."""
 
@@ -64,8 +67,8 @@ class Comparison:
     dense: Entry | None
     pruned: tuple[Entry, ...]
     benches: tuple[Results, ...]
-    notes: tuple[str, ...]
-    """What is missing or not comparable, in words."""
+    notes: Mapping[str, str]
+    """What is missing or not comparable, in words -> the command that mends it, or ""."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -85,15 +88,16 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
     dense = dense or _common_origin(checkpoints)
     nearby = [*folders, *([Path(dense) if Path(dense).is_dir() else default_output(dense)] if dense else [])]
     found = _read_all(nearby, results)
-    notes: list[str] = []
+    notes: dict[str, str] = {}
     entries = tuple(_entry(checkpoint, dense, found, notes) for checkpoint in checkpoints)
     reference = _dense_entry(dense, found, entries, notes)
     shown = [each for each in found if any(speed["bench"] is each for entry in entries for speed in entry.speeds)]
-    return Comparison(dense=reference, pruned=entries, benches=tuple(shown), notes=tuple(dict.fromkeys(notes)))
+    return Comparison(dense=reference, pruned=entries, benches=tuple(shown), notes=notes)
 
 
 def _origin(checkpoint: Checkpoint) -> str | None:
-    return str(checkpoint.provenance.get("recipe", {}).get("model", "")) or None
+    provenance = local_provenance(checkpoint.folder)
+    return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model", "")) or None
 
 
 def _common_origin(checkpoints: Sequence[Checkpoint]) -> str | None:
@@ -109,12 +113,19 @@ def _common_origin(checkpoints: Sequence[Checkpoint]) -> str | None:
 
 
 def _read_all(nearby: Sequence[Path], passed: Sequence[Path]) -> list[Results]:
-    """Read the results files that were passed, and those that lie in the folders; each once."""
-    patterns = ("*.json", "eval/*.json", "eval/against-*/*.json")
-    lying = [path for folder in nearby for pattern in patterns for path in sorted(folder.glob(pattern))]
+    """Read the results files that were passed, and those that lie in folders, passed or of models; each once."""
+    patterns = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
+    folders, files = [path for path in passed if path.is_dir()], [path for path in passed if not path.is_dir()]
+    lying = [path for folder in (*nearby, *folders) for pattern in patterns for path in sorted(folder.glob(pattern))]
     small = [path for path in lying if path.stat().st_size < LARGEST_FILE]
-    named, places = {path.resolve() for path in passed}, {path.resolve(): path for path in (*passed, *small)}
-    return [found for place, path in places.items() if (found := _read(path, strict=place in named))]
+    named, places = {path.resolve() for path in files}, {path.resolve(): path for path in (*files, *small)}
+    read = {place: found for place, path in places.items() if (found := _read(path, strict=place in named))}
+    for folder in folders:
+        if not any(place.is_relative_to(folder.resolve()) for place in read):
+            raise TextError(
+                f"{folder} holds no results of ddp-vllm bench or eval; pass the folder of eval -o, or a file"
+            )
+    return list(read.values())
 
 
 def _is_bench(content: Results) -> bool:
@@ -155,18 +166,20 @@ def _settle(models: Sequence[dict[str, Any]], path: Path) -> None:
             alike[0]["model"] = identify(str(home))
 
 
-def _entry(checkpoint: Checkpoint, dense: str | None, found: Sequence[Results], notes: list[str]) -> Entry:
+def _entry(checkpoint: Checkpoint, dense: str | None, found: Sequence[Results], notes: dict[str, str]) -> Entry:
     """Return a pruned model with what was measured of it; notes say what is missing."""
     folder, recipe = checkpoint.folder, checkpoint.provenance.get("recipe", {})
     facts = describe_model(str(folder))
     quality, speeds = _best_evaluation(found, facts, notes), _speeds(found, facts, notes)
     if quality is None:
-        notes.append(f"{facts.name} was not evaluated: ddp-vllm eval {folder}")
+        notes[f"{facts.name} was not evaluated"] = f"ddp-vllm eval {folder}"
     if not speeds:
         command = f"ddp-vllm bench sharegpt --dense {_origin(checkpoint) or dense or 'MODEL'} --pruned {folder}"
-        notes.append(f"{facts.name} was not measured: {command}")
+        notes[f"{facts.name} was not measured"] = command
     sparsity = (recipe.get("sparsity") or None) if recipe.get("budget", "units") == "units" else None
     own: dict[str, Any] = {"heldout": heldout_ratio(checkpoint.provenance)}
+    if stated := checkpoint.provenance.get("perplexity"):
+        own["perplexities"] = (stated["dense"], stated.get("recovered", stated["pruned"]))
     if latency := checkpoint.provenance.get("latency"):
         own["predicted"] = (latency["speedup"], latency["low"], latency["high"])
     return Entry(facts=facts, dense=_origin(checkpoint), sparsity=sparsity, quality=quality, speeds=speeds, **own)
@@ -200,21 +213,20 @@ def _is_namesake(one: Path, other: Path) -> bool:
     return one.name == other.name and bool(folders) and not both_here
 
 
-def _unchanged(models: Iterable[Results], facts: ModelFacts, notes: list[str]) -> list[Results]:
+def _unchanged(models: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> list[Results]:
     """Leave out those that had another number of parameters: their folder was pruned again since they were measured."""
     kept = []
     for model in models:
         before = model.get("parameters")
         if before and facts.parameters and before != facts.parameters:
-            notes.append(
-                f"results of {facts.name} with {before:,} parameters are left out: it has {facts.parameters:,} now"
-            )
+            left_out = f"results of {facts.name} with {before:,} parameters are left out"
+            notes[f"{left_out}: it has {facts.parameters:,} now"] = ""
         else:
             kept.append(model)
     return kept
 
 
-def _best_evaluation(found: Iterable[Results], facts: ModelFacts, notes: list[str]) -> Results | None:
+def _best_evaluation(found: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> Results | None:
     """Return the evaluation of a model with the most tasks, of most questions and then the latest among equals."""
     evaluations = [each for each in found if not _is_bench(each)]
     mine = [each for each in evaluations if _unchanged(_of([each["ddp_vllm"]["model"]], facts), facts, notes)]
@@ -225,7 +237,7 @@ def _num_asked(evaluation: Results) -> int:
     return sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
 
 
-def _speeds(found: Iterable[Results], facts: ModelFacts, notes: list[str]) -> tuple[Results, ...]:
+def _speeds(found: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> tuple[Results, ...]:
     """Return a model's verdict at each load: of the latest benchmark that ended, or else of the latest."""
     latest: dict[str, Results] = {}
     for bench in sorted(filter(_is_bench, found), key=lambda bench: (bench["complete"], bench["started"])):
@@ -236,7 +248,7 @@ def _speeds(found: Iterable[Results], facts: ModelFacts, notes: list[str]) -> tu
 
 
 def _dense_entry(
-    dense: str | None, found: Sequence[Results], entries: Sequence[Entry], notes: list[str]
+    dense: str | None, found: Sequence[Results], entries: Sequence[Entry], notes: dict[str, str]
 ) -> Entry | None:
     """Return the dense model's entry, with the evaluation that asked the same questions as the pruned ones'."""
     baselines = [bench["models"][0] for bench in found if _is_bench(bench)]
@@ -251,15 +263,15 @@ def _dense_entry(
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
     for entry in entries:
         others = [model for speed in entry.speeds if not _of([model := speed["bench"]["models"][0]], facts)]
-        notes += [f"{entry.facts.name} was measured against {model['model']}, not {dense}" for model in others[:1]]
+        notes |= {f"{entry.facts.name} was measured against {each['model']}, not {dense}": "" for each in others[:1]}
     wanted = [conditions(entry.quality) for entry in entries if entry.quality]
     same = [each for each in found if not _is_bench(each) and (not wanted or conditions(each) == wanted[0])]
     quality = _best_evaluation(same, facts, notes)
     if quality is None:
         command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"
-        notes.append(f"the dense model was not evaluated on the same rows: {command}")
+        notes["the dense model was not evaluated on the same rows"] = command
     if any(others != wanted[0] for others in wanted[1:]):
-        notes.append("the models were not evaluated on the same rows, so their accuracies can't be compared")
+        notes["the models were not evaluated on the same rows, so their accuracies can't be compared"] = ""
     known = [model for model in baselines if _of([model], facts)]
     if known and facts.parameters is None:
         facts = ModelFacts(**{key: known[0][key] for key in ModelFacts.__dataclass_fields__})

@@ -67,6 +67,8 @@ class Page:
     """Where, with what and on what the numbers were measured, and what is missing."""
     files: Sequence[str] = field(default=())
     """What lies beside the page, relative to it."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Where more is said about those of `lead`, relative to the page."""
 
 
 def to_html(page: Page) -> str:
@@ -85,7 +87,8 @@ def to_html(page: Page) -> str:
 
 def to_markdown(page: Page) -> str:
     """Return the sentences and tables of a page in Markdown; pictures are left out."""
-    lines = [f"- **{name}**: {sentence}" if name else sentence for name, sentence in page.lead] + [""]
+    named = {name: f"[{name}]({page.links[name]})" if name in page.links else name for name, _ in page.lead}
+    lines = [f"- **{named[name]}**: {sentence}" if name else sentence for name, sentence in page.lead] + [""]
     for section in page.sections:
         if section.table:
             lines += [f"### {section.heading}", "", markdown_table(section.table), "", section.remark, ""]

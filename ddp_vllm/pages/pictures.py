@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
 }
 GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(bad="white")  # white: removed
 MOST_CROSSES = 2500  # beyond that white cells must do
-LINES = ("-", "--", ":", "-.")
+LINES = (("0.6", "-", 2.2), ("black", "--", 1.2), ("black", ":", 1.4), ("black", "-.", 1.2))  # tone, dashes, width
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")  # of pruned models; the dense one is a circle
 LAMBDAS = {"lambda1": "λ1", "lambda2": "λ2", "lambda3": "λ3"}
 Curves = Sequence[Mapping[str, float]]
@@ -43,7 +43,8 @@ def render(draw: Callable[[Figure], None], *, name: str, title: str, caption: st
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure)
         vector, raster = io.StringIO(), io.BytesIO()
-        figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        nobody: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(vector, format="svg", transparent=True, metadata=nobody)  # over the page's ground, light or dark
         figure.savefig(raster, format="png", dpi=200)
     return Picture(name=name, title=title, caption=caption, svg=_inline(vector.getvalue()), png=raster.getvalue())
 
@@ -141,12 +142,13 @@ def draw_curves(figure: Figure, *, curves: Curves, target: float | None, rounded
     panels = panels_of_curves(curves)
     steps = np.array([step["step"] for step in curves])
     for axes, (label, metrics) in zip(_panels(figure, len(panels), sharex=True), panels, strict=True):
-        for (metric, name), line in zip(metrics.items(), LINES, strict=False):
+        styles = LINES if len(metrics) > 1 else (("black", "-", 1.2),)
+        for (metric, name), (tone, dashes, width) in zip(metrics.items(), styles, strict=False):
             values = np.array([step.get(metric, np.nan) for step in curves])
             if "token" in label:
-                axes.plot(steps, values, color="0.75", linewidth=0.7)
+                axes.plot(steps, values, color="0.85", linewidth=0.7)
                 values = smooth(values)
-            axes.plot(steps, values, color="black", linestyle=line, linewidth=1.2, label=name)
+            axes.plot(steps, values, color=tone, linestyle=dashes, linewidth=width, label=name)
         if label == "sparsity" and target is not None:
             axes.axhline(target, color="black", linestyle=":", linewidth=1, label="target")
         if rounded_after is not None:
@@ -154,7 +156,7 @@ def draw_curves(figure: Figure, *, curves: Curves, target: float | None, rounded
         axes.set_ylabel(label)
         axes.yaxis.set_major_locator(MaxNLocator(4))
         if len(axes.get_legend_handles_labels()[0]) > 1:
-            axes.legend(framealpha=0.85, edgecolor="none", fontsize=8, handlelength=2.2)
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8, handlelength=2.2)
     axes.set_xlabel("step")
     figure.align_ylabels()
 
@@ -193,8 +195,9 @@ def draw_points(
         value, least, most = point.quality
         axes.errorbar(
             ratio, value, xerr=[[ratio - low], [high - ratio]], yerr=[[value - least], [most - value]],
-            label=point.name, fmt=marker, color="black", markerfacecolor=fill, markersize=6, capsize=3,
+            fmt="none", color="0.4", capsize=3,
         )  # fmt: skip
+        axes.plot(ratio, value, marker, color="black", markerfacecolor=fill, markersize=6, label=point.name)
     axes.set(xlabel=f"{speed}, times better than dense", ylabel=quality)
     if less_is_better:
         axes.invert_yaxis()

@@ -6,8 +6,6 @@ Everything is read from the checkpoint itself, so the page can be made again whe
 import csv
 import dataclasses
 import io
-import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,10 +26,19 @@ from ddp_vllm.pages.evidence import (
     tables,
 )
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import bare_names, conclusion, learning, prediction, size_table, texts_of
+from ddp_vllm.pages.summary import (
+    bare_names,
+    conclusion,
+    learning,
+    perplexity_table,
+    prediction,
+    size_table,
+    texts_of,
+)
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
 REPORT_FILE, DATA_FOLDER = "report.html", "report"
+SHOWN = 3  # answers that are not folded away
 
 
 def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
@@ -66,7 +73,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
     learned_on = str(recipe.get("model", "its dense model"))
     dense = str(provenance.get("applied_to") or learned_on)
     version, recovery = provenance.get("ddp_vllm", "of an unknown version"), provenance.get("recovery", {})
-    sections = [Section(heading="Size", table=size_table(checkpoint))]
+    sections = [*_answers(provenance), Section(heading="Size", table=size_table(checkpoint))]
     if losses := evidence.block_losses:
         remark = (
             f"{provenance['perplexity']['tokens']:,} tokens of {texts_of(provenance)} in {len(losses['dense'])} blocks "
@@ -80,10 +87,6 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         sections.append(
             Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
         )
-    if said := answers(provenance):
-        table = dataclasses.replace(Table.of(said), is_text=True)
-        remark = "Ten prompts that nobody picked for these models; the most likely tokens, 64 at most."
-        sections.append(Section(heading="Answers", table=table, remark=remark))
     if provenance.get("rounding"):
         remark = "To the budget, by saliency; in units of each module type."
         sections.append(Section(heading="What rounding changed", table=rounding_table(evidence), remark=remark))
@@ -108,6 +111,18 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
     )
 
 
+def _answers(provenance: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield what each model answered, prompt by prompt: the first of them, and the others to be opened."""
+    if said := answers(provenance):
+        first, others = (
+            dataclasses.replace(Table.of(some), is_text=True) if some else None for some in (said[:SHOWN], said[SHOWN:])
+        )
+        remark = "Prompts that nobody picked for these models; the most likely tokens, 64 at most."
+        yield Section(heading="Answers", table=first, remark=remark)
+        if others:
+            yield Section(heading=f"{len(others.rows)} more answers", table=others, folded=True)
+
+
 def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a recipe, those of a sub-table by their dotted names."""
     for name, value in recipe.items():
@@ -115,19 +130,6 @@ def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{each}", setting) for each, setting in value.items())
         else:
             yield name, value
-
-
-def perplexity_table(losses: Mapping[str, Sequence[float]]) -> Table:
-    """Return perplexities with standard errors over the held-out blocks; ratios' from the blocks' differences."""
-    rows, lines = [], dict(losses)
-    for name in list(losses)[1:]:
-        pairs = zip(losses["dense"], losses[name], strict=True)
-        lines[f"{name} / dense"] = [after - before for before, after in pairs]
-    for label, values in lines.items():
-        value = math.exp(statistics.fmean(values))
-        error = value * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        rows.append([label, f"{value:.2f}", "–" if error is None else f"± {error:.2f}"])
-    return Table(headings=["", "perplexity", "standard error"], rows=rows)
 
 
 def rounding_table(evidence: Evidence) -> Table:
@@ -164,7 +166,7 @@ def _heads(evidence: Evidence) -> Picture:
         partial(pictures.draw_heatmaps, values={"scale": gates_LU}, unit_label=unit, together=together),
         name="heads",
         title=title,
-        caption=f"Crossed out: removed. The darker, the larger the scale of what stays.{lines}",
+        caption=f"Crossed out: removed. The stronger the tone, the larger the scale of what stays.{lines}",
         height=pictures.height_of_map(units),
     )
 
@@ -176,7 +178,7 @@ def _widths(evidence: Evidence) -> Picture:
         partial(pictures.draw_widths, kept_L=kept_L, dense=dense),
         name="widths",
         title="MLP width of each layer",
-        caption=f"Grey: channels kept. Outline: the dense model's {dense:,}.",
+        caption=f"Filled: channels kept. Outline: the dense model's {dense:,}.",
         height=2.5,
     )
 
@@ -191,7 +193,7 @@ def _experts(evidence: Evidence) -> Picture:
         partial(pictures.draw_heatmaps, values=panels, unit_label="expert"),
         name="experts",
         title="Width of each expert",
-        caption=f"The darker, the wider; crossed out: removed.{below}",
+        caption=f"The stronger the tone, the wider; crossed out: removed.{below}",
         height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
     )
 
@@ -222,8 +224,8 @@ def _curves(evidence: Evidence) -> Picture:
         partial(pictures.draw_curves, curves=curves, target=target, rounded_after=provenance.get("search_steps")),
         name="curves",
         title="Training",
-        caption="Losses: every step in grey, a running mean over a twentieth of the steps in black. At the upright "
-        "line the support is rounded and frozen; from there on only scales are learned.",
+        caption="Losses: every step in the faintest line, and a running mean over a twentieth of the steps. At the "
+        "upright line what stays is settled; from there on its scales are learned further.",
         height=pictures.height_of_curves(curves),
     )
 
@@ -234,6 +236,6 @@ def _recovery(evidence: Evidence) -> Picture:
         partial(pictures.draw_curves, curves=curves, target=None, rounded_after=None),
         name="recovery",
         title="Recovery",
-        caption="The weights that stay learn from the dense model. Every step in grey, a running mean in black.",
+        caption="Weights that stay learn from the dense model. Every step in the faintest line; and a running mean.",
         height=pictures.height_of_curves(curves),
     )

@@ -1,7 +1,8 @@
 """What was removed from a checkpoint: units, parameters, FLOPs and KV cache, and what to know about its routing."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import exp, prod, sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 from ddp_vllm.checkpoint import Checkpoint
@@ -194,3 +195,16 @@ def bare_names(names: Sequence[str]) -> str:
 def perplexities(quality: Mapping[str, Any]) -> str:
     """Return the held-out perplexity of each model that a checkpoint went through, in their order."""
     return " → ".join(f"{who} {quality[who]:.2f}" for who in ("dense", "pruned", "recovered") if who in quality)
+
+
+def perplexity_table(losses: Mapping[str, Sequence[float]]) -> Table:
+    """Return perplexities with standard errors over the held-out blocks; ratios' from the blocks' differences."""
+    rows, lines = [], dict(losses)
+    for name in list(losses)[1:]:
+        pairs = zip(losses["dense"], losses[name], strict=True)
+        lines[f"{name} / dense"] = [after - before for before, after in pairs]
+    for label, values in lines.items():
+        value = exp(fmean(values))
+        error = value * stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+        rows.append([label, f"{value:.2f}", "–" if error is None else f"± {error:.2f}"])
+    return Table(headings=["", "perplexity", "standard error"], rows=rows)

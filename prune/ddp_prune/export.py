@@ -21,6 +21,7 @@ from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, Checkpoint, read_checkpoint, read_provenance
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import pruned_config, unit_shapes
+from ddp_vllm.origins import published, remember
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.evidence import METRICS_FILE
@@ -275,12 +276,16 @@ def write_masks(
     provenance: Mapping[str, Any],
     evidence: Mapping[str, Masks] | None = None,
 ) -> None:
-    """Write a masks file, which `read_masks` and `apply_masks` take; arguments as in `export`."""
+    """Write a masks file, which `read_masks` and `apply_masks` take; arguments as in `export`.
+
+    Of paths in the provenance it holds the names alone; where they lead is kept in the cache.
+    """
     tensors = {f"{kind}.gates": value for kind, value in gates.items()}
     for name, values in (evidence or {}).items():
         tensors |= {f"{kind}.{name}": value for kind, value in values.items()}
-    provenance = {"ddp_vllm": __version__, "head_unit": head_unit, **provenance}
-    _save(tensors, path, {"ddp": json.dumps(provenance)})
+    said = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
+    _save(tensors, path, {"ddp": json.dumps(said)})
+    remember(path, provenance)
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:

@@ -54,6 +54,7 @@ from ddp_vllm.errors import CheckpointError, ModelError, ServingError, SettingEr
 from ddp_vllm.families import choose_head_unit
 from ddp_vllm.latency import FORMAT, read_profile
 from ddp_vllm.machine import hardware, versions
+from ddp_vllm.origins import published_recipe
 from ddp_vllm.output import check_output, make_folder
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code.widths import LayerWidths
@@ -310,8 +311,8 @@ def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accel
     if recipe.learn != "auto":
         return recipe
     for saved in (saved_header(output).get("recipe", {}), _provenance(output).get("recipe", {})):
-        asked = recipe.to_dict() | {"learn": saved.get("learn")}
-        same = accelerator.is_main_process and decisive(saved) == decisive(json.loads(json.dumps(asked)))
+        asked = dataclasses.replace(recipe, learn=saved.get("learn", "auto"))
+        same = accelerator.is_main_process and _is_by(saved, asked)
         if found := from_main(accelerator, saved["learn"] if same else None):
             return dataclasses.replace(recipe, learn=found)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
@@ -328,11 +329,17 @@ def _provenance(output: Path) -> dict[str, Any]:
         return {}
 
 
+def _is_by(saved: dict[str, Any], recipe: Recipe) -> bool:
+    """Tell whether saved settings are those of a recipe, where they decide; of paths, checkpoints keep names."""
+    ours = published_recipe(json.loads(json.dumps(recipe.to_dict())))
+    return decisive(published_recipe(saved)) == decisive(ours)
+
+
 def _learned_before(recipe: Recipe, output: Path, learned_from: dict[str, Any]) -> bool:
     """Tell whether `output` holds what this recipe made of these texts and weights, for the rest to go on from."""
     found = _provenance(output)
     learned_by = found.get("recipe", {})
-    same = decisive(learned_by) == decisive(json.loads(json.dumps(recipe.to_dict())))
+    same = _is_by(learned_by, recipe)
     unfinished = recipe.in_family or (recipe.recover and learned_by.get("recover") and "recovery" not in found)
     return bool(unfinished and same and found.get("learned_from") == learned_from)
 

@@ -38,6 +38,7 @@ from ddp_prune.weight_trainer import WeightTrainer
 from ddp_prune.weights import LEARNING_RATES, local_part
 from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
+from ddp_vllm.origins import local_provenance
 from ddp_vllm.pages.evidence import RECOVERY_FILE
 
 
@@ -111,6 +112,7 @@ class Recovery:
     ) -> None:
         """Load both models. `say` takes a line for the user."""
         self.asked, self.checkpoint, self.accelerator, self.say = recipe, checkpoint, accelerator, say
+        self.provenance = local_provenance(checkpoint.folder)
         folders = (pruned.folder, dense.folder)
         self.files = [[file for folder in folders for file in files(folder)] for files in (weight_files, companions)]
         self.model, self.sizes = load(pruned, recipe, accelerator), dense.sizes
@@ -181,7 +183,7 @@ class Recovery:
     def _watched(self) -> str:
         """Return the text to watch: what the recipe names, or what masks learned on and weights will not."""
         mine = {os.path.realpath(name) for name in sources_of(self.recipe.data)}
-        named = self.recipe.watch or str(self.checkpoint.provenance.get("recipe", {}).get("data") or "")
+        named = self.recipe.watch or str(self.provenance.get("recipe", {}).get("data") or "")
         others = [name for name in sources_of(named) if os.path.realpath(name) not in mine] if named else []
         if self.recipe.watch and others != sources_of(named):
             raise SettingError(f"watch is {named}, of which data learns a part; name text that data does not")
@@ -189,9 +191,11 @@ class Recovery:
 
     def _load(self, data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
         recipe = self.recipe
-        sizes = {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks, "seq_len": recipe.seq_len}
-        more: dict[str, Any] = {name: getattr(recipe, name) for name in ("heldout_blocks", "seed", "text_column")}
-        blocks = in_turn(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **more))
+        same: dict[str, Any] = {
+            name: getattr(recipe, name) for name in ("seq_len", "heldout_blocks", "seed", "text_column")
+        }
+        sizes: dict[str, Any] = {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks}
+        blocks = in_turn(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **same))
         check_vocabulary(blocks, self.dense.config.vocab_size, recipe.model)
         return blocks
 
@@ -228,7 +232,7 @@ class Recovery:
             self.checkpoint,
             self.become,
             output,
-            provenance={**self.checkpoint.provenance, "perplexity": perplexity, "recovery": recovery},
+            provenance={**self.provenance, "perplexity": perplexity, "recovery": recovery},
             extra_files={RECOVERY_FILE: metrics},
             overwrite=overwrite,
         )

@@ -1,6 +1,7 @@
 """The model card: what it publishes of where the model and the text came from."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,21 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     card = model_card(dataclasses.replace(checkpoint, provenance={"texts": texts, "perplexity": quality}), "pruned")
     assert "text of a.jsonl, b (1,024 tokens)" in card and "/mine" not in card
     assert "\nits dense model with structure removed" in card and "base_model" not in card
+
+
+def test_the_card_says_how_it_was_measured(trained: Path) -> None:
+    card = model_card(read_checkpoint(trained), "pruned")
+    assert "All models read the same 16 blocks, on which nothing was learned" in card
+    assert re.search(r"\| pruned / dense \| 1\.\d\d \| ± 0\.\d\d \|", card)
+
+
+def test_the_card_says_where_to_get_ddp_vllm_if_that_is_known(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "pip install" not in model_card(read_checkpoint(trained), "pruned")
+    facts = tmp_path / "ddp_vllm-9.dist-info" / "METADATA"
+    facts.parent.mkdir()
+    facts.write_text("Metadata-Version: 2.1\nName: ddp-vllm\nVersion: 9\nProject-URL: Source, https://a.example/b\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    card = model_card(read_checkpoint(trained), "pruned")
+    assert '```bash\npip install "ddp-vllm[serve] @ git+https://a.example/b"\nvllm serve ./pruned\n' in card

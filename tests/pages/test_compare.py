@@ -50,7 +50,7 @@ def test_a_dense_and_a_pruned_folder_of_one_name(tmp_path: Path, monkeypatch: py
         edit(dense / "eval" / "results.json", model=str(dense))
         edit(bench, model=str(pruned))
     comparison = collect([pruned])
-    assert comparison.notes == ()
+    assert comparison.notes == {}
     assert comparison.dense and comparison.dense.accuracy and comparison.dense.accuracy[0] == pytest.approx(0.7)
     assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.5 / 0.7)
     assert (difference(comparison.pruned[0], comparison.dense) or (0,))[0] == pytest.approx(-0.2)
@@ -63,7 +63,7 @@ def test_an_evaluation_of_the_pruned_model_is_never_the_dense_ones(tmp_path: Pat
     write_evaluation(pruned, 0.5)
     comparison = collect([pruned])
     assert comparison.dense and comparison.dense.quality is None
-    assert comparison.notes[-1].startswith("the dense model was not evaluated on the same rows")
+    assert [*comparison.notes][-1] == "the dense model was not evaluated on the same rows"
 
 
 def write_bench_of_two(path: Path, dense: Path, first: Path, second: Path) -> Path:
@@ -120,10 +120,10 @@ def test_a_folder_called_dot_is_found_from_elsewhere(tmp_path: Path, monkeypatch
     assert json.loads(evaluation.read_text())["ddp_vllm"]["model"]["model"] == str(pruned)
     assert describe_model(".").name == "half"
     monkeypatch.chdir(tmp_path)
-    assert collect([pruned]).notes == ()
+    assert collect([pruned]).notes == {}
     edit(pruned / evaluation, model=".")  # as an older version stored it
     edit(pruned / bench, model=".")
-    assert collect([pruned]).notes == ()
+    assert collect([pruned]).notes == {}
 
 
 def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) 
     write_evaluation(old, 0.6)
     write_bench(old / "sharegpt.json", dense, old, FASTER)
     renamed = old.rename(tmp_path / "first-try")
-    assert collect([renamed]).notes == ()
+    assert collect([renamed]).notes == {}
     new = write_pruned(tmp_path / "half", dense)
     kept, fresh = collect([renamed, new]).pruned
     assert kept.quality and kept.speeds
@@ -146,10 +146,10 @@ def test_results_of_another_machine_are_known_by_name(tmp_path: Path) -> None:
     bench = write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
     edit(evaluation, model="/gpu/half")
     edit(bench, model="/gpu/half")
-    assert collect([pruned], results=[evaluation, bench]).notes == ()
+    assert collect([pruned], results=[evaluation, bench]).notes == {}
     other = write_pruned(tmp_path / "there" / "half", dense)
     edit(evaluation, model=str(other))  # a folder of that name on this machine, but another
-    assert collect([pruned], results=[evaluation, bench]).notes[0].startswith("half was not evaluated")
+    assert next(iter(collect([pruned], results=[evaluation, bench]).notes)) == "half was not evaluated"
 
 
 def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
@@ -180,6 +180,24 @@ def test_dense_results_under_the_output_of_eval_are_found(tmp_path: Path) -> Non
     assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
 
 
+def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
+    """`eval half --against base -o numbers`, then `compare half --results numbers`."""
+    dense, numbers = write_dense(tmp_path / "base", 0.8), tmp_path / "numbers"
+    pruned = write_pruned(tmp_path / "half", dense)
+    write_evaluation(pruned, 0.6).parent.rename(numbers)
+    (dense / "eval").rename(numbers / "against-base")
+    (pruned / "report.html").touch()
+    page = tmp_path / "pages" / "page.html"
+    page.parent.mkdir()
+    result = CliRunner().invoke(main, ["compare", str(pruned), "--results", str(numbers), "-o", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "**[half](../half/report.html)**: 75.0 % of the dense accuracy" in page.with_suffix(".md").read_text()
+    assert '<a href="../half/report.html">half</a>' in page.read_text()
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(main, ["compare", str(pruned), "--results", str(tmp_path / "empty"), "--overwrite"])
+    assert result.exit_code == 4 and "empty holds no results of ddp-vllm bench or eval" in result.stderr
+
+
 def test_a_file_found_and_passed_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = write_dense(tmp_path / "base")
     pruned = write_pruned(tmp_path / "half", dense)
@@ -203,7 +221,7 @@ def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -
     assert entry.speeds == () and entry.quality is None and comparison.benches == ()
     now = describe_model(str(pruned)).parameters
     note = f"results of half with {before:,} parameters are left out: it has {now:,} now"
-    assert comparison.notes.count(note) == 1 and any("was not measured" in each for each in comparison.notes)
+    assert note in comparison.notes and any("was not measured" in each for each in comparison.notes)
 
 
 def test_of_several_results_at_a_load_the_latest_that_ended_counts(tmp_path: Path) -> None:
@@ -270,7 +288,10 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "within 1.2 times: speedup-1.25: held-out perplexity 1.17× [" in result.output
     page = (tmp_path / "page.md").read_text()
     assert "| speed of a step, predicted | 1 | 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
-    assert "Held-out perplexity against speed" in (tmp_path / "page.html").read_text()
+    html = (tmp_path / "page.html").read_text()
+    assert "Held-out perplexity against speed" in html and "report.html" not in html
+    assert "| held-out perplexity, dense → own | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
+    assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
     result = CliRunner().invoke(main, [*arguments, "1.01", "--overwrite"])
     assert "none has a held-out perplexity of at most 1.01 times" in result.output
     shown = CliRunner().invoke(main, ["inspect", str(sizes[0])])

@@ -63,6 +63,7 @@ def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None
     ):
         assert text in page, text
     assert "/mine/" not in page.partition("<summary>")[0]
+    assert page.index("dense says") < page.index("<h2>Size")  # answers come first
     assert 'id="recovery"' in page and (recovered / "report" / "answers.csv").read_text().startswith("prompt,dense")
     rows = (recovered / "report" / "perplexity.csv").read_text().splitlines()
     assert rows[:2] == ["block,dense_loss,pruned_loss,recovered_loss", "0,2.0,2.5,2.3"]

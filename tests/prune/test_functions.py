@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import ddp_vllm
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import ModelError, SettingError
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -33,6 +36,34 @@ def test_a_model_goes_through_all_functions_without_a_word(
     page = ddp_vllm.compare([pruned.folder, tmp_path / "recovered"], output=tmp_path / "compare.html")
     assert len(page.pruned) == 2 and (tmp_path / "compare.md").exists()
     assert capsys.readouterr().out == ""
+
+
+def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Nor does what was recovered or cut again; here the dense model and the text are found all the same."""
+    settings = {"data": f"{tiny_text},{tiny_text}", "sparsity": 0.4, **TINY}
+    pruned = ddp_vllm.prune(str(tiny_model), output=tmp_path / "pruned", **settings)
+    recovered = ddp_vllm.recover(pruned.folder, output=tmp_path / "recovered", tokens=64)
+    masks = pruned.folder / "ddp_masks.safetensors"
+    again = ddp_vllm.apply(str(tiny_model), masks, output=tmp_path / "again")
+    for checkpoint in (pruned, recovered, again):
+        ddp_vllm.report(checkpoint.folder)
+        for file in filter(Path.is_file, checkpoint.folder.rglob("*")):
+            for place in (tiny_model.parent, tiny_text.parent, tmp_path):
+                assert str(place).encode() not in file.read_bytes(), file
+        assert checkpoint.provenance["recipe"]["model"] == tiny_model.name
+        assert checkpoint.provenance["recipe"]["data"] == f"{tiny_text.name},{tiny_text.name}"
+    assert again.provenance["applied_to"] == tiny_model.name
+    assert ddp_vllm.compare([again.folder], output=tmp_path / "page.html").pruned[0].dense == str(tiny_model)
+    with pytest.raises(ModelError, match="is no folder here and no hub name"):  # as on another machine
+        rewritten = load_file(masks)
+        shutil.copytree(pruned.folder, tmp_path / "moved")
+        save_file({**rewritten, "attn.extra": rewritten["attn.z"]}, tmp_path / "moved" / masks.name, _metadata(masks))
+        ddp_vllm.recover(tmp_path / "moved", output=tmp_path / "other", tokens=64)
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="numpy") as opened:
+        return dict(opened.metadata())
 
 
 BARE = """
