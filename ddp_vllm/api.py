@@ -70,8 +70,8 @@ def prune_sizes(
 
 
 def plan(model: str, *, output: PathLike = "pruned", recipe: PathLike | None = None, **settings: Any) -> list[str]:
-    """Say what `prune` would remove, of the whole model too, and in what memory; a line each. Nothing is written."""
-    return list(_part("ddp_prune.plan").plan(_recipes(model, recipe, settings), Path(output)))
+    """Say what `prune` would remove of the whole model, in what memory and time; a line each. Nothing is written."""
+    return list(_learning("ddp_prune.plan").plan(_recipes(model, recipe, settings), Path(output)))
 
 
 def _recipes(model: str, recipe: PathLike | None, settings: dict[str, Any]) -> Any:

@@ -59,7 +59,16 @@ def _plainly(error: UnicodeError) -> tuple[str, int]:
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
+def _by_another_name(name: str) -> codecs.CodecInfo | None:
+    """Return ASCII under a name by which click, which takes ASCII for a mistake and writes UTF-8, does not know it."""
+    ascii = codecs.lookup("ascii")
+    parts = (ascii.encode, ascii.decode, ascii.streamreader, ascii.streamwriter)
+    incremental = (ascii.incrementalencoder, ascii.incrementaldecoder)
+    return codecs.CodecInfo(*parts, *incremental, name="plain_ascii") if name == "plain_ascii" else None
+
+
 codecs.register_error("plainly", _plainly)
+codecs.register(_by_another_name)
 
 
 class _Lazy(click.Group):
@@ -67,8 +76,10 @@ class _Lazy(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-                stream.reconfigure(errors="plainly")
+            if isinstance(stream, io.TextIOWrapper):
+                ascii = codecs.lookup(stream.encoding).name == "ascii"
+                if ascii or stream.errors == "strict":
+                    stream.reconfigure(encoding="plain_ascii" if ascii else None, errors="plainly")
         return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

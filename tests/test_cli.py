@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from ddp_vllm import __version__, cli, errors
-from ddp_vllm.cli import main
+from ddp_vllm.cli import VERBS, main
 from ddp_vllm.errors import DdpError, ModelError, TrainingError
 
 
@@ -117,11 +117,27 @@ def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_terminal_without_signs_gets_plain_ones() -> None:
-    verb = 'import click; c = click.command("inspect")(lambda: print("1.02× [0.9, 1.1] – █░ → ŧ"))'
+    verb = 'import click; c = click.command("inspect")(lambda: (print("1.02× [0.9, 1.1] – █░"), click.echo("→ ŧ")))'
     code = f"{verb}; import ddp_vllm.pages.cli as p; p.inspect = c; from ddp_vllm.cli import main; main(['inspect'])"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert (result.stdout, result.stderr) == ("1.02x [0.9, 1.1] - #. -> ?\n", "")
+    assert (result.stdout, result.stderr) == ("1.02x [0.9, 1.1] - #.\n-> ?\n", "")
+
+
+def test_every_verb_helps_on_a_terminal_that_knows_ascii_alone() -> None:
+    code = "from ddp_vllm.cli import VERBS, main\nfor verb in VERBS: main([verb, '--help'], standalone_mode=False)"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert result.returncode == 0 and result.stdout.count(b"Usage: ") == len(VERBS)
+    assert result.stdout.isascii() and b"KL(teacher ? student)" in result.stdout
+
+
+def test_a_shell_can_complete_verbs_and_options() -> None:
+    for words, found in (("ddp-vllm pr", "plain,prune\nplain,profile\n"), ("ddp-vllm prune --bud", "plain,--budget\n")):
+        asked = {"_DDP_VLLM_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        code = "from ddp_vllm.cli import main; main(prog_name='ddp-vllm')"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked)
+        assert result.stdout == found
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
         sections.append(
             Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
         )
-    if provenance.get("rounding"):
+    if any(change["dropped"] or change["revived"] for change in provenance.get("rounding", {}).values()):
         remark = "To the budget, by saliency; in units of each module type."
         sections.append(Section(heading="What rounding changed", table=rounding_table(evidence), remark=remark))
     if drawn:

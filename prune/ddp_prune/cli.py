@@ -127,7 +127,9 @@ def given(settings: dict[str, Any]) -> dict[str, Any]:
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go, of the whole model too, and in what memory.")
+@click.option(
+    "--dry-run", is_flag=True, help="Only say what would go, of the whole model too, in what memory and time."
+)
 def prune(
     model: str,
     output: Path,

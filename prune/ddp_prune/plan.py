@@ -1,7 +1,8 @@
-"""What a run would remove, and in what memory, said before it: `prune --dry-run`. Neither weights nor text are read."""
+"""What a run would remove, in what memory and time, said before it: `prune --dry-run`. Text is not read."""
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,14 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import LEARNING_BYTES, check_shares, free_memory, make_accelerator, pass_bytes
+from ddp_prune.devices import LEARNING_BYTES, USABLE, check_shares, free_memory, load, make_accelerator, pass_bytes
+from ddp_prune.gates import GatedModel
 from ddp_prune.model import Source, loading_options
 from ddp_prune.pipeline import find_model, settled, suited_pools
 from ddp_prune.recipe import Recipe
-from ddp_prune.trainer import sequences_at_once
+from ddp_prune.train import TRAINERS, fit_batches
+from ddp_prune.trainer import Batches, sequences_at_once
+from ddp_prune.weights import LearningWeights
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import Dimensions, dense_layers
@@ -38,10 +42,21 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
         lines += [describe(pool) for pool in pools]
         lines += _of_the_whole(recipe, source, shapes, head_unit, pools)
     last = dataclasses.replace(recipes[-1], learn=learn)
-    lines.append(_memory(last, source, shapes, accelerator))
+    needed, memory = _memory(last, source, shapes, accelerator)
+    lines.append(memory)
     tokens = f"{last.batch_size:,} × {last.seq_len:,} tokens, {last.steps * last.batch_size * last.seq_len:,} in all"
     lines.append(f"text: {last.steps:,} steps of {tokens}, of {last.data}")
-    return [*lines, "time: what a step takes is known after the first; the run then says how long is left"]
+    if needed > USABLE * free_memory(accelerator):
+        return [*lines, "time: not tried, as memory is short"]
+    seconds, steps = (
+        _seconds_a_step(last, source, head_unit, accelerator),
+        sum(r.steps - r.after_steps for r in recipes),
+    )
+    lines.append(
+        f"time: about {_duration(steps * seconds)}: {steps:,} steps of {seconds:.2g} s, as one took just now on "
+        "chance text with all gates open; they get shorter as gates close"
+    )
+    return [*lines, f"      and then {first.recover:g} minutes of recovery"] if first.recover else lines
 
 
 def _of_the_whole(
@@ -86,8 +101,10 @@ class _Sized:
     sizes: Dimensions
 
 
-def _memory(recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], accelerator: Accelerator) -> str:
-    """Say about how much memory weights and a forward and backward pass take, and how much is free."""
+def _memory(
+    recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], accelerator: Accelerator
+) -> tuple[float, str]:
+    """Return how many bytes weights and a forward and backward pass take, and say so, and how much is free."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = loading_options(source, recipe.dtype, accelerator.device)
@@ -101,11 +118,36 @@ def _memory(recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]],
     weights = held * (LEARNING_BYTES + 2 * model.dtype.itemsize if learns else model.dtype.itemsize)
     at_once = sequences_at_once(recipe, accelerator)
     passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
-    return (
+    return weights + passing, (
         f"memory: about {_gigabytes(weights + passing)}: {_gigabytes(weights)} for "
         f"{'two models, of which one learns' if learns else 'the model'}, {_gigabytes(passing)} for {at_once} × "
         f"{recipe.seq_len:,} tokens at once; {_gigabytes(free_memory(accelerator))} are free"
     )
+
+
+def _seconds_a_step(recipe: Recipe, source: Source, head_unit: str, accelerator: Accelerator) -> float:
+    """Return how long a step takes, by one of a single pass over chance text, after another that warms up."""
+    gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, head_unit)
+    share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
+    tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
+    model: Any = gated.model
+    blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
+    batches = Batches(blocks, tried, accelerator)
+    fit_batches(gated, batches, tried, accelerator, lambda _: None)
+    trainer = TRAINERS[recipe.controller](gated, batches, tried, accelerator)
+    if recipe.learn == "full":
+        trainer.learn_weights(LearningWeights(model, accelerator), load(source, recipe, accelerator))
+    for step in range(2):
+        began = time.perf_counter()
+        trainer.step(step)
+    return (time.perf_counter() - began) * share / at_once
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 1.5 * unit:
+            return f"{seconds / unit:.2g} {name}"
+    return f"{seconds:.2g} seconds"
 
 
 def short(number: float) -> str:

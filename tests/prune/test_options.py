@@ -167,6 +167,7 @@ def test_a_dry_run_says_what_would_go_and_writes_nothing(case: str, tiny_model: 
     assert result.exit_code == 0, (result.output, result.exception)
     assert re.search(said, result.stdout, re.MULTILINE), result.stdout
     assert re.search(r"memory: about .* for two models, .* are free\ntext: 1,000 steps of 16", result.stdout)
+    assert re.search(r"^time: about [\d.]+ \w+: 1,000 steps of [\d.]+ s, as one took", result.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
 
