@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.manifest import check_manifest
@@ -103,7 +103,7 @@ def recover(
     output = Path(output)
     check_output(output, overwrite=overwrite)
     read_checkpoint(Path(model))
-    provenance = local_provenance(Path(model))
+    provenance = local_provenance(Path(model) / MASKS_FILE)
     cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     before = provenance.get("recipe", {}) | cut_from
     load = _part("ddp_prune.recipe").load_recovery

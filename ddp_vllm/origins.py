@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
+from ddp_vllm.checkpoint import read_provenance
 from ddp_vllm.errors import OutputError
 from ddp_vllm.manifest import sha256
 from ddp_vllm.output import write_text
@@ -60,9 +60,8 @@ def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
             write_text(json.dumps(places), _kept(masks))
 
 
-def local_provenance(folder: Path) -> dict[str, Any]:
-    """Return the provenance of a checkpoint, with paths where this machine knows them."""
-    masks = folder / MASKS_FILE
+def local_provenance(masks: Path) -> dict[str, Any]:
+    """Return what a masks file says about its making, with paths where this machine knows them."""
     provenance = read_provenance(masks)
     with suppress(OSError, ValueError, OutputError):
         return provenance | json.loads(_kept(masks).read_text(encoding="utf-8"))

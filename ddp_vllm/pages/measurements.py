@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
+from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, default_output, mean_accuracy, mean_difference, score
 from ddp_vllm.facts import ModelFacts, describe_model, identify
@@ -96,7 +96,7 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
 
 
 def _origin(checkpoint: Checkpoint) -> str | None:
-    provenance = local_provenance(checkpoint.folder)
+    provenance = local_provenance(checkpoint.folder / MASKS_FILE)
     return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model", "")) or None
 
 

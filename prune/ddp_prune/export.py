@@ -21,7 +21,7 @@ from ddp_vllm import __version__
 from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, Checkpoint, read_checkpoint, read_provenance
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import pruned_config, unit_shapes
-from ddp_vllm.origins import published, remember
+from ddp_vllm.origins import local_provenance, published, remember
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.evidence import METRICS_FILE
@@ -311,7 +311,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     """
     source = open_source(model)
     check_spares_source(output, source)
-    gates, provenance = read_masks(masks)
+    (gates, _), provenance = read_masks(masks), local_provenance(masks)
     head_unit = provenance.get("head_unit", "kv-group")
     for kind, shape in unit_shapes(source.sizes, head_unit).items():
         if kind not in gates:

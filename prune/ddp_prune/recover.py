@@ -112,7 +112,7 @@ class Recovery:
     ) -> None:
         """Load both models. `say` takes a line for the user."""
         self.asked, self.checkpoint, self.accelerator, self.say = recipe, checkpoint, accelerator, say
-        self.provenance = local_provenance(checkpoint.folder)
+        self.provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         folders = (pruned.folder, dense.folder)
         self.files = [[file for folder in folders for file in files(folder)] for files in (weight_files, companions)]
         self.model, self.sizes = load(pruned, recipe, accelerator), dense.sizes

@@ -100,7 +100,7 @@ def load(tokenizer: PreTrainedTokenizerFast, cache: Path) -> Callable[..., Any]:
     """Load blocks of 16 tokens, 3 of them held out, as many as there are; with an empty cache at first."""
     from ddp_prune.text import load_blocks
 
-    def load(data: Path | str, tokenizer: Any = tokenizer, **changes: int) -> Any:
+    def load(data: Path | str, tokenizer: Any = tokenizer, **changes: Any) -> Any:
         sizes = {"seq_len": 16, "train_blocks": 10_000, "heldout_blocks": 3, "min_train_blocks": 2, "seed": 0}
         return load_blocks(str(data), tokenizer, **sizes | changes)
 

@@ -68,6 +68,18 @@ def test_every_format_gives_the_same_blocks(
     assert blocks.found == expected.found == expected.train.numel() + expected.heldout.numel()
 
 
+def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path) -> None:
+    """Of several files, every one that has columns must have it; a .txt has none."""
+    named = _write(tmp_path / "named.jsonl", [{"body": text, "text": "no"} for text in DOCUMENTS])
+    expected = load(_write(tmp_path / "plain.jsonl", [{"text": text} for text in DOCUMENTS]))
+    blocks = load(named, text_column="body")
+    assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
+    (tmp_path / "book.txt").write_text("\n".join(DOCUMENTS))
+    assert load(f"{tmp_path / 'book.txt'},{named}", text_column="body").found > blocks.found
+    with pytest.raises(TextError, match=r"plain.jsonl has no column body, only text; name another with --text-column"):
+        load(f"{named},{tmp_path / 'plain.jsonl'}", text_column="body")
+
+
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_a_text_file_is_one_document(
     compression: str, load: Callable[..., Any], write_texts: Callable[..., Path], tmp_path: Path
@@ -129,7 +141,7 @@ BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, what the
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], ["cannot be read"]),
     "unknown ending": ("a.docx", b"words", ["unknown ending", ".docx", ".jsonl"]),
     "unknown compression": ("a.jsonl.bz2", bz2.compress(b'{"text": "x"}\n'), ["unknown ending", ".bz2", "zst"]),
-    "missing column": ("a.jsonl", b'{"body": "words", "id": 1}\n', ["no column text", "body", "id"]),
+    "missing column": ("a.jsonl", b'{"body": "words", "id": 1}\n', ["no column text", "body", "id", "--text-column"]),
     "column of numbers": ("a.jsonl", b'{"text": 5}\n', ["text"]),
     "malformed turns": ("a.jsonl", b'{"conversations": ["hello", "you"]}\n', ["a.jsonl"]),
     "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "need 80", "--seq-len"]),
