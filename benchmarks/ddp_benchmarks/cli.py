@@ -31,13 +31,9 @@ def bench() -> None:
 @click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option(
-    "--dataset-path",
-    "--dataset",
-    "dataset",
-    type=click.Path(path_type=Path),
-    show_default="fetched",
+    "--dataset-path", "--dataset", "dataset", type=click.Path(path_type=Path), show_default="fetched",
     help="ShareGPT file (JSON or JSONL).",
-)
+)  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path), show_default="DIR/sharegpt-MODE.json", help="Results.")
 @_overwrite
 @_json
@@ -47,13 +43,7 @@ def bench() -> None:
 @click.option("--max-concurrency", default="none", show_default=True, help="Requests in flight, several by commas.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS", help="Service level such as ttft:500; may be repeated.")
 @click.option(
-    "--num-warmups",
-    "--warmups",
-    "warmups",
-    type=int,
-    default=2,
-    show_default=True,
-    help="Requests before an engine is measured.",
+    "--num-warmups", "--warmups", "warmups", default=2, show_default=True, help="Requests before an engine is measured."
 )
 @click.option("--no-warmup-round", is_flag=True, help="Do not measure and discard one round before the pairs.")
 @click.option("--port", type=int, show_default="a free one", help="Port of the server.")

@@ -1,10 +1,8 @@
 """One pruning run, in the order data flows: text → tokens → masks → widths → checkpoint."""
 
 import dataclasses
-import hashlib
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -44,20 +42,17 @@ from ddp_prune.progress import StepProgress, show
 from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.recover import recover
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
+from ddp_prune.speed import predicted, with_profile
 from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
-from ddp_vllm.cache import cache_folder
 from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
-from ddp_vllm.errors import CheckpointError, ModelError, ServingError, SettingError, TrainingError
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
-from ddp_vllm.latency import FORMAT, read_profile
-from ddp_vllm.machine import hardware, versions
 from ddp_vllm.origins import published_recipe
-from ddp_vllm.output import check_output, make_folder
+from ddp_vllm.output import check_output
 from ddp_vllm.pages.evidence import METRICS_FILE
-from ddp_vllm.remote_code.widths import LayerWidths
 
 BRANCH = "branch"  # where a family keeps how far its search is, beside the folders of its sizes
 
@@ -268,42 +263,6 @@ def suited_pools(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]
         raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
     head_unit = choose_head_unit(recipe.head_unit, source.sizes)
     return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe)
-
-
-def with_profile(recipe: Recipe) -> Recipe:
-    """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
-
-    Raises: SettingError for a profile of another machine; ServingError if measuring fails.
-    """
-    if recipe.budget != "latency":
-        return recipe
-    if not recipe.profile:
-        work, here = recipe.workload, hardware()
-        facts = json.dumps(
-            [FORMAT, recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
-        )
-        path = cache_folder() / "profiles" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
-        if not path.exists() or not json.loads(path.read_text(encoding="utf-8")).get("complete"):
-            make_folder(path.parent)
-            options = ["--batch", str(work.batch), "--context", str(work.context), "-o", str(path)]
-            if subprocess.run([sys.executable, "-m", "ddp_vllm", "profile", recipe.model, *options]).returncode:
-                raise ServingError("the machine could not be measured; run ddp-vllm profile, and give it by --profile")
-        recipe = dataclasses.replace(recipe, profile=str(path))
-    profile = read_profile(Path(recipe.profile))
-    if not recipe.other_machine:
-        profile.check_here(hardware())
-    return recipe
-
-
-def predicted(recipe: Recipe, widths: list[LayerWidths]) -> dict[str, Any]:
-    """Return what a budget in measured time promises, for the provenance; {} for another budget."""
-    if recipe.budget != "latency":
-        return {}
-    profile = read_profile(Path(recipe.profile))
-    speedup, low, high = profile.speedup(widths, recipe.workload)
-    where = {"hardware": profile.content["hardware"], "versions": profile.content["versions"]}
-    workload = dataclasses.asdict(recipe.workload)
-    return {"latency": {"speedup": speedup, "low": low, "high": high, "workload": workload, **where}}
 
 
 def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accelerator: Accelerator) -> Recipe:

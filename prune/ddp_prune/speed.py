@@ -1,0 +1,53 @@
+"""What a budget in measured time needs before a run, a profile of the machine, and what it promises afterwards."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddp_prune.recipe import Recipe
+from ddp_vllm.cache import cache_folder
+from ddp_vllm.errors import ServingError
+from ddp_vllm.latency import FORMAT, read_profile
+from ddp_vllm.machine import hardware, versions
+from ddp_vllm.output import make_folder
+from ddp_vllm.remote_code.widths import LayerWidths
+
+
+def with_profile(recipe: Recipe) -> Recipe:
+    """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
+
+    Raises: SettingError for a profile of another machine; ServingError if measuring fails.
+    """
+    if recipe.budget != "latency":
+        return recipe
+    if not recipe.profile:
+        work, here = recipe.workload, hardware()
+        facts = json.dumps(
+            [FORMAT, recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
+        )
+        path = cache_folder() / "profiles" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+        if not path.exists() or not json.loads(path.read_text(encoding="utf-8")).get("complete"):
+            make_folder(path.parent)
+            options = ["--batch", str(work.batch), "--context", str(work.context), "-o", str(path)]
+            if subprocess.run([sys.executable, "-m", "ddp_vllm", "profile", recipe.model, *options]).returncode:
+                raise ServingError("the machine could not be measured; run ddp-vllm profile, and give it by --profile")
+        recipe = dataclasses.replace(recipe, profile=str(path))
+    profile = read_profile(Path(recipe.profile))
+    if not recipe.other_machine:
+        profile.check_here(hardware())
+    return recipe
+
+
+def predicted(recipe: Recipe, widths: list[LayerWidths]) -> dict[str, Any]:
+    """Return what a budget in measured time promises, for the provenance; {} for another budget."""
+    if recipe.budget != "latency":
+        return {}
+    profile = read_profile(Path(recipe.profile))
+    speedup, low, high = profile.speedup(widths, recipe.workload)
+    where = {"hardware": profile.content["hardware"], "versions": profile.content["versions"]}
+    workload = dataclasses.asdict(recipe.workload)
+    return {"latency": {"speedup": speedup, "low": low, "high": high, "workload": workload, **where}}
