@@ -373,7 +373,9 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], masks: Mapping
     inherited = {name: masks[name] for name in INHERITED if name in masks}
     values = inherited | _read(path, settings, RecoveryRecipe)
     if "teacher" not in values and "model" in masks:
-        values["teacher"] = masks["model"]
+        values["teacher"] = known = masks["model"]
+        if "/" not in known and not Path(known).exists():  # a folder of another machine
+            raise SettingError(f"the dense model was {known}, which is no folder here; say where it is with --teacher")
     if missing := {"model", "teacher"} - set(values):
         raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
     return RecoveryRecipe(**values)

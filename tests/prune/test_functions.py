@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import ddp_vllm
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,7 +54,9 @@ def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_t
         assert checkpoint.provenance["recipe"]["data"] == f"{tiny_text.name},{tiny_text.name}"
     assert again.provenance["applied_to"] == tiny_model.name
     assert ddp_vllm.compare([again.folder], output=tmp_path / "page.html").pruned[0].dense == str(tiny_model)
-    with pytest.raises(ModelError, match="is no folder here and no hub name"):  # as on another machine
+    with pytest.raises(
+        SettingError, match="which is no folder here; say where it is with --teacher"
+    ):  # as on another machine
         rewritten = load_file(masks)
         shutil.copytree(pruned.folder, tmp_path / "moved")
         save_file({**rewritten, "attn.extra": rewritten["attn.z"]}, tmp_path / "moved" / masks.name, _metadata(masks))
