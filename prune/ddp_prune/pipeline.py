@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -48,9 +47,10 @@ from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, source
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
+from ddp_vllm.api import profile as measure
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
-from ddp_vllm.errors import CheckpointError, ModelError, ServingError, SettingError, TrainingError
+from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
 from ddp_vllm.latency import FORMAT, read_profile
 from ddp_vllm.machine import hardware, versions
@@ -75,7 +75,7 @@ def prune(
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
     check_shares(first, accelerator.num_processes)
-    first = in_turn(accelerator, partial(with_profile, first))
+    first = in_turn(accelerator, partial(with_profile, first, verbose=not console.quiet))
     source, shapes = in_turn(accelerator, lambda: find_model(first, output))
     first = settled(first, shapes, folders[0], accelerator)
     recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]
@@ -268,7 +268,7 @@ def suited_pools(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]
     return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe)
 
 
-def with_profile(recipe: Recipe) -> Recipe:
+def with_profile(recipe: Recipe, *, verbose: bool) -> Recipe:
     """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
 
     Raises: SettingError for a profile of another machine; ServingError if measuring fails.
@@ -281,16 +281,23 @@ def with_profile(recipe: Recipe) -> Recipe:
             [FORMAT, recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
         )
         path = cache_folder() / "profiles" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
-        if not path.exists() or not json.loads(path.read_text(encoding="utf-8")).get("complete"):
+        if not _is_measured(path):
             make_folder(path.parent)
-            options = ["--batch", str(work.batch), "--context", str(work.context), "-o", str(path)]
-            if subprocess.run([sys.executable, "-m", "ddp_vllm", "profile", recipe.model, *options]).returncode:
-                raise ServingError("the machine could not be measured; run ddp-vllm profile, and give it by --profile")
+            there = {"batches": (work.batch,), "contexts": (work.context,)}
+            measure(recipe.model, output=path, overwrite=True, verbose=verbose, **there)
         recipe = dataclasses.replace(recipe, profile=str(path))
     profile = read_profile(Path(recipe.profile))
     if not recipe.other_machine:
         profile.check_here(hardware())
     return recipe
+
+
+def _is_measured(path: Path) -> bool:
+    """Tell whether a profile was measured before, to its end, and can be read."""
+    try:
+        return bool(read_profile(path))
+    except SettingError:
+        return False
 
 
 def predicted(recipe: Recipe, widths: list[LayerWidths]) -> dict[str, Any]:
