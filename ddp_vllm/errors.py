@@ -13,6 +13,9 @@ A message is one line: what is wrong with which value, where, and the remedy.
 Only `ddp_vllm.cli` turns errors into exit codes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def printable(text: str) -> str:
     """Return a text whose control characters, which a terminal would obey, are written out."""
@@ -65,3 +68,22 @@ class ServingError(DdpError):
     """vLLM cannot be started, or stopped answering."""
 
     exit_code = 8
+
+
+@contextmanager
+def reading(
+    place: object, kind: type[DdpError], remedy: str, *, how: str = "", but: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise `kind` for what another library raises when it reads `place` in the block: dozens of kinds, each its own.
+
+    place: what is read, at the beginning of the sentence; remedy: its end; how: as " as text". but: errors that others
+    turn into sentences.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (DdpError, ModuleNotFoundError, *but)):
+            raise
+        said = " ".join(str(error.__cause__ or error).split())
+        reason = f"{type(error).__name__}: {said}" if said.isalnum() or not said else said
+        raise kind(f"{place} cannot be read{how} ({reason[:200]}); {remedy}") from error

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import ModelError
+from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     LayerWidths,
-    WidthsError,
     check_routing,
     check_sizes,
     count_experts,

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.schema import NAME, check
 
 MANIFEST = "ddp_manifest.json"
 OWN = {MANIFEST, "ddp_masks.safetensors"}  # the second: of versions without a manifest
@@ -38,18 +40,16 @@ def amended(folder: Path, names: Iterable[str]) -> str | None:
 
 def read_manifest(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by its name. Raises: ValueError if the manifest is none; OSError."""
-    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    hashes = found.get("sha256") if isinstance(found, dict) else None
-    if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
-        raise ValueError(f"{MANIFEST} is no manifest")
-    return hashes
+    found = read_json(folder / MANIFEST)
+    check(found, {"sha256": {str: NAME}}, MANIFEST)
+    return dict(found["sha256"])
 
 
 def check_manifest(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file, all as they were written. Raises: CheckpointError, naming what is not."""
     try:
         hashes, wrong = read_manifest(folder), list(differences(folder))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no manifest that can be read ({error}); write it with prune") from error
     if wrong:
         raise CheckpointError(f"{folder} is not as it was written: {'; '.join(wrong[:5])} ({len(wrong)} in all)")

@@ -14,9 +14,25 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from ddp_vllm.errors import TextError
+from ddp_vllm.facts import FACTS
+from ddp_vllm.machine import PLACE
 from ddp_vllm.output import write_text
+from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.schema import COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check
 
 FORMAT = "ddp-vllm bench sharegpt 1"
+_VERDICT = {"ratio": POSITIVE, "low": (None, Number(0)), "high": (None, Number(0)), "sentence": TEXT}
+BENCH = PLACE | {
+    "format": NAME, "complete": bool, "reason": (None, TEXT), "started": NAME,
+    "settings": {"mode": NAME, "pairs": COUNT, "seed": Number(whole=True)},
+    "sample": {"conversations": COUNT, "prompt_tokens": COUNT, "output_tokens": COUNT},
+    "models": [FACTS | {"label": NAME}],
+    "runs": [{
+        "round": Number(-1, 1e9, whole=True), "label": NAME, "load": NAME, "metrics?": {str: Number(0)},
+        "engine": {str: NUMBER}, "incomplete?": TEXT,
+    }],
+    "verdicts?": [{"label": NAME, "load": NAME, "metrics": {str: _VERDICT}}],
+}  # fmt: skip
 ENOUGH_PAIRS = 5
 LEVEL = 0.05  # an interval that reaches no further from 1 says that two speeds are as good as equal
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
@@ -187,9 +203,24 @@ def write_results(results: Mapping[str, Any], output: Path) -> None:
 def read_results(path: Path) -> dict[str, Any]:
     """Read a results file back. Raises: TextError if it is missing or none of ours."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        results = read_json(path)
+    except (OSError, ValueError) as error:
         raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
     if not isinstance(results, dict) or results.get("format") != FORMAT:
         raise TextError(f"{path} is no results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
+    check_results(results, path)
     return results
+
+
+def check_results(results: Any, path: Path) -> None:
+    """Refuse a results file of `bench` that is damaged. Raises: TextError, naming what is wrong."""
+    try:
+        check(results, BENCH, "it")
+        if not results["models"]:
+            raise SchemaError("it holds no model")
+        if any("metrics" not in run and "incomplete" not in run for run in results["runs"]):
+            raise SchemaError("one of its runs has neither metrics nor a reason")
+        if any(main_metric(each["load"]) not in each["metrics"] for each in results.get("verdicts", [])):
+            raise SchemaError("one of its verdicts lacks the metric that counts")
+    except SchemaError as error:
+        raise TextError(f"{path} is damaged: {error}; move it away, or measure again") from error

@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import TextError, reading
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -35,7 +35,7 @@ ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bi
 def open_rows(name: str) -> Any:
     """Return the rows of a file, a `datasets.Dataset`, or of a hub dataset, an `IterableDataset` that is streamed.
 
-    name: a path; or `name` or `name:configuration` on the hub. Raises: TextError, and what `reading` turns into one.
+    name: a path; or `name` or `name:configuration` on the hub. Raises: as in `reading_text`.
     """
     import datasets
 
@@ -46,16 +46,9 @@ def open_rows(name: str) -> Any:
     return datasets.load_dataset(hub_name, configuration or None, split="train", streaming=True)
 
 
-@contextmanager
-def reading(data: str) -> Iterator[None]:
-    """Raise TextError for what `datasets` raises in the block: dozens of kinds, from pyarrow's to the hub's."""
-    try:
-        yield
-    except TextError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise TextError(f"{data} cannot be read as text ({reason}); give a hub dataset or a {_kinds()} file") from error
+def reading_text(data: str) -> AbstractContextManager[None]:
+    """Raise TextError for what `datasets` raises in the block, from pyarrow's errors to the hub's."""
+    return reading(data, TextError, f"give a hub dataset or a {_kinds()} file", how=" as text")
 
 
 def _kinds() -> str:

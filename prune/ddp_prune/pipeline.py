@@ -49,11 +49,11 @@ from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.api import profile as measure
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
 from ddp_vllm.latency import FORMAT, read_profile
 from ddp_vllm.machine import hardware, versions
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.output import check_output, make_folder
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code.widths import LayerWidths

@@ -12,12 +12,12 @@ from accelerate import Accelerator
 
 from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.devices import LEARNING_BYTES, check_shares, free_memory, make_accelerator, pass_bytes
-from ddp_prune.model import Source, loading_options
+from ddp_prune.model import AGAIN, Source, loading_options
 from ddp_prune.pipeline import find_model, settled, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.trainer import sequences_at_once
 from ddp_vllm.costs import whole_model
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.families import Dimensions, dense_layers
 
 
@@ -90,8 +90,8 @@ def _memory(recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]],
     """Say about how much memory weights and a forward and backward pass take, and how much is free."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = loading_options(source, recipe.dtype, accelerator.device)
-    with torch.device("meta"):
+    with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
+        options = loading_options(source, recipe.dtype, accelerator.device)
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(source.folder, trust_remote_code=False), trust_remote_code=False, **options
         )

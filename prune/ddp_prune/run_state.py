@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_vllm.errors import OutputError
+from ddp_vllm.masks import seals
 from ddp_vllm.output import atomic_file, locked
 
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
@@ -180,11 +181,11 @@ def _header(file: Any) -> dict[str, Any]:
 
 def _seals(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Return hashes of the header and of all tensors, names and shapes too; contiguous, on the CPU."""
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
-    return {"header": hashlib.sha256(header.encode()).hexdigest(), "tensors": digest.hexdigest()}
+    labelled = (
+        (f"{name} {value.dtype} {list(value.shape)}", value.flatten().view(torch.uint8).numpy().data)
+        for name, value in sorted(tensors.items())
+    )
+    return seals(header, labelled)
 
 
 def _make_private(folder: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading
+from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading_text
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
@@ -135,10 +135,10 @@ def _read(
     turns = {name: names.count(name) for name in names}
     rows, by_hash = dict[str, Any](), dict[str, Any]()
     for name, count in turns.items():
-        with reading(name):
+        with reading_text(name):
             heldout = math.ceil(EXCERPT * heldout_tokens * count / len(names))
             rows[name], by_hash[name] = open_source(name, tokenizer, seed, size=size, heldout=heldout)
-    with reading(data):
+    with reading_text(data):
         tokens, hidden = hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
         for name in turns if len(turns) > 1 else ():  # one alone is too short, as `load_blocks` will say
             _check_rest(name, (cut(row["text"], size) for row in by_hash[name]), hidden)

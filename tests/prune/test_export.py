@@ -20,10 +20,11 @@ from ddp_prune import export as export_module
 from ddp_prune.export import apply_masks, export, read_evidence, read_masks
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.model import Source, load_model, open_source
-from ddp_vllm.checkpoint import MASKS_FILE, read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
 from ddp_vllm.families import unit_shapes
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.summary import removed_parameters, units
 

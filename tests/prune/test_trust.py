@@ -11,8 +11,8 @@ from hostile import ATTACKS, make_hostile
 from runs import SMALL, assert_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ddp_vllm.checkpoint import MASKS_FILE
 from ddp_vllm.cli import main
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.remote_code import FILES
 
 ROOT = Path(__file__).parents[2]
