@@ -75,6 +75,8 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _sha256(file: Path) -> str:
+    if not file.is_file():  # a pipe or a device never ends
+        raise ValueError(f"{file.name} is no file")
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

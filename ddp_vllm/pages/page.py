@@ -6,9 +6,10 @@ one file: no script, font or picture is loaded from anywhere. Shapes and labels,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ddp_vllm.errors import printable
@@ -69,8 +70,8 @@ class Page:
     """What lies beside the page, relative to it."""
 
 
-def to_html(page: Page) -> str:
-    """Return the whole page as one self-contained file."""
+@cache
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("ddp_vllm.pages", "."),
         autoescape=True,
@@ -80,7 +81,12 @@ def to_html(page: Page) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["unescaped"] = Markup
-    return environment.get_template("page.html.j2").render(page=page)
+    return environment.get_template("page.html.j2")
+
+
+def to_html(page: Page) -> str:
+    """Return the whole page as one self-contained file."""
+    return _template().render(page=page)
 
 
 def to_markdown(page: Page) -> str:

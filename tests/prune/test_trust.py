@@ -2,6 +2,7 @@
 
 import ast
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 from click.testing import CliRunner
 from hostile import ATTACKS, make_hostile
 from runs import SMALL, assert_refused
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from ddp_prune.documents import by_template
 from ddp_vllm.cli import main
+from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.remote_code import FILES
 
@@ -131,6 +134,35 @@ def test_recovery_hands_on_our_code_alone(
     assert result.exit_code == 0, result.output
     for name in ("config.json", "tokenizer_config.json"):
         assert "evil" not in (tmp_path / "out" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 'a' * 10 ** 10 }}", "it raises to a power"),
+        ("{% set a = 9 ** 9 ** 9 %}{{ a }}", "it raises to a power"),
+        ("{{ 'a' * 9999999999 }}", "MemoryError"),
+        ("{{ 'a'.center(9999999999) }}", "MemoryError"),
+        ("{{ '%9999999999s' | format('a') }}", "MemoryError"),
+        ("{% set n = namespace(a=messages[0].content) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
+         "MemoryError"),
+    ],
+)  # fmt: skip
+def test_a_chat_template_that_makes_an_endless_text_in_one_step_is_an_error(
+    template: str, said: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """No handler of a signal runs before a step ends. Afterwards there is memory as before."""
+    tokenizer.chat_template = template
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    for _ in range(2):
+        with pytest.raises(TextError, match=f"the chat template of the tokenizer fails .*{said}"):
+            by_template(tokenizer, [{"role": "user", "content": "hello"}])
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+
+
+def test_a_template_may_say_two_stars(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "**{{ messages[0].content }}** {{ '**' }}"
+    assert by_template(tokenizer, [{"role": "user", "content": "hello"}]) == "**hello** **"
 
 
 @pytest.mark.parametrize("loop", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"])
