@@ -456,7 +456,7 @@ class Fuzz:
         readers = self.readers.readers(target)
         first, *rest = readers
         always = {first} | ({"transformers"} & readers.keys() if path.name.startswith(("config", "model")) else set())
-        for name in sorted(always | set(rng.sample(rest, min(2, len(rest))))):
+        for name in sorted(always | set(rng.sample(rest, min(1, len(rest))))):
             read = readers[name]
             answer = self.read(case, name, read)
             if answer is None:

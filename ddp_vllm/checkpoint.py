@@ -82,7 +82,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     if not isinstance(config, dict) or "ddp_layers" not in config:
         raise CheckpointError(f"{folder} is not a pruned checkpoint: its config.json has no ddp_layers; prune it first")
     try:
-        check_sizes({"hidden_size": "missing", **config})
+        check_sizes(config, "hidden_size")
         widths = ModelWidths.of(config)
         tensors = checked_tensors(folder)
         widths.check_complete(widths.checked(tensors))

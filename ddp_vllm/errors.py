@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
+def is_utf8(name: str) -> bool:
+    """Tell whether the bytes of a name are UTF-8, as what is written into files must be."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in name)
+
+
 class DdpError(Exception):
     """Something the user can mend; the message says how."""
 
@@ -85,5 +90,5 @@ def reading(
         if isinstance(error, (DdpError, ModuleNotFoundError, *but)):
             raise
         said = " ".join(str(error.__cause__ or error).split())
-        reason = f"{type(error).__name__}: {said}" if said.isalnum() or not said else said
+        reason = f"{type(error).__name__}: {said}" if " " not in said else said
         raise kind(f"{place} cannot be read{how} ({reason[:200]}); {remedy}") from error

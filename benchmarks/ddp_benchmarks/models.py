@@ -8,6 +8,7 @@ from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.facts import known_folder
 from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.schema import COUNT, check
 
 
 def load_tokenizer(model: str) -> Any:
@@ -16,7 +17,9 @@ def load_tokenizer(model: str) -> Any:
 
     remedy = "pass a folder with tokenizer.json, or a hub name while online"
     with reading(f"the tokenizer of {model}", ModelError, remedy):
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer("A word, and another.", verbose=False)  # some settings are only read then
+    return tokenizer
 
 
 def token_counter(model: str) -> Callable[[str], int]:
@@ -50,6 +53,7 @@ def _vocabulary(model: str) -> dict[str, int]:
         vocab = content["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: [[token, score], …]
             vocab = {entry[0]: number for number, entry in enumerate(vocab)}
+        check({**vocab, **added}, {str: COUNT}, "its vocabulary")
         return {**vocab, **added}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(

@@ -180,7 +180,7 @@ class NonUniform:
         model, info = super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
         )
-        if is_pruned and (missing := info["missing_keys"]):
+        if missing := info["missing_keys"]:
             raise WidthsError(f"{min(missing)} is missing ({len(missing)} tensors in all); download the model again")
         return (model, info) if info_is_wanted else model
 

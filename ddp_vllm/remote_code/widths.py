@@ -147,9 +147,12 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
     return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
 
 
-def check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse sizes that are no positive integers, or so large that no model has them. Raises: WidthsError."""
-    required = (*_REQUIRED, *(_LATENT if config.get("kv_lora_rank") else ()))
+def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
+    """Refuse sizes that are no positive integers, or so large that no model has them.
+
+    needed: sizes that must be stated, beside those that always must. Raises: WidthsError.
+    """
+    required = (*_REQUIRED, *needed, *(_LATENT if config.get("kv_lora_rank") else ()))
     for name in (*required, *(name for name in _HIGHEST if config.get(name) and name not in required)):
         size = config.get(name)
         if type(size) is not int or not 1 <= size <= _HIGHEST[name]:

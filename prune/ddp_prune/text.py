@@ -26,7 +26,9 @@ from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, rea
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
+from ddp_vllm.remote_code.files import read_bytes
 
+LARGEST_CACHE = 1 << 36  # bytes
 VERSION = 4  # of what cached blocks mean
 EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
 NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles those of a stream among as many
@@ -55,6 +57,7 @@ def load_tokenizer(model: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer("A word, and another.", verbose=False)  # some settings are only read then
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
@@ -77,7 +80,8 @@ def load_blocks(
         source of which all is held out; OutputError if the cache cannot be written.
     """
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
-    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
+    with reading_text(data):
+        path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
     blocks = _saved(path)
     if blocks is None:
         check_cache()  # `datasets` would blame the text
@@ -302,7 +306,7 @@ def _key(data: str, tokenizer: Any, *sizes: int) -> str:
 def _saved(path: Path) -> np.ndarray | None:
     """Return what `_save` wrote; None if there is nothing, or it is damaged."""
     try:
-        digest, content = (stored := path.read_bytes())[:32], stored[32:]
+        digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
         return None
     return np.load(io.BytesIO(content)) if hashlib.sha256(content).digest() == digest else None
