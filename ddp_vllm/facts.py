@@ -64,7 +64,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
         return ModelFacts(model=model, name=model, pruned=False)
     name = folder.resolve().name if Path(model).is_dir() else model
     config = read_config(folder)
-    weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors") if path.is_file()) or None
     if "ddp_layers" in config:
         checkpoint = read_checkpoint(folder)
         kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]

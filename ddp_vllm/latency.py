@@ -29,8 +29,10 @@ FRACTIONS = (0.25, 0.5, 0.75)  # of the dense width of MLPs and experts that are
 _SIZE, _SECONDS = Number(1, 1e9, whole=True), Number(1e-12, 1e9)
 _CELL = {"batch": _SIZE, "context": _SIZE, "decode": _SECONDS, "prefill": _SECONDS}
 PROFILE = PLACE | {
-    "complete": bool, "multiple": _SIZE, "model": {str: ANY}, "config": {str: ANY}, "shapes": [NAME],
-    "times": [{"round": Number(0, 1e6, whole=True), "shape": NAME, "cells": [_CELL], "beside": [_CELL]}],
+    "complete": bool, "multiple": _SIZE, "model": {str: ANY}, "config": {str: ANY}, "shapes": [NAME, 100],
+    "times": [
+        {"round": Number(0, 1e6, whole=True), "shape": NAME, "cells": [_CELL, 400], "beside": [_CELL, 400]}, 2000
+    ],
 }  # fmt: skip
 EXPERT_BLOCK = 16  # channels that experts are packed in (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",

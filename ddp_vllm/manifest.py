@@ -14,7 +14,7 @@ from ddp_vllm.schema import NAME, check
 
 MANIFEST = "ddp_manifest.json"
 OWN = {MANIFEST, "ddp_masks.safetensors"}  # the second: of versions without a manifest
-RESULTS = "eval"  # what `eval` writes into a model's folder later, which is no part of the model
+RESULTS = ("eval", "sharegpt-*.json", "sharegpt-*.png")  # what `eval` and `bench` write later, no part of the model
 
 
 def is_ours(folder: Path) -> bool:
@@ -70,7 +70,7 @@ def _files(folder: Path) -> Iterator[str]:
     """Yield the files of a folder that belong to the model, relative to it."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if not path.is_dir() and name.as_posix() != MANIFEST and name.parts[0] != RESULTS:
+        if not path.is_dir() and name.as_posix() != MANIFEST and not any(map(Path(name.parts[0]).match, RESULTS)):
             yield name.as_posix()
 
 

@@ -1,7 +1,8 @@
 """The masks file of a pruned folder: gates, what was known when they were rounded, and how they were made.
 
 `ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and in its metadata the
-provenance as JSON, under `ddp`. Hashes of both, under `seals`, tell damage; files of older versions have none.
+provenance as JSON, under `ddp`. Hashes of both, `seals` in the provenance, tell damage; files of older versions have
+none. There is one key, for safetensors writes several in any order.
 """
 
 import hashlib
@@ -61,7 +62,7 @@ def seals(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
 def masks_metadata(provenance: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a masks file; tensors: numpy arrays by name."""
     text = json.dumps(provenance)
-    return {"ddp": text, "seals": json.dumps(seals(text, _labelled(tensors)))}
+    return {"ddp": json.dumps({**provenance, "seals": seals(text, _labelled(tensors))})}
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -84,14 +85,14 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
             metadata = file.metadata() or {}
             names = sorted(file.keys())
             tensors = {name: file.get_tensor(name) for name in names} if with_tensors else {}
-        text = metadata.get("ddp", "{}")
-        stored = parse_json(metadata.get("seals", "{}"))
-        found = seals(text, _labelled(tensors))
-        if not isinstance(stored, dict) or stored.get("header", found["header"]) != found["header"]:
-            raise ValueError("its provenance was changed, says its checksum")
-        if with_tensors and stored.get("tensors", found["tensors"]) != found["tensors"]:
-            raise ValueError("its masks were changed, says their checksum")
-        provenance = parse_json(text)
+        provenance = parse_json(metadata.get("ddp", "{}"))
+        check(provenance, {"seals?": {"header": NAME, "tensors": NAME}}, "its provenance")
+        if stored := provenance.pop("seals", None):
+            found = seals(json.dumps(provenance), _labelled(tensors))
+            if stored["header"] != found["header"]:
+                raise ValueError("its provenance was changed, says its checksum")
+            if with_tensors and stored["tensors"] != found["tensors"]:
+                raise ValueError("its masks were changed, says their checksum")
         check_provenance(provenance)
     except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a number format that numpy lacks
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error

@@ -32,7 +32,9 @@ BENCH = PLACE | {
         "round": Number(-1, 1e9, whole=True), "label": NAME, "load": NAME, "metrics?": {str: _METRIC},
         "engine": {str: NUMBER}, "incomplete?": TEXT,
     }],
-    "verdicts?": [{"label": NAME, "load": NAME, "metrics": {str: _VERDICT}}],
+    "verdicts?": [{
+        "label": NAME, "load": NAME, "pairs": COUNT, "metric": NAME, "sentence": TEXT, "metrics": {str: _VERDICT}
+    }],
 }  # fmt: skip
 ENOUGH_PAIRS = 5
 LEVEL = 0.05  # an interval that reaches no further from 1 says that two speeds are as good as equal

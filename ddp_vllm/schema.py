@@ -5,7 +5,7 @@ A form is one of
     Number, Text          with their bounds
     None                  null
     (form, form, …)       one of these; the last is what an error asks for
-    [form]                a list of such
+    [form], [form, 99]    a list of such; of so many at most
     {"a": form, "b?": form}   an object with a, and with b where it is stated; what else it holds is not looked at
     {str: form}           an object with any names
 """
@@ -17,6 +17,7 @@ from typing import Any
 from ddp_vllm.remote_code.files import short
 
 ANY = object()
+MOST = 1_000_000  # entries of a list
 Form = Any
 
 
@@ -69,6 +70,8 @@ def _fault(value: Any, form: Form, place: str) -> str:
         faults = [_fault(value, each, place) for each in form]
         return "" if "" in faults else faults[-1]
     if isinstance(form, list) and isinstance(value, list):
+        if len(value) > (most := form[1] if len(form) > 1 else MOST):
+            return f"{place} has {len(value):,} entries, more than {most:,}"
         return next(filter(None, (_fault(each, form[0], f"{place}[{i}]") for i, each in enumerate(value))), "")
     if isinstance(form, dict) and isinstance(value, dict):
         return _fault_inside(value, form, place)

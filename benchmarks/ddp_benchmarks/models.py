@@ -66,5 +66,7 @@ def max_model_len(model: str) -> int | None:
     folder = known_folder(model)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    length = read_config(folder).get("max_position_embeddings")
-    return int(length) if length else None
+    config = read_config(folder)
+    with reading(folder / "config.json", ModelError, "download the model again"):
+        check(config, {"max_position_embeddings?": (None, COUNT)}, "it")
+    return config.get("max_position_embeddings") or None

@@ -30,7 +30,8 @@ def inspect(folder: Path, as_json: bool) -> None:
 def verify(folder: Path) -> None:
     """Compare every file of a pruned checkpoint with the SHA-256 that was written beside it.
 
-    Nothing may be missing, changed or added but the results of `eval`. Then the checkpoint is checked as by `inspect`.
+    Nothing may be missing, changed or added but the results of `eval` and `bench`. Then the checkpoint is checked as
+    by `inspect`.
     """
     hashes = check_manifest(folder)
     api.read(folder)

@@ -50,7 +50,7 @@ def read_bytes(path: Path, most: int) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             raise OSError(f"{path} is no file of at most {most:,} bytes")
-        return file.read(most)
+        return file.read(status.st_size)
 
 
 def parse_json(content: bytes | str) -> Any:

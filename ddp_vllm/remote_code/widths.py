@@ -32,6 +32,7 @@ _HIGHEST = {  # what a config may state at most, far above any model: lists are 
     **dict.fromkeys(("sliding_window", "max_position_embeddings"), 1 << 40),
     **dict.fromkeys(("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq"), 10_000),
 }  # fmt: skip
+_POSITIVE = ("hidden_size", "vocab_size")  # where others may be 0 for none
 _LISTS = {"mlp_only_layers": int, "layer_types": str}
 _TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(\w+)")
 _PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4 bits, NVFP4
@@ -153,7 +154,8 @@ def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
     needed: sizes that must be stated, beside those that always must. Raises: WidthsError.
     """
     required = (*_REQUIRED, *needed, *(_LATENT if config.get("kv_lora_rank") else ()))
-    for name in (*required, *(name for name in _HIGHEST if config.get(name) and name not in required)):
+    stated = (name for name in _HIGHEST if config.get(name) or (name in _POSITIVE and config.get(name) is not None))
+    for name in dict.fromkeys((*required, *stated)):
         size = config.get(name)
         if type(size) is not int or not 1 <= size <= _HIGHEST[name]:
             raise WidthsError(
