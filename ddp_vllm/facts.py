@@ -4,6 +4,7 @@ A model is a folder, or a name on the Hugging Face hub.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -105,8 +106,10 @@ def _is_whole(snapshot: Path) -> bool:
     if not (snapshot / "config.json").is_file():
         return False
     for weights in ("model.safetensors", "pytorch_model.bin"):
-        if (index := snapshot / f"{weights}.index.json").is_file():
-            return all((snapshot / file).is_file() for file in index_map(index).values())
+        index = snapshot / f"{weights}.index.json"
+        with suppress(WidthsError):  # what cannot be read has to be fetched again
+            if index.is_file():
+                return all((snapshot / file).is_file() for file in index_map(index).values())
         if (snapshot / weights).is_file():
             return True
     return False
