@@ -40,9 +40,9 @@ from ddp_prune.selection import exact_support
 from ddp_prune.text import load_tokenizer
 from ddp_prune.train import train
 from ddp_prune.trainer import Batches, Trainer
-from ddp_vllm.checkpoint import MASKS_FILE
 from ddp_vllm.costs import prices
 from ddp_vllm.families import dense_layers
+from ddp_vllm.masks import MASKS_FILE
 from study import gate, learning_parser, prepare_run, print_result, read_test_blocks, show_progress, take_steps
 
 TEMPERATURE = 2 / 3  # β of the hard concrete distribution

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.manifest import check_manifest
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import local_provenance
 from ddp_vllm.output import check_file, check_output, make_folder
 

@@ -45,6 +45,7 @@ def remedy(package: str) -> str:
     return f"pip install {package}"
 
 
+LONGEST_LINE = 1200  # characters of a message, some of which quote files or other libraries
 INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 
@@ -69,6 +70,12 @@ def _by_another_name(name: str) -> codecs.CodecInfo | None:
 
 codecs.register_error("plainly", _plainly)
 codecs.register(_by_another_name)
+
+
+def _one_line(text: str) -> str:
+    """Return a message as one line that a terminal shows and does not obey; its beginning and its end if it is long."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE * 2 // 3]} … {line[-LONGEST_LINE // 3 :]}"
 
 
 class _Lazy(click.Group):
@@ -104,7 +111,7 @@ class _Lazy(click.Group):
             rank = os.environ.get("LOCAL_RANK", "0")  # of several processes on a machine one speaks …
             if rank == "0" or isinstance(error, TrainingError):  # … but one alone may run out of memory
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
-                click.echo(f"{who}: {printable(' '.join(str(error).split()))}", err=True)
+                click.echo(f"{who}: {_one_line(str(error))}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as stopped:
             click.echo(f"\nddp-vllm: {stopped if str(stopped) else 'stopped'}", err=True)
@@ -118,8 +125,8 @@ class _Lazy(click.Group):
         except (OSError, UnicodeError, RecursionError) as error:  # of a file or a name; other errors are faults of ours
             if ctx.params["debug"]:
                 raise
-            reason = printable(" ".join(str(error).split())[:300])
-            click.echo(f"ddp-vllm: {reason or type(error).__name__}; --debug shows what led to it", err=True)
+            reason = _one_line(str(error)) or type(error).__name__
+            click.echo(f"ddp-vllm: {reason}; --debug shows what led to it", err=True)
             ctx.exit(DdpError.exit_code)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ddp_vllm.errors import CheckpointError, reading
 from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, count_experts, head_dim
 
@@ -104,7 +105,8 @@ def attended(config: Mapping[str, Any], context: int) -> list[int]:
 
         model_type = dense_type(config)
         if model_type in CONFIG_MAPPING:  # older config files leave it to the class to say which layers have windows
-            kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
+            with reading("config.json", CheckpointError, "download the model again"):
+                kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
     if not isinstance(kinds, list):
         kinds = ["sliding_attention"] * num_layers
     return [min(window, context) if kind == "sliding_attention" else context for kind in kinds]

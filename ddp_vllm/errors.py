@@ -13,10 +13,18 @@ A message is one line: what is wrong with which value, where, and the remedy.
 Only `ddp_vllm.cli` turns errors into exit codes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def printable(text: str) -> str:
     """Return a text whose control characters, which a terminal would obey, are written out."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
+def is_utf8(name: str) -> bool:
+    """Tell whether the bytes of a name are UTF-8, as what is written into files must be."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in name)
 
 
 class DdpError(Exception):
@@ -65,3 +73,22 @@ class ServingError(DdpError):
     """vLLM cannot be started, or stopped answering."""
 
     exit_code = 8
+
+
+@contextmanager
+def reading(
+    place: object, kind: type[DdpError], remedy: str, *, how: str = "", but: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise `kind` for what another library raises when it reads `place` in the block: dozens of kinds, each its own.
+
+    place: what is read, at the beginning of the sentence; remedy: its end; how: as " as text". but: errors that others
+    turn into sentences.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (DdpError, ModuleNotFoundError, *but)):
+            raise
+        said = " ".join(str(error.__cause__ or error).split())
+        reason = f"{type(error).__name__}: {said}" if " " not in said else said
+        raise kind(f"{place} cannot be read{how} ({reason[:200]}); {remedy}") from error

@@ -6,6 +6,18 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
+from ddp_vllm.errors import TextError
+from ddp_vllm.facts import FACTS
+from ddp_vllm.machine import PLACE
+from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, TEXT, Number, SchemaError, check
+
+EVALUATION = {
+    "results": {str: {str: ANY}}, "n-samples?": {str: {"effective?": COUNT}}, "date?": (None, NUMBER),
+    "ddp_vllm": PLACE | {
+        "model": FACTS, "data": (TEXT, {str: TEXT}), "answers?": {str: [Number(0, 1)]},
+        "settings": {"limit": (None, COUNT), "max_length": COUNT, "backend": NAME},
+    },
+}  # fmt: skip
 LEVEL = 0.02  # of accuracy: an interval that reaches no further from 0 says that two models are as good as equal
 
 
@@ -94,12 +106,21 @@ def _folder_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model.replace("/", "--")
 
 
+def check_evaluation(results: Any, path: Path) -> None:
+    """Refuse a results file of `eval` that is damaged. Raises: TextError, naming what is wrong."""
+    try:
+        check(results, EVALUATION, "it")
+    except SchemaError as error:
+        raise TextError(f"{path} is damaged: {error}; move it away, or evaluate again") from error
+
+
 def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
     """Return (value, standard error) of one task by the metric that counts here, or None if it was not run."""
     found = results["results"].get(name, {})
     value = found.get(f"{TASKS[name].metric},none")
     error = found.get(f"{TASKS[name].metric}_stderr,none")
-    return None if value is None else (float(value), float(error) if isinstance(error, int | float) else None)
+    stated = Number(high=float("inf"))  # a perplexity may be more than a float holds
+    return (float(value), float(error) if NUMBER.takes(error) else None) if stated.takes(value) else None
 
 
 def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -110,7 +131,8 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     a few rows that all changed alike, or not at all, are no proof that others would.
     """
     ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
-    if not ours or {name: len(rows) for name, rows in ours.items()} != {n: len(rows) for n, rows in theirs.items()}:
+    numbers, others = ({name: len(rows) for name, rows in each.items()} for each in (ours, theirs))
+    if numbers != others or not numbers or not all(numbers.values()):
         return None
     means, variances = [], []
     for name, rows in ours.items():

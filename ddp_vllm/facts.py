@@ -4,14 +4,30 @@ A model is a folder, or a name on the Hugging Face hub.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.checkpoint import read_checkpoint, read_config, read_json
+from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError
-from ddp_vllm.remote_code.widths import WidthsError, folder_tensors, head_dim
+from ddp_vllm.remote_code.files import WidthsError, folder_tensors, index_map
+from ddp_vllm.remote_code.widths import head_dim
+from ddp_vllm.schema import COUNT, TEXT, Number, SchemaError, check
+
+FACTS = {  # a `ModelFacts` in a results file
+    "model": TEXT, "name": TEXT, "pruned": bool, "parameters?": (None, COUNT), "weight_bytes?": (None, COUNT),
+    "kv_bytes_per_token?": (None, COUNT),
+}  # fmt: skip
+
+_SIZES = {  # of a dense model of any family, some of which have none of them
+    "num_hidden_layers?": (None, Number(0, 10_000, whole=True)),
+    **dict.fromkeys(
+        ("hidden_size?", "head_dim?", "num_attention_heads?", "num_key_value_heads?", "kv_lora_rank?",
+         "qk_rope_head_dim?", "max_position_embeddings?"), (None, COUNT)
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +65,17 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
         return ModelFacts(model=model, name=model, pruned=False)
     name = folder.resolve().name if Path(model).is_dir() else model
     config = read_config(folder)
-    weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) or None
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors") if path.is_file()) or None
     if "ddp_layers" in config:
         checkpoint = read_checkpoint(folder)
         kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]
         parameters: int | None = checkpoint.num_parameters
     else:
-        kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers", 0))
+        try:
+            check(config, _SIZES, "config.json")
+        except SchemaError as error:
+            raise ModelError(f"{folder}: {error}; download the model again") from error
+        kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers") or 0)
         parameters = _num_parameters(folder)
     return ModelFacts(
         model=identify(model),
@@ -86,8 +106,10 @@ def _is_whole(snapshot: Path) -> bool:
     if not (snapshot / "config.json").is_file():
         return False
     for weights in ("model.safetensors", "pytorch_model.bin"):
-        if (index := snapshot / f"{weights}.index.json").is_file():
-            return all((snapshot / file).is_file() for file in read_json(index)["weight_map"].values())
+        index = snapshot / f"{weights}.index.json"
+        with suppress(WidthsError):  # what cannot be read has to be fetched again
+            if index.is_file():
+                return all((snapshot / file).is_file() for file in index_map(index).values())
         if (snapshot / weights).is_file():
             return True
     return False
@@ -119,13 +141,14 @@ def _num_kv_heads(config: Mapping[str, Any]) -> int:
 def _num_parameters(folder: Path) -> int | None:
     try:
         return sum(prod(shape) for _, shape, _ in folder_tensors(folder)) or None
-    except WidthsError as error:
+    except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 
 
 def _kv_bytes(config: Mapping[str, Any], kv_heads: list[int], *, size: int) -> int | None:
     if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector a layer, whatever the heads
-        return len(kv_heads) * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim", 0)))
-    if not sum(kv_heads) or "hidden_size" not in config:
+        return len(kv_heads) * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
+    stated = config.get("head_dim") or (config.get("hidden_size") and config.get("num_attention_heads"))
+    if not sum(kv_heads) or not stated:
         return None
     return 2 * size * head_dim(config) * sum(kv_heads)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_vllm.errors import ModelError
+from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     LayerWidths,
-    WidthsError,
     check_routing,
     check_sizes,
     count_experts,
@@ -24,6 +24,7 @@ from ddp_vllm.remote_code.widths import (
     head_dim,
     is_routed,
 )
+from ddp_vllm.schema import NAME, SchemaError, check
 
 EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer, whatever the names on disk
 FAMILIES = {  # model_type of the dense config -> what its classes are called in remote code and in vLLM's plugin
@@ -94,6 +95,10 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the row of a dense config. Raises: ModelError, naming the supported families."""
+    try:
+        check(config, {"layer_types?": (None, [NAME]), "model_type?": NAME}, "config.json")
+    except SchemaError as error:
+        raise ModelError(f"{error}; download the model again") from error
     model_type = str(config.get("model_type"))
     if model_type in REFUSED:
         raise ModelError(f"{model_type} cannot be pruned: {REFUSED[model_type]}")
@@ -189,7 +194,7 @@ class Dimensions:
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Read the sizes that pruning needs. Raises: ModelError if one is missing or they do not fit together."""
     try:
-        check_sizes({"hidden_size": "missing", **config})
+        check_sizes(config, "hidden_size")
     except WidthsError as error:
         raise ModelError(str(error)) from None
     num_heads = config["num_attention_heads"]

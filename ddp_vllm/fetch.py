@@ -114,6 +114,8 @@ def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             raise TextError(
                 f"{path}, line {error.lineno}: no JSON ({error.msg} at column {error.colno}); is the file cut off?"
             ) from None
+        except (RecursionError, ValueError):
+            raise TextError(f"{path}, line {line}: nested too deeply, or a number too long; drop the entry") from None
         yield line, value
         line += text.count("\n", at, end)
         at, first = end, False

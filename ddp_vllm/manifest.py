@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.schema import NAME, check
 
 MANIFEST = "ddp_manifest.json"
 OWN = {MANIFEST, "ddp_masks.safetensors"}  # the second: of versions without a manifest
-RESULTS = "eval"  # what `eval` writes into a model's folder later, which is no part of the model
+RESULTS = ("eval", "sharegpt-*.json", "sharegpt-*.png")  # what `eval` and `bench` write later, no part of the model
 
 
 def is_ours(folder: Path) -> bool:
@@ -38,18 +40,16 @@ def amended(folder: Path, names: Iterable[str]) -> str | None:
 
 def read_manifest(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by its name. Raises: ValueError if the manifest is none; OSError."""
-    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    hashes = found.get("sha256") if isinstance(found, dict) else None
-    if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
-        raise ValueError(f"{MANIFEST} is no manifest")
-    return hashes
+    found = read_json(folder / MANIFEST)
+    check(found, {"sha256": {str: NAME}}, MANIFEST)
+    return dict(found["sha256"])
 
 
 def check_manifest(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file, all as they were written. Raises: CheckpointError, naming what is not."""
     try:
         hashes, wrong = read_manifest(folder), list(differences(folder))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no manifest that can be read ({error}); write it with prune") from error
     if wrong:
         raise CheckpointError(f"{folder} is not as it was written: {'; '.join(wrong[:5])} ({len(wrong)} in all)")
@@ -70,12 +70,14 @@ def _files(folder: Path) -> Iterator[str]:
     """Yield the files of a folder that belong to the model, relative to it."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if not path.is_dir() and name.as_posix() != MANIFEST and name.parts[0] != RESULTS:
+        if not path.is_dir() and name.as_posix() != MANIFEST and not any(map(Path(name.parts[0]).match, RESULTS)):
             yield name.as_posix()
 
 
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file."""
+    if not file.is_file():  # a pipe or a device never ends
+        raise ValueError(f"{file.name} is no file")
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

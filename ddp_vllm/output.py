@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddp_vllm.errors import OutputError
+from ddp_vllm.errors import OutputError, is_utf8
 from ddp_vllm.manifest import MANIFEST, amended, is_ours, manifest_of
 
+LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # of some network file systems; for ENOSYS filelock has a way of its own
 
 
@@ -38,6 +39,8 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
             f"{output} is a mount point, or the folder you are in or above, and cannot be replaced; "
             "choose a folder inside it"
         )
+    if len(os.fsencode(output.name)) > LONGEST_NAME or not is_utf8(output.name):
+        raise OutputError(f"{output.name} is no name of at most {LONGEST_NAME} bytes of UTF-8; choose a shorter one")
     parent = next(folder for folder in output.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{output} cannot be written: {parent} is no folder you may write to; choose another folder")

@@ -8,15 +8,34 @@ It asks that the log ratios of the pairs are independent and roughly normal; it 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
 from ddp_vllm.errors import TextError
+from ddp_vllm.facts import FACTS
+from ddp_vllm.machine import PLACE
 from ddp_vllm.output import write_text
+from ddp_vllm.remote_code.files import read_json, short
+from ddp_vllm.schema import COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check
 
 FORMAT = "ddp-vllm bench sharegpt 1"
+_METRIC = (Number(0, 0), Number(1e-9, 1e15))
+_VERDICT = {"ratio": POSITIVE, "low": (None, Number(0, inf)), "high": (None, Number(0, inf)), "sentence": TEXT}
+BENCH = PLACE | {
+    "format": NAME, "complete": bool, "reason": (None, TEXT), "started": NAME,
+    "settings": {"mode": NAME, "pairs": COUNT, "seed": Number(whole=True)},
+    "sample": {"conversations": COUNT, "prompt_tokens": COUNT, "output_tokens": COUNT},
+    "models": [FACTS | {"label": NAME}],
+    "runs": [{
+        "round": Number(-1, 1e9, whole=True), "label": NAME, "load": NAME, "metrics?": {str: _METRIC},
+        "engine": {str: NUMBER}, "incomplete?": TEXT,
+    }],
+    "verdicts?": [{
+        "label": NAME, "load": NAME, "pairs": COUNT, "metric": NAME, "sentence": TEXT, "metrics": {str: _VERDICT}
+    }],
+}  # fmt: skip
 ENOUGH_PAIRS = 5
 LEVEL = 0.05  # an interval that reaches no further from 1 says that two speeds are as good as equal
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
@@ -87,7 +106,8 @@ def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
     if len(logs) < 2:
         return Verdict(ratios=ratios, ratio=exp(middle), low=0.0, high=float("inf"))
     reach = t_quantile(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
-    return Verdict(ratios=ratios, ratio=exp(middle), low=exp(middle - reach), high=exp(middle + reach))
+    low, ratio, high = (exp(each) if each < 700 else inf for each in (middle - reach, middle, middle + reach))
+    return Verdict(ratios=ratios, ratio=ratio, low=low, high=high)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -187,9 +207,28 @@ def write_results(results: Mapping[str, Any], output: Path) -> None:
 def read_results(path: Path) -> dict[str, Any]:
     """Read a results file back. Raises: TextError if it is missing or none of ours."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        results = read_json(path)
+    except (OSError, ValueError) as error:
         raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
     if not isinstance(results, dict) or results.get("format") != FORMAT:
         raise TextError(f"{path} is no results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
+    check_results(results, path)
     return results
+
+
+def check_results(results: Any, path: Path) -> None:
+    """Refuse a results file of `bench` that is damaged. Raises: TextError, naming what is wrong."""
+    try:
+        check(results, BENCH, "it")
+        if not results["models"]:
+            raise SchemaError("it holds no model")
+        whole = [run for run in results["runs"] if "incomplete" not in run]
+        if any("requests_per_second" not in run.get("metrics", ()) for run in whole):
+            raise SchemaError("one of its runs lacks requests_per_second")
+        for load in {run["load"] for run in whole}:
+            if len({frozenset(run["metrics"]) for run in whole if run["load"] == load}) > 1:
+                raise SchemaError(f"its runs at a load of {short(load)} have different metrics")
+        if any(main_metric(each["load"]) not in each["metrics"] for each in results.get("verdicts", [])):
+            raise SchemaError("one of its verdicts lacks the metric that counts")
+    except SchemaError as error:
+        raise TextError(f"{path} is damaged: {error}; move it away, or measure again") from error

@@ -1,7 +1,9 @@
 """A pruned checkpoint is checked before a weight is loaded."""
 
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
-from ddp_vllm.checkpoint import is_mask, read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.masks import is_mask
 
 LAYERS = [
     {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
@@ -72,6 +75,33 @@ def _weights(edit: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], N
         save_file(weights, folder / "model.safetensors")
 
     return run
+
+
+def _header(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        content = (folder / "model.safetensors").read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        edit(header)
+        text = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+    return run
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
 
 
 def _index(weight_map: Any) -> Callable[[Path], None]:
@@ -196,6 +226,33 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         lambda f: (f / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]"),
         ["no safetensors"],
     ),
+    "weights a pipe": (lambda f: _pipe(f / "model.safetensors"), ["model.safetensors is no file"]),
+    "weights a folder": (lambda f: _folder(f / "model.safetensors"), ["model.safetensors is no file"]),
+    "weights without their end": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-4]),
+        ["model.safetensors", "cut short"],
+    ),
+    "a tensor of other bytes": (_header(lambda h: h[O_PROJ].update(dtype="F64")), [O_PROJ, "other bytes"]),
+    "tensors in each other": (
+        _header(lambda h: h[O_PROJ].update(data_offsets=h["model.layers.2.self_attn.o_proj.weight"]["data_offsets"])),
+        ["bytes of", O_PROJ],
+    ),
+    "a shape that is negative": (_header(lambda h: h[O_PROJ].update(shape=[-16, -12])), ["states no shape", O_PROJ]),
+    "config a pipe": (lambda f: _pipe(f / "config.json"), ["config.json", "no file"]),
+    "config without an end": (lambda f: _endless(f / "config.json"), ["config.json", "no file"]),
+    "a name twice": (
+        lambda f: (f / "config.json").write_text('{"head_dim": 8, ' + (f / "config.json").read_text()[1:]),
+        ["'head_dim' stands twice"],
+    ),
+    "a number of 400 digits": (
+        lambda f: (f / "config.json").write_text(f'{{"x": {"9" * 400}, ' + (f / "config.json").read_text()[1:]),
+        ["too large a number"],
+    ),
+    "half a character": (
+        lambda f: (f / "config.json").write_text('{"x": "\\ud800", ' + (f / "config.json").read_text()[1:]),
+        ["config.json cannot be read", "surrogates"],
+    ),
+    "an index that leaves tensors out": (_index({O_PROJ: "model.safetensors"}), ["does not name tensor"]),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json", "cannot be read"]),
     "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ["not a pruned checkpoint"]),
     "config missing": (lambda f: (f / "config.json").unlink(), ["config.json", "missing"]),
@@ -205,13 +262,13 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     ),
     "recipe no object": (
         lambda f: save_file({"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"recipe": [1]}'}),
-        ["ddp_masks.safetensors", "its recipe is no object"],
+        ["ddp_masks.safetensors", "its provenance.recipe is [1], no object"],
     ),
     "perplexity of no number of tokens": (
         lambda f: save_file(
             {"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"perplexity": {"dense": 1, "pruned": 2}}'}
         ),
-        ["ddp_masks.safetensors", "its perplexity lacks", "tokens"],
+        ["ddp_masks.safetensors", "its provenance.perplexity lacks tokens"],
     ),
     "masks file broken": (lambda f: (f / "ddp_masks.safetensors").write_bytes(b"no"), ["ddp_masks.safetensors"]),
 }
@@ -276,5 +333,5 @@ def test_inspect_shows_every_layer(folder: Path) -> None:
 def test_a_link_to_another_folder_is_not_followed_by_the_index(folder: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder.parent / "model-9.safetensors")
     _index({O_PROJ: str(folder.parent / "model-9.safetensors")})(folder)
-    with pytest.raises(CheckpointError, match=r"no model\*.safetensors of this folder"):
+    with pytest.raises(CheckpointError, match=r"no file of this folder"):
         read_checkpoint(folder)

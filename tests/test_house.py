@@ -66,8 +66,8 @@ def test_travelling_files_import_nothing_of_ours_but_each_other() -> None:
             where = f"remote_code/{name}.py imports {'.' * level}{module}"
             assert level <= 1 and not module.startswith(tuple(ROOMS)), where
             assert level == 0 or module in siblings, where
-    torch_free = {module.partition(".")[0] for name in ("tensors", "widths") for _, module in imports[name]}
-    assert torch_free <= set(sys.stdlib_module_names) | {"tensors"}
+    torch_free = {module.partition(".")[0] for name in ("tensors", "files", "widths") for _, module in imports[name]}
+    assert torch_free <= set(sys.stdlib_module_names) | {"tensors", "files"}
 
 
 def test_command_line_loads_nothing_heavy() -> None:

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ddp_vllm.cache import check_cache, is_own
-from ddp_vllm.errors import OutputError
-from ddp_vllm.manifest import MANIFEST, differences
+from ddp_vllm.errors import CheckpointError, OutputError
+from ddp_vllm.manifest import MANIFEST, check_manifest, differences
 from ddp_vllm.output import atomic_file, atomic_folder, check_output, locked, write_into, write_text
 
 
@@ -178,16 +178,22 @@ def test_the_manifest_tells_what_is_not_as_it_was_written(tmp_path: Path) -> Non
             (folder / name).write_text(name)
     folder = tmp_path / "out"
     write_into(folder, {"report.html": b"1", "report/widths.csv": b"2"})
-    write_text("results", folder / "eval" / "results.json")
+    for name in ("eval/results.json", "sharegpt-offline.json", "sharegpt-serve.png"):
+        write_text("results", folder / name)
     assert list(differences(folder)) == []
     (folder / "tokenizer.json").unlink()
     (folder / "model.safetensors").write_bytes(b"model.safetensorr")
     (folder / "report" / "evil.py").touch()
+    os.mkfifo(folder / "pipe")
     assert list(differences(folder)) == [
-        "tokenizer.json is missing", "report/evil.py was added", "model.safetensors was changed"
+        "tokenizer.json is missing", "pipe was added", "report/evil.py was added", "model.safetensors was changed"
     ]  # fmt: skip
     write_into(folder, {"report.html": b"3"})  # blesses nothing else
-    assert len(list(differences(folder))) == 3
+    assert len(list(differences(folder))) == 4
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json is no file"):
+        check_manifest(folder)
 
 
 def test_what_is_private_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

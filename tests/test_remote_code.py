@@ -13,9 +13,9 @@ from transformers.models.auto.auto_factory import add_generation_mixin_to_remote
 
 from ddp_vllm.remote_code import configuration_ddp, modeling_ddp
 from ddp_vllm.remote_code.configuration_ddp import DDPLlamaConfig, DDPPhi3Config, DDPQwen3MoeConfig
+from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.modeling_ddp import DDPLlamaForCausalLM, DDPPhi3ForCausalLM, RemovedAttention
 from ddp_vllm.remote_code.modeling_ddp_moe import DDPQwen3MoeForCausalLM
-from ddp_vllm.remote_code.widths import WidthsError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,

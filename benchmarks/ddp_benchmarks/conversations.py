@@ -85,6 +85,8 @@ def _line_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
                 raise TextError(
                     f"{path}, line {number}: no JSON ({error.msg} at column {error.colno}); mend or drop the line"
                 ) from None
+            except (RecursionError, ValueError):
+                raise TextError(f"{path}, line {number}: nested too deeply, or a number too long; drop it") from None
 
 
 def _malformed(entry: Any) -> str | None:

@@ -26,12 +26,15 @@ from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.facts import describe_model, local_folder
 from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import today, versions
+from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import write_results
+from ddp_vllm.schema import ANY, NUMBER, check
 
 _PER_TASK = (
     *("results", "configs", "versions", "n-shot"),
     *("higher_is_better", "n-samples", "group_subtasks", "batch_sizes"),
 )
+_PART = {f"{name}?": {str: ANY} for name in _PER_TASK} | {"results": {str: {str: ANY}}, "answers?": {str: [NUMBER]}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +93,13 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
     settings.check()
     files = settings.files()
     cached = {name: _cache_file(settings, name, files.get(name)) for name in settings.tasks}
-    todo = [name for name, file in cached.items() if not file.exists()]
+    todo = [name for name, file in cached.items() if _finished(file) is None]
     if done := len(settings.tasks) - len(todo):
         say(f"{settings.model}: {done} of {len(settings.tasks)} tasks were evaluated before and are reused")
     if todo:
         run_alone(_evaluate_tasks, settings, todo, files)
         cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}  # a hub model is here only now
-    parts = [json.loads(cached[name].read_text(encoding="utf-8")) for name in settings.tasks]
+    parts = [_finished(cached[name]) or {} for name in settings.tasks]
     answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
     merged = _merge(parts)
     plain_settings = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
@@ -124,6 +127,16 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
     ]
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
     return settings.output / "tasks" / f"{name}-{digest}.json"
+
+
+def _finished(file: Path) -> dict[str, Any] | None:
+    """Return what is kept of a task; None if it was not finished, or is damaged."""
+    try:
+        found = read_json(file)
+        check(found, _PART, file.name)
+    except (OSError, ValueError):
+        return None
+    return dict(found)
 
 
 def run_alone(function: Callable[..., None], *arguments: Any) -> None:
@@ -217,7 +230,9 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
         if "ddp_layers" in config:  # whatever is allowed to a dense model: our own classes load ours
             arguments["trust_remote_code"] = False
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
-    except (OSError, ValueError, TypeError) as error:
+    except (DdpError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # of transformers, tokenizers, safetensors, lm-eval and vLLM
         own_code = "trust_remote_code" in str(error)
         remedy = "if you trust it, pass --model-args trust_remote_code=True" if own_code else "try the other --backend"
         raise ModelError(

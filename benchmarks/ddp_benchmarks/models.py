@@ -1,26 +1,25 @@
 """What a benchmark must know of a model's tokenizer: that it is there, its vocabulary, how many tokens a text has."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ddp_vllm.checkpoint import read_config
-from ddp_vllm.errors import ModelError
+from ddp_vllm.errors import ModelError, reading
 from ddp_vllm.facts import known_folder
+from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.schema import COUNT, check
 
 
 def load_tokenizer(model: str) -> Any:
     """Return the tokenizer of a model as vLLM loads it. Raises: ModelError if there is none."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"the tokenizer of {model} cannot be loaded ({str(error).splitlines()[0]}); "
-            "pass a folder with tokenizer.json, or a hub name while online"
-        ) from error
+    remedy = "pass a folder with tokenizer.json, or a hub name while online"
+    with reading(f"the tokenizer of {model}", ModelError, remedy):
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer("A word, and another.", verbose=False)  # some settings are only read then
+    return tokenizer
 
 
 def token_counter(model: str) -> Callable[[str], int]:
@@ -49,13 +48,14 @@ def _vocabulary(model: str) -> dict[str, int]:
     if not file.exists():
         return dict(load_tokenizer(model).get_vocab())
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
         vocab = content["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: [[token, score], …]
             vocab = {entry[0]: number for number, entry in enumerate(vocab)}
+        check({**vocab, **added}, {str: COUNT}, "its vocabulary")
         return {**vocab, **added}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(
             f"{file} is no tokenizer file ({error}); copy the tokenizer of the dense model there"
         ) from error
@@ -66,5 +66,7 @@ def max_model_len(model: str) -> int | None:
     folder = known_folder(model)
     if folder is None or not (folder / "config.json").is_file():
         return None
-    length = read_config(folder).get("max_position_embeddings")
-    return int(length) if length else None
+    config = read_config(folder)
+    with reading(folder / "config.json", ModelError, "download the model again"):
+        check(config, {"max_position_embeddings?": (None, COUNT)}, "it")
+    return config.get("max_position_embeddings") or None

@@ -13,6 +13,7 @@ from typing import Any
 
 from ddp_vllm.errors import SettingError, TextError
 from ddp_vllm.evaluations import ACCURACY, TASKS
+from ddp_vllm.remote_code.files import parse_json
 
 SUITES = {
     "paper": (*ACCURACY, "wikitext"),  # c4 only by name: its validation split on the hub has 364,608 documents
@@ -76,7 +77,7 @@ def write_task(name: str, file: Path, folder: Path) -> Path:
 def _first_row(file: Path) -> Mapping[str, Any]:
     try:
         with open(file, encoding="utf-8") as lines:
-            row = json.loads(next(lines, "null"))
+            row = parse_json(next(lines, "null"))
     except (OSError, ValueError) as error:
         raise TextError(f"{file}, line 1: no JSON ({error}); pass a file with one JSON object a line") from error
     if not isinstance(row, dict):

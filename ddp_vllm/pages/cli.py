@@ -29,7 +29,8 @@ def inspect(folder: Path, as_json: bool) -> None:
 def verify(folder: Path) -> None:
     """Compare every file of a pruned checkpoint with the SHA-256 that was written beside it.
 
-    Nothing may be missing, changed or added but the results of `eval`. Then the checkpoint is checked as by `inspect`.
+    Nothing may be missing, changed or added but the results of `eval` and `bench`. Then the checkpoint is checked as
+    by `inspect`.
     """
     click.echo(f"{folder}: {len(api.verify(folder))} files are as they were written")
 

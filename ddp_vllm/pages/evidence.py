@@ -3,7 +3,7 @@
 Legend: L layers, U units of a layer.
 """
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint
+from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.families import dimensions_of, unit_shapes
+from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.pages.page import Table
 from ddp_vllm.pages.summary import times_chosen
+from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, short
+from ddp_vllm.schema import COUNT, Number, check
 
 METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
 """What `prune` and `recover` logged, a JSON object a step; in the pruned folder."""
@@ -56,7 +58,7 @@ def gather(checkpoint: Checkpoint) -> Evidence:
     folder = checkpoint.folder
     watched = checkpoint.provenance.get("recovery", {}).get("watched", {})
     try:
-        tensors = load_file(folder / MASKS_FILE) if (folder / MASKS_FILE).exists() else {}
+        tensors = read_masks_file(folder / MASKS_FILE)[0] if (folder / MASKS_FILE).exists() else {}
         evidence = Evidence(
             checkpoint=checkpoint,
             gates={name.removesuffix(".gates"): value for name, value in tensors.items() if name.endswith(".gates")},
@@ -66,8 +68,9 @@ def gather(checkpoint: Checkpoint) -> Evidence:
             block_losses=block_losses(checkpoint.provenance.get("perplexity")),
             watched={name: block_losses(quality) for name, quality in watched.items()},
         )
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
+    _check_masks(evidence)
     kept = {
         "mlp": [layer.intermediate_size for layer in checkpoint.layers],
         "experts": [list(row) for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes) is not None],
@@ -80,13 +83,27 @@ def gather(checkpoint: Checkpoint) -> Evidence:
     return evidence
 
 
+def _check_masks(evidence: Evidence) -> None:
+    """Refuse masks that are not of a model of these sizes. Raises: CheckpointError."""
+    checkpoint = evidence.checkpoint
+    sizes = dimensions_of(checkpoint.config)
+    shapes = [unit_shapes(sizes, head_unit) for head_unit in ("kv-group", "query-head")]
+    for kind, values in (*evidence.gates.items(), *evidence.searched.items()):
+        if values.shape not in [each.get(kind) for each in shapes] or not (np.isfinite(values) & (values >= 0)).all():
+            raise CheckpointError(
+                f"{checkpoint.folder}: the masks of {short(kind)} have shape {list(values.shape)}, which is not the "
+                "config's, or values that are none; run ddp-vllm apply again"
+            )
+
+
 def _read_metrics(path: Path) -> list[dict[str, float]]:
     """Return one object a step, none if the masks were not learned here. Raises: OSError, ValueError."""
     if not path.exists():
         return []
-    metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not all(isinstance(step, dict) and "step" in step for step in metrics):
-        raise ValueError(f"a line of {path.name} states no step")
+    metrics = [parse_json(line) for line in read_bytes(path, LARGEST_JSON).splitlines()]
+    for number, step in enumerate(metrics, 1):
+        check(step, {"step": COUNT}, f"line {number} of {path.name}")
+        check(step, {str: Number(-math.inf, math.inf)}, f"line {number} of {path.name}")
     return metrics
 
 

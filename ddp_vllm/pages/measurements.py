@@ -13,12 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint, read_json
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
-from ddp_vllm.evaluations import TASKS, default_output, mean_accuracy, mean_difference, score
-from ddp_vllm.facts import ModelFacts, describe_model, identify
+from ddp_vllm.evaluations import TASKS, check_evaluation, default_output, mean_accuracy, mean_difference, score
+from ddp_vllm.facts import ModelFacts, describe_model, identify, is_pruned
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import local_provenance
-from ddp_vllm.results import FORMAT, judge, measured, on_gpu
+from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.results import FORMAT, check_results, judge, measured, on_gpu
 
 Interval = tuple[float, float, float]
 """A value and the ends of its interval."""
@@ -133,14 +135,19 @@ def _is_bench(content: Results) -> bool:
 
 
 def _read(path: Path, *, strict: bool) -> dict[str, Any]:
-    """Read a results file; a file that is none is an error when the user named it, and {} otherwise."""
+    """Read a results file; a file that is none is an error when the user named it, and {} otherwise.
+
+    Raises: TextError, also for a damaged one that lies there.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         if strict:
             raise TextError(f"{path} cannot be read ({error}); pass a results file of bench or eval") from error
         return {}
     if isinstance(content, dict) and (_is_bench(content) or "ddp_vllm" in content):
+        check_all = check_results if _is_bench(content) else check_evaluation
+        check_all(content, path)
         _settle(content["models"] if _is_bench(content) else [content["ddp_vllm"]["model"]], path)
         return content
     if strict:
@@ -160,7 +167,7 @@ def _settle(models: Sequence[dict[str, Any]], path: Path) -> None:
     parent = path.absolute().parent
     home = parent.parent if parent.name == "eval" else parent
     if (home / "config.json").is_file():
-        pruned = "ddp_layers" in read_json(home / "config.json")
+        pruned = is_pruned(home)
         alike = [model for model in models if model["pruned"] == pruned]
         if len(alike) == 1:
             alike[0]["model"] = identify(str(home))
@@ -274,7 +281,7 @@ def _dense_entry(
         notes["the models were not evaluated on the same rows, so their accuracies can't be compared"] = ""
     known = [model for model in baselines if _of([model], facts)]
     if known and facts.parameters is None:
-        facts = ModelFacts(**{key: known[0][key] for key in ModelFacts.__dataclass_fields__})
+        facts = ModelFacts(**{key: known[0].get(key) for key in ModelFacts.__dataclass_fields__})
     return Entry(facts=facts, quality=quality)
 
 

@@ -6,9 +6,10 @@ one file: no script, font or picture is loaded from anywhere. Shapes and labels,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ddp_vllm.errors import printable
@@ -71,8 +72,8 @@ class Page:
     """Where more is said about those of `lead`, relative to the page."""
 
 
-def to_html(page: Page) -> str:
-    """Return the whole page as one self-contained file."""
+@cache
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("ddp_vllm.pages", "."),
         autoescape=True,
@@ -82,7 +83,12 @@ def to_html(page: Page) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["unescaped"] = Markup
-    return environment.get_template("page.html.j2").render(page=page)
+    return environment.get_template("page.html.j2")
+
+
+def to_html(page: Page) -> str:
+    """Return the whole page as one self-contained file."""
+    return _template().render(page=page)
 
 
 def to_markdown(page: Page) -> str:

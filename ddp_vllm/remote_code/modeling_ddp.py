@@ -38,8 +38,9 @@ from .configuration_ddp import (
     DDPQwen3Config,
     DDPSmolLM3Config,
 )
+from .files import WEIGHTS, WidthsError, checked_tensors
 from .tensors import Projection
-from .widths import LayerWidths, ModelWidths, WidthsError, folder_tensors
+from .widths import LayerWidths, ModelWidths
 
 
 class RemovedAttention(nn.Module):
@@ -172,14 +173,14 @@ class NonUniform:
         info_is_wanted = kwargs.pop("output_loading_info", False)
         folder = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
         is_pruned = getattr(config, "ddp_layers", None) is not None
-        if is_pruned and folder and any(folder.glob("model*.safetensors")):
+        if is_pruned and folder and any(folder.glob(WEIGHTS)):
             saved = getattr(config, "quantization_config", None)
             widths = replace(_widths(config), is_quantised=saved is not None)
-            widths.check_complete(widths.checked(folder_tensors(folder)))
+            widths.check_complete(widths.checked(checked_tensors(folder)))
         model, info = super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
         )
-        if is_pruned and (missing := info["missing_keys"]):
+        if missing := info["missing_keys"]:
             raise WidthsError(f"{min(missing)} is missing ({len(missing)} tensors in all); download the model again")
         return (model, info) if info_is_wanted else model
 

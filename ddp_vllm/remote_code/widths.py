@@ -10,37 +10,35 @@ serves, next to each other in `q_proj`; an empty list means the layer has no att
 one width an expert, 0 for an expert that is gone: the router still scores it, tokens sent there get nothing from it.
 In such a model nothing else is pruned: attention, router, shared experts and MLPs without experts stay dense.
 
-This file travels inside checkpoints: standard library and `tensors` only.
+This file travels inside checkpoints: standard library, `tensors` and `files` only.
 """
 
-import json
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from .files import WidthsError, short
 from .tensors import TABLES, TensorTable, dense_type, layer_modules
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", *EXPERT_COUNT_KEYS)
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # all of them, or no latent attention
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
 _HIGHEST = {  # what a config may state at most, far above any model: lists are made as long before weights are seen
     **dict.fromkeys(_COUNTS, 10_000), **dict.fromkeys(_SIZES, 10_000_000),
-    "head_dim": 100_000, "sliding_window": 1 << 40, "ddp_pad_channels_to": 4096,
+    **dict.fromkeys(("head_dim", *_LATENT, "q_lora_rank"), 100_000), "ddp_pad_channels_to": 4096,
+    **dict.fromkeys(("sliding_window", "max_position_embeddings"), 1 << 40),
+    **dict.fromkeys(("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq"), 10_000),
 }  # fmt: skip
+_POSITIVE = ("hidden_size", "vocab_size")  # where others may be 0 for none
+_LISTS = {"mlp_only_layers": int, "layer_types": str}
 _TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(\w+)")
 _PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4 bits, NVFP4
 _FLOATS = {"BF16", "F16", "F32", "F64"} | {f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")}
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _COMPUTED = "self_attn.rotary_emb"  # its frequencies are on disk in old checkpoints, and read by nobody
-LONGEST_HEADER = 100_000_000  # bytes of a safetensors file; its own library's limit
-
-
-class WidthsError(ValueError):
-    """The widths contradict the dense model, or the tensors contradict the widths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,21 +148,23 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
     return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
 
 
-def check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse sizes that are no positive integers, or so large that no model has them. Raises: WidthsError."""
-    for name in (*_REQUIRED, *(name for name in _HIGHEST if config.get(name) and name not in _REQUIRED)):
+def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
+    """Refuse sizes that are no positive integers, or so large that no model has them.
+
+    needed: sizes that must be stated, beside those that always must. Raises: WidthsError.
+    """
+    required = (*_REQUIRED, *needed, *(_LATENT if config.get("kv_lora_rank") else ()))
+    stated = (name for name in _HIGHEST if config.get(name) or (name in _POSITIVE and config.get(name) is not None))
+    for name in dict.fromkeys((*required, *stated)):
         size = config.get(name)
         if type(size) is not int or not 1 <= size <= _HIGHEST[name]:
             raise WidthsError(
                 f"config.json: {name} is {short(size)}, not a positive integer up to {_HIGHEST[name]:,}; download the "
                 "model again"
             )
-
-
-def short(value: Any) -> str:
-    """Return a value from a file as it may stand in a message."""
-    text = ascii(value) if not isinstance(value, str) or not value.isprintable() else repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+    for name, kind in _LISTS.items():
+        if (values := config.get(name)) and not (isinstance(values, list | tuple) and {*map(type, values)} == {kind}):
+            raise WidthsError(f"config.json: {name} is {short(values)}, no list of {kind.__name__}; download it again")
 
 
 def check_routing(config: Mapping[str, Any]) -> None:
@@ -394,28 +394,3 @@ def _biased(table: TensorTable, config: Mapping[str, Any]) -> frozenset[str]:
                 name for name in modules if name.startswith(block) and name.endswith("_proj") and "{" not in name
             }
     return frozenset(biased)
-
-
-def folder_tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
-    """Yield (name, shape, number format) from the headers of all safetensors files of a local checkpoint.
-
-    Weights are not read. The masks file is not part of them and is left out.
-    """
-    for path in sorted(folder.glob("model*.safetensors")):
-        with open(path, "rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= LONGEST_HEADER:
-                raise WidthsError(f"{path} is no safetensors file: its header says {length} bytes; download it again")
-            try:
-                header = json.loads(file.read(length))
-            except (ValueError, RecursionError) as error:
-                raise WidthsError(f"{path} is no safetensors file: its header is no JSON; download it again") from error
-        if not isinstance(header, dict):
-            raise WidthsError(f"{path} is no safetensors file: its header is no object; download it again")
-        for name, entry in header.items():
-            if name != "__metadata__":
-                shape, dtype = (entry.get("shape"), entry.get("dtype")) if isinstance(entry, dict) else (None, None)
-                if not isinstance(shape, list) or not all(type(n) is int for n in shape) or not isinstance(dtype, str):
-                    raise WidthsError(f"{path} states no shape and format of {short(name)}; download it again")
-                yield name, shape, dtype

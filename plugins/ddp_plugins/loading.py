@@ -8,8 +8,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 
-from ddp_vllm.checkpoint import is_mask
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.masks import is_mask
 from ddp_vllm.remote_code.widths import ModelWidths
 
 
@@ -75,5 +75,7 @@ class CheckedLoading:
         for name, tensor in weights:
             if is_mask(name):  # --load-format runai_streamer reads every safetensors file of the folder
                 continue
+            if name in names and not self.is_loaded:
+                raise CheckpointError(f"tensor {name} comes twice; remove the file that is not the model's")
             names.update(self.widths.checked([(name, tensor.shape, str(tensor.dtype))]))
             yield name, self.fitted(name, tensor)

@@ -8,18 +8,20 @@ import glob
 import hashlib
 import itertools
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import TextError, reading
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -29,6 +31,8 @@ DEEPEST = 100  # objects and lists in each other, in a line of JSON
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 LONGEST_RENDERING = 10.0
 """Seconds a chat template may take for one conversation; real ones take a millisecond."""
+LARGEST_RENDERING = 1 << 28
+"""Bytes of memory a chat template may take for one conversation."""
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
@@ -36,7 +40,7 @@ def open_rows(name: str, column: str = "") -> Any:
     """Return the rows of a file, a `datasets.Dataset`, or of a hub dataset, an `IterableDataset` that is streamed.
 
     name: a path; or `name` or `name:configuration` on the hub. column: what becomes `text`, if there are columns.
-    Raises: TextError, and what `reading` turns into one.
+    Raises: as in `reading_text`.
     """
     import datasets
 
@@ -54,16 +58,9 @@ def open_rows(name: str, column: str = "") -> Any:
     return rows.select_columns([column]).rename_column(column, "text")
 
 
-@contextmanager
-def reading(data: str) -> Iterator[None]:
-    """Raise TextError for what `datasets` raises in the block: dozens of kinds, from pyarrow's to the hub's."""
-    try:
-        yield
-    except TextError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise TextError(f"{data} cannot be read as text ({reason}); give a hub dataset or a {_kinds()} file") from error
+def reading_text(data: str) -> AbstractContextManager[None]:
+    """Raise TextError for what `datasets` raises in the block, from pyarrow's errors to the hub's."""
+    return reading(data, TextError, f"give a hub dataset or a {_kinds()} file", how=" as text")
 
 
 def _kinds() -> str:
@@ -154,13 +151,42 @@ def by_template(tokenizer: Any, turns: list[Any], **options: Any) -> Any:
     Raises: TemplateError where it refuses their roles or order; TextError if it fails otherwise, or does not end.
     """
     try:
-        with _time_limit(LONGEST_RENDERING):
+        _check_powers(str(tokenizer.chat_template))
+        with _time_limit(LONGEST_RENDERING), _memory_limit(LARGEST_RENDERING):
             return tokenizer.apply_chat_template(turns, tokenize=False, **options)
     except TemplateError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise TextError(f"the chat template of the tokenizer fails ({reason}); repair it, or delete it") from error
+
+
+@lru_cache(maxsize=4)
+def _check_powers(template: str) -> None:
+    """Refuse a template that raises to a power: a number of any length, made in one step that nothing can stop.
+
+    No template needs it; other operations take time or memory that is limited. Raises: ValueError.
+    """
+    with suppress(TemplateError):  # of a template that will not compile either
+        if any(kind == "operator" and sign == "**" for _, kind, sign in Environment().lex(template)):
+            raise ValueError("it raises to a power")
+
+
+@contextmanager
+def _memory_limit(num_bytes: int) -> Iterator[None]:
+    """Raise MemoryError when the process takes so many bytes more in the block; where the system tells and limits."""
+    try:
+        taken = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = [each for each in (soft, hard, taken + num_bytes) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager

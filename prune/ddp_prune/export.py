@@ -18,14 +18,16 @@ from ddp_prune.gates import Masks
 from ddp_prune.model import Source, check_spares_source, companions, open_source, weight_files
 from ddp_prune.selection import realign
 from ddp_vllm import __version__
-from ddp_vllm.checkpoint import INDEX_FILE, MASKS_FILE, Checkpoint, read_checkpoint, read_provenance
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import pruned_config, unit_shapes
+from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.origins import local_provenance, published, remember
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code import FILES
+from ddp_vllm.remote_code.files import INDEX_FILE
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -284,19 +286,17 @@ def write_masks(
     for name, values in (evidence or {}).items():
         tensors |= {f"{kind}.{name}": value for kind, value in values.items()}
     said = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
-    _save(tensors, path, {"ddp": json.dumps(said)})
+    _save(tensors, path, masks_metadata(said, {name: each.numpy() for name, each in tensors.items()}))
     remember(path, provenance)
 
 
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     """Return the gates of a masks file (a tensor a module type) and its provenance. Raises: CheckpointError."""
-    provenance = read_provenance(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            kinds = ("experts",) if "experts.gates" in file.keys() else ("attn", "mlp")  # noqa: SIM118 (no mapping)
-            gates = {kind: file.get_tensor(f"{kind}.gates").float() for kind in kinds}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
+    tensors, provenance = read_masks_file(path)
+    kinds = ("experts",) if "experts.gates" in tensors else ("attn", "mlp")
+    if missing := [kind for kind in kinds if f"{kind}.gates" not in tensors]:
+        raise CheckpointError(f"{path} holds no {missing[0]}.gates; pass the {MASKS_FILE} of a pruned folder")
+    gates = {kind: torch.from_numpy(tensors[f"{kind}.gates"]).float() for kind in kinds}
     for kind, values in gates.items():
         if not (values.isfinite() & (values >= 0)).all():
             raise CheckpointError(f"{path} holds {kind} gates that are negative or no numbers; learn them again")
@@ -341,11 +341,10 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
 def read_evidence(path: Path) -> dict[str, Masks]:
     """Return what a masks file keeps beside its gates: z and saliency of each module type, if they were learned."""
     evidence: dict[str, Masks] = {}
-    with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 (no mapping)
-            kind, _, name = key.partition(".")
-            if name in ("z", "saliency"):
-                evidence.setdefault(name, {})[kind] = file.get_tensor(key)
+    for key, values in read_masks_file(path)[0].items():
+        kind, _, name = key.partition(".")
+        if name in ("z", "saliency"):
+            evidence.setdefault(name, {})[kind] = torch.from_numpy(values)
     return evidence
 
 
@@ -358,11 +357,10 @@ def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int
     kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
     if not 0 < align <= min(kept, units):
         raise SettingError(f"align is {align}; {kept:,} channels, {units:,} a list, allow 1 to {min(kept, units):,}")
-    with safe_open(path, framework="pt") as file:
-        name = f"{kind}.saliency"
-        if name not in file.keys():  # noqa: SIM118 (no mapping)
-            raise CheckpointError(f"{path} holds no {name}, which says what to move; prune again with --align")
-        saliency = file.get_tensor(name)
+    name, found = f"{kind}.saliency", read_evidence(path).get("saliency", {})
+    if kind not in found:
+        raise CheckpointError(f"{path} holds no {name}, which says what to move; prune again with --align")
+    saliency = found[kind]
     if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
         raise CheckpointError(f"{path} holds {name} of another shape, negative or no numbers; learn the masks again")
     rest = {key: value for key, value in provenance.items() if key not in ("perplexity", "rounding")}

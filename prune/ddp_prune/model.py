@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ddp_vllm.checkpoint import INDEX_FILE, Checkpoint, read_config, read_json
-from ddp_vllm.errors import CheckpointError, ModelError, OutputError
+from ddp_vllm.checkpoint import Checkpoint, read_config
+from ddp_vllm.errors import CheckpointError, ModelError, OutputError, reading
 from ddp_vllm.families import (
     Dimensions,
     Family,
@@ -22,8 +22,9 @@ from ddp_vllm.families import (
     pruned_config,
     register_pruned,
 )
+from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
-from ddp_vllm.remote_code.widths import ModelWidths, WidthsError, short
+from ddp_vllm.remote_code.widths import ModelWidths
 
 COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we know by name, never code
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -34,6 +35,7 @@ COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 FORMATS = ("BF16", "F16", "F32")
+AGAIN = "download the model again, or update transformers"
 COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the format of those who trained the model
 
 
@@ -140,16 +142,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX_FILE).exists():
         return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     try:
-        index = read_json(folder / INDEX_FILE)
-    except CheckpointError as error:
+        return [folder / name for name in sorted(set(index_map(folder / INDEX_FILE).values()))]
+    except WidthsError as error:
         raise ModelError(str(error)) from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{folder / INDEX_FILE} is no index: it has no weight_map; download the model again")
-    names = sorted({str(name) for name in weight_map.values()})
-    if outside := [name for name in names if Path(name).name != name]:
-        raise ModelError(f"{folder / INDEX_FILE} names {short(outside[0])}, no file of this folder; put it there")
-    return [folder / name for name in names]
 
 
 def weight_shapes(source: Source) -> dict[str, list[int]]:
@@ -157,25 +152,23 @@ def weight_shapes(source: Source) -> dict[str, list[int]]:
 
     Raises: ModelError if there are none, or a file cannot be read, as one that is cut short.
     """
-    from safetensors import SafetensorError, safe_open
-
     shapes: dict[str, list[int]] = {}
     files = weight_files(source.folder)
     if not files:
         raise ModelError(f"{source.folder} holds no .safetensors weights; convert the model with save_pretrained")
     for path in files:
         try:
-            with safe_open(path, framework="numpy") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except (OSError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelError(f"{path} cannot be read ({reason}); download the model again") from error
-        for name, each in slices.items():
-            shapes[name] = each.get_shape()
-            if each.get_dtype() not in FORMATS:
+            found = list(file_tensors(path))
+        except (WidthsError, OSError) as error:
+            raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
+        for name, shape, dtype in found:
+            if name in shapes:
+                raise ModelError(f"{path}: tensor {short(name)} is in another file too; download the model again")
+            shapes[name] = shape
+            if dtype not in FORMATS:
                 raise ModelError(
-                    f"{path}: tensor {short(name)} is {each.get_dtype()}; supported are {', '.join(FORMATS)}: prune "
-                    "the unquantised checkpoint"
+                    f"{path}: tensor {short(name)} is {dtype}; supported are {', '.join(FORMATS)}: prune the "
+                    "unquantised checkpoint"
                 )
     if source.config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)  # some write the embedding down twice
@@ -281,19 +274,21 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    options = loading_options(source, dtype, device)
+    with reading(source.folder, ModelError, AGAIN):
+        options = loading_options(source, dtype, device)
     if device is not None and device.type != "cpu":
         options["device_map"] = {"": device}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it tells of missing weights, our error says
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=False,
-            **options,
-        )
+        with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,
+                **options,
+            )
     finally:
         logging.set_verbosity(verbosity)
     check_complete(source, {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})

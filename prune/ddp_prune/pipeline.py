@@ -47,9 +47,9 @@ from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, source
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
-from ddp_vllm.checkpoint import MASKS_FILE, read_provenance
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import choose_head_unit
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.origins import published_recipe
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.evidence import METRICS_FILE
@@ -71,7 +71,7 @@ def prune(
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
     check_shares(first, accelerator.num_processes)
-    first = in_turn(accelerator, partial(with_profile, first))
+    first = in_turn(accelerator, partial(with_profile, first, verbose=not console.quiet))
     source, shapes = in_turn(accelerator, lambda: find_model(first, output))
     first = settled(first, shapes, folders[0], accelerator)
     recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]

@@ -14,14 +14,14 @@ from accelerate import Accelerator
 from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.devices import LEARNING_BYTES, USABLE, check_shares, free_memory, load, make_accelerator, pass_bytes
 from ddp_prune.gates import GatedModel
-from ddp_prune.model import Source, loading_options
+from ddp_prune.model import AGAIN, Source, loading_options
 from ddp_prune.pipeline import find_model, settled, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.train import TRAINERS, fit_batches
 from ddp_prune.trainer import Batches, sequences_at_once
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.costs import whole_model
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.families import Dimensions, dense_layers
 
 
@@ -107,8 +107,8 @@ def _memory(
     """Return how many bytes weights and a forward and backward pass take, and say so, and how much is free."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = loading_options(source, recipe.dtype, accelerator.device)
-    with torch.device("meta"):
+    with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
+        options = loading_options(source, recipe.dtype, accelerator.device)
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(source.folder, trust_remote_code=False), trust_remote_code=False, **options
         )

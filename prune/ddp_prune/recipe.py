@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import SettingError, is_utf8
 from ddp_vllm.latency import PHASES, Workload
 
 CHOICES = {
@@ -46,6 +46,8 @@ def _check_types(settings: Any) -> None:
             object.__setattr__(settings, field.name, value)
         if type(value) is not kind:
             raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")
+        if isinstance(value, str) and not is_utf8(value):
+            raise SettingError(f"{field.name} is {value!r}, whose bytes are no UTF-8; rename the file or folder")
         if isinstance(value, float) and not math.isfinite(value):
             raise SettingError(f"{field.name} is {value}; it must be a finite number")
 

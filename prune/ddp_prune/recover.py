@@ -36,8 +36,9 @@ from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.trainer import Batches
 from ddp_prune.weight_trainer import WeightTrainer
 from ddp_prune.weights import LEARNING_RATES, local_part
-from ddp_vllm.checkpoint import MASKS_FILE, Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import local_provenance
 from ddp_vllm.pages.evidence import RECOVERY_FILE
 

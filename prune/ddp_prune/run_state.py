@@ -20,13 +20,16 @@ from safetensors.torch import save_file
 
 from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_vllm.errors import OutputError
+from ddp_vllm.masks import seals
 from ddp_vllm.output import atomic_file, locked
+from ddp_vllm.remote_code.files import read_bytes
 
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
 TEMPORARY = f".{STATE_FILE}.*.tmp"  # what a killed process may leave
 NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover"}  # to what is learned
 STATE_FORMAT = 3  # which tensors a saved state has; one of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
+LARGEST_METRICS = 1 << 34  # bytes
 PAGES, PAGE = 64, 4096  # of a weight file, spread evenly, that its fingerprint looks at
 
 
@@ -73,10 +76,10 @@ class RunState:
         Recipe, text, weights, config and tokenizer must be those of this run, but for settings of how it is computed;
         what is not is said. Raises: OutputError if it cannot be written to.
         """
-        if not self.state.exists():
+        if not os.path.lexists(self.state):
             return None
         try:
-            with safe_open(self.state, framework="pt") as file:
+            with _opened(self.state) as file:
                 header = _header(file)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
                 whole = _seals(file.metadata()["run"], tensors) == json.loads(file.metadata()["seals"])
@@ -102,9 +105,9 @@ class RunState:
 
     def _forget_after(self, step: int) -> None:
         """Cut off the metrics of later steps, and a line that was not finished; needs no room on the disk."""
-        if self.metrics.exists():
+        if os.path.lexists(self.metrics):
             done = step - getattr(self.recipe, "after_steps", 0)  # before them another size had its own metrics
-            lines = self.metrics.read_bytes().splitlines(keepends=True)[:done]
+            lines = read_bytes(self.metrics, LARGEST_METRICS).splitlines(keepends=True)[:done]
             os.truncate(self.metrics, sum(len(line) for line in lines if line.endswith(b"\n")))
 
     def start(self) -> None:
@@ -161,10 +164,17 @@ class RunState:
 def saved_header(output: Path) -> dict[str, Any]:
     """Return what the interrupted run for an output says of itself: recipe, step, learned_from; {} without one."""
     try:
-        with safe_open(run_folders(output)[0] / STATE_FILE, framework="pt") as file:
+        with _opened(run_folders(output)[0] / STATE_FILE) as file:
             return _header(file)
     except UNREADABLE:
         return {}
+
+
+def _opened(path: Path) -> Any:
+    """Open a state. Raises: one of UNREADABLE, also for a pipe, which would never end."""
+    if not path.is_file():
+        raise OSError(f"{path} is no file")
+    return safe_open(path, framework="pt")
 
 
 def _header(file: Any) -> dict[str, Any]:
@@ -180,11 +190,11 @@ def _header(file: Any) -> dict[str, Any]:
 
 def _seals(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Return hashes of the header and of all tensors, names and shapes too; contiguous, on the CPU."""
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
-    return {"header": hashlib.sha256(header.encode()).hexdigest(), "tensors": digest.hexdigest()}
+    labelled = (
+        (f"{name} {value.dtype} {list(value.shape)}", value.flatten().view(torch.uint8).numpy().data)
+        for name, value in sorted(tensors.items())
+    )
+    return seals(header, labelled)
 
 
 def _make_private(folder: Path) -> None:

@@ -3,21 +3,20 @@
 import dataclasses
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from ddp_prune.recipe import Recipe
+from ddp_vllm.api import profile as measure
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.errors import ServingError
+from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import FORMAT, read_profile
 from ddp_vllm.machine import hardware, versions
 from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.widths import LayerWidths
 
 
-def with_profile(recipe: Recipe) -> Recipe:
+def with_profile(recipe: Recipe, *, verbose: bool) -> Recipe:
     """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
 
     Raises: SettingError for a profile of another machine; ServingError if measuring fails.
@@ -30,16 +29,23 @@ def with_profile(recipe: Recipe) -> Recipe:
             [FORMAT, recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
         )
         path = cache_folder() / "profiles" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
-        if not path.exists() or not json.loads(path.read_text(encoding="utf-8")).get("complete"):
+        if not _is_measured(path):
             make_folder(path.parent)
-            options = ["--batch", str(work.batch), "--context", str(work.context), "-o", str(path)]
-            if subprocess.run([sys.executable, "-m", "ddp_vllm", "profile", recipe.model, *options]).returncode:
-                raise ServingError("the machine could not be measured; run ddp-vllm profile, and give it by --profile")
+            there = {"batches": (work.batch,), "contexts": (work.context,)}
+            measure(recipe.model, output=path, overwrite=True, verbose=verbose, **there)
         recipe = dataclasses.replace(recipe, profile=str(path))
     profile = read_profile(Path(recipe.profile))
     if not recipe.other_machine:
         profile.check_here(hardware())
     return recipe
+
+
+def _is_measured(path: Path) -> bool:
+    """Tell whether a profile was measured before, to its end, and can be read."""
+    try:
+        return bool(read_profile(path))
+    except SettingError:
+        return False
 
 
 def predicted(recipe: Recipe, widths: list[LayerWidths]) -> dict[str, Any]:

@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading
+from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading_text
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
 from ddp_vllm.output import atomic_file
+from ddp_vllm.remote_code.files import read_bytes
 
+LARGEST_CACHE = 1 << 36  # bytes
 VERSION = 4  # of what cached blocks mean
 EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
 NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles those of a stream among as many
@@ -55,6 +57,7 @@ def load_tokenizer(model: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer("A word, and another.", verbose=False)  # some settings are only read then
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
@@ -86,7 +89,8 @@ def load_blocks(
         source of which all is held out; OutputError if the cache cannot be written.
     """
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
-    path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
+    with reading_text(data):
+        path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
     blocks = _saved(path)
     if blocks is None:
         check_cache()  # `datasets` would blame the text
@@ -145,10 +149,10 @@ def _read(
     turns = {name: names.count(name) for name in names}
     rows, by_hash = dict[str, Any](), dict[str, Any]()
     for name, count in turns.items():
-        with reading(name):
+        with reading_text(name):
             heldout = math.ceil(EXCERPT * heldout_tokens * count / len(names))
             rows[name], by_hash[name] = open_source(name, tokenizer, seed, size=size, heldout=heldout, column=column)
-    with reading(data):
+    with reading_text(data):
         tokens, hidden = hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
         for name in turns if len(turns) > 1 else ():  # one alone is too short, as `load_blocks` will say
             _check_rest(name, (cut(row["text"], size) for row in by_hash[name]), hidden)
@@ -312,7 +316,7 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
 def _saved(path: Path) -> np.ndarray | None:
     """Return what `_save` wrote; None if there is nothing, or it is damaged."""
     try:
-        digest, content = (stored := path.read_bytes())[:32], stored[32:]
+        digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
         return None
     return np.load(io.BytesIO(content)) if hashlib.sha256(content).digest() == digest else None

@@ -14,7 +14,8 @@ WORDS = ["ice", "melts", "in", "the", "sun", "and", "water", "runs", "down", "hi
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes that a test starts import this checkout."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "plugins", ROOT / "benchmarks"])))
+    parts = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, parts)))
 
 
 @pytest.fixture(scope="session")

@@ -68,3 +68,40 @@ def test_what_a_killed_command_started_is_killed_too(
     finally:
         for number in filter(is_alive, (leader, child)):
             os.kill(int(number), signal.SIGKILL)
+
+
+def children_of(parent: int) -> list[str]:
+    """Return the processes that a process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(path.parent.name)
+        except (OSError, ValueError):  # ended while we looked
+            continue
+    return found
+
+
+@pytest.mark.vllm
+def test_prune_that_is_killed_while_it_measures_the_machine_leaves_no_engine(
+    tiny: Path, tmp_path: Path, cache: Path
+) -> None:
+    """A speed that is asked for is measured first; that engine is prune's own to end."""
+    command = [sys.executable, "-m", "ddp_vllm", "prune", str(tiny), "--speedup", "1.2", "--context", "128"]
+    process = subprocess.Popen([*command, "-o", str(tmp_path / "out")])
+
+    def engines() -> list[str]:
+        lines = {number: Path(f"/proc/{number}/cmdline") for number in children_of(process.pid)}
+        return [number for number, line in lines.items() if b"ddp_benchmarks.steps" in line.read_bytes()]
+
+    started: list[str] = []
+    try:
+        started = wait_for(engines)
+    finally:
+        process.kill()
+        process.wait()
+    try:
+        wait_for(lambda: not any(map(is_alive, started)), seconds=5)
+    finally:
+        for number in filter(is_alive, started):
+            os.kill(int(number), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,60 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "1.10× [1.09, 1.11] the dense model's speed (decode, 8 sequences of 1,024 tokens;" in " ".join(
         shown.output.split()
     )
+
+
+def _set(*path: Any) -> Callable[[Any], None]:
+    *place, key, value = path
+
+    def change(content: Any) -> None:
+        for each in place:
+            content = content[each]
+        content[key] = value
+
+    return change
+
+
+DAMAGED: dict[str, Callable[[Any], None]] = {  # results with our marker that are not what we write
+    "models missing": lambda content: content.pop("models"),
+    "models no list": _set("models", {"model": "x"}),
+    "a model without a name": lambda content: content["models"][0].pop("model"),
+    "runs a number": _set("runs", 3),
+    "a speed that is a word": _set("runs", 0, "metrics", "requests_per_second", "fast"),
+    "a speed that is no number": _set("verdicts", 0, "metrics", "requests_per_second", "ratio", float("nan")),
+    "a verdict without its metric": _set("verdicts", 0, "metrics", {}),
+    "no settings": lambda content: content.pop("settings"),
+    "versions a list": _set("versions", []),
+    "complete a word": _set("complete", "yes"),
+    "a sample of nothing": _set("sample", None),
+}
+DAMAGED_EVALUATIONS: dict[str, Callable[[Any], None]] = {
+    "our part a number": _set("ddp_vllm", 5),
+    "a model that is a name": _set("ddp_vllm", "model", "x"),
+    "results a list": _set("results", []),
+    "a task that is a number": _set("results", "piqa", 0.5),
+    "questions that are words": _set("n-samples", "piqa", "effective", "many"),
+    "answers that are no shares": _set("ddp_vllm", "answers", {"piqa": [2.0]}),
+    "a date that is a word": _set("date", "today"),
+    "no limit": lambda content: content["ddp_vllm"]["settings"].pop("limit"),
+}
+
+
+@pytest.mark.parametrize("case", [*DAMAGED, *DAMAGED_EVALUATIONS])
+@pytest.mark.parametrize("passed", [False, True])
+def test_damaged_results_are_one_line(passed: bool, case: str, pruned: Path, tmp_path: Path) -> None:
+    path = pruned / ("sharegpt.json" if case in DAMAGED else "eval/results.json")
+    content = json.loads(path.read_text())
+    (DAMAGED | DAMAGED_EVALUATIONS)[case](content)
+    path.write_text(json.dumps(content))
+    more = ["--results", str(path)] if passed else []
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.html"), *more])
+    assert result.exit_code == 4 and result.stderr.count("\n") == 1, (result.stderr, result.exception)
+    assert str(path.name) in result.stderr and "is damaged" in result.stderr
+
+
+def test_a_score_that_is_none_was_not_measured(pruned: Path) -> None:
+    path = pruned / "eval" / "results.json"
+    content = json.loads(path.read_text())
+    content["results"]["piqa"]["acc_norm,none"], content["results"]["boolq"]["acc,none"] = "N/A", float("nan")
+    path.write_text(json.dumps(content))
+    assert collect([pruned]).pruned[0].accuracy is None

@@ -20,10 +20,11 @@ from ddp_prune import export as export_module
 from ddp_prune.export import apply_masks, export, read_evidence, read_masks
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.model import Source, load_model, open_source
-from ddp_vllm.checkpoint import MASKS_FILE, read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
 from ddp_vllm.families import unit_shapes
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.summary import removed_parameters, units
 
@@ -308,10 +309,10 @@ def test_masks_of_another_model_are_refused(pruned: Path, tiny_model: Path, tmp_
 
 def test_masks_that_are_no_gates_are_refused(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     with safe_open(pruned / "ddp_masks.safetensors", framework="pt") as file:
-        metadata, gates = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        gates = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for value in (float("nan"), float("inf"), -0.5):
         gates["mlp.gates"][2, 3] = value
-        save_file(gates, tmp_path / "masks.safetensors", metadata)
+        save_file(gates, tmp_path / "masks.safetensors", {"ddp": "{}"})
         with pytest.raises(CheckpointError, match=r"mlp gates.*learn them again"):
             apply_masks(str(tiny_model), tmp_path / "masks.safetensors", tmp_path / "out", overwrite=False)
     assert not (tmp_path / "out").exists()
@@ -320,7 +321,11 @@ def test_masks_that_are_no_gates_are_refused(pruned: Path, tiny_model: Path, tmp
 @pytest.mark.parametrize("more", [[], ["--align", "32"]], ids=["", "aligned"])
 @pytest.mark.parametrize(
     ("provenance", "words"),
-    [('{"recipe": [1]}', "its recipe is no object"), ("[1]", "its provenance is no object"), ("{", "Expecting")],
+    [
+        ('{"recipe": [1]}', "its provenance.recipe is [1], no object"),
+        ("[1]", "its provenance is [1], no"),
+        ("{", "Expecting"),
+    ],
 )
 def test_masks_that_say_nonsense_of_their_making_are_refused(
     provenance: str, words: str, more: list[str], pruned: Path, tiny_model: Path, tmp_path: Path

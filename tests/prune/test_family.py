@@ -13,9 +13,10 @@ from runs import SMALL, assert_refused, prune, weights
 from ddp_prune.export import read_masks
 from ddp_prune.recipe import Recipe, family, load_recipes
 from ddp_prune.trainer import Trainer
-from ddp_vllm.checkpoint import MASKS_FILE, read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
+from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 SIZES = "0.2,0.4,0.6"

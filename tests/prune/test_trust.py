@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -9,18 +11,21 @@ import pytest
 from click.testing import CliRunner
 from hostile import ATTACKS, make_hostile
 from runs import SMALL, assert_refused
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_vllm.checkpoint import MASKS_FILE
+from ddp_prune.documents import by_template
 from ddp_vllm.cli import main
+from ddp_vllm.errors import TextError
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.remote_code import FILES
 
 ROOT = Path(__file__).parents[2]
+PATH = os.pathsep.join(map(str, (ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks")))
 OF_A_RUN = {"ddp_metrics.jsonl", "report.html", "report"}
 
 
 def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list[str]]:
-    """Return a command line of each verb that reads a model, but `bench` and `profile`, which only start vLLM."""
+    """Return a command line of each verb that reads a model, but `bench` and `profile`, which start vLLM."""
     rows = output.parent / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
     lm_eval = ["--tasks", "piqa", "--data", str(rows), "--limit", "1", "--max-length", "64", "-o", str(output)]
@@ -34,6 +39,8 @@ def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list
         "export": ["export", str(pruned), "-o", str(output)],
         "inspect": ["inspect", str(pruned)],
         "verify": ["verify", str(pruned)],
+        "push": ["push", str(pruned), "me/x", "--dry-run"],
+        "plan": ["prune", str(dense), "--sparsity", "0.4", "--seq-len", "16", "-o", str(output), "--dry-run"],
         "report": ["report", str(pruned), "-o", str(output)],
         "compare": ["compare", str(pruned), "--dense", str(dense), "-o", str(output.with_suffix(".html"))],
         "eval": ["eval", str(pruned), *lm_eval],
@@ -84,8 +91,9 @@ def test_no_verb_runs_code_that_came_with_a_model(
         assert_refused(result, result.exit_code)
     if attack in ("config", "generation") and verb not in (
         "verify",
+        "push",
         "export",
-    ):  # the tiny tokenizer has no form in GGUF
+    ):  # the folder was changed; the tiny tokenizer has no form in GGUF
         assert result.exit_code == 0, result.stderr  # code that nobody runs does not stand in the way
     for path in (tmp_path / "out").rglob("*.py"):
         assert path.read_bytes() in [file.read_bytes() for file in FILES]
@@ -94,6 +102,62 @@ def test_no_verb_runs_code_that_came_with_a_model(
         AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
         AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
         assert not ran.exists()
+
+
+@pytest.fixture
+def all_at_once(tiny_model: Path, pruned: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A dense and a pruned folder, hostile in every way that loads, and the file that their code makes."""
+    ran = tmp_path / "ran"
+    found = [
+        Path(shutil.copytree(each, tmp_path / name / "model")) for name, each in (("d", tiny_model), ("p", pruned))
+    ]
+    for folder in found:
+        for attack in ("config", "tokenizer", "generation"):
+            make_hostile(folder, attack, ran)
+    return found[0], found[1], ran
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("verb", ["bench steps", "profile"])
+def test_benchmarks_run_no_code_that_came_with_a_model(
+    verb: str, all_at_once: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the start of vLLM, which does not know the last word."""
+    dense, folder, ran = all_at_once
+    monkeypatch.setenv("PYTHONPATH", PATH)
+    models = ["--dense", str(dense), "--pruned", str(folder)] if verb == "bench steps" else [str(dense)]
+    arguments = [*verb.split(), *models, "--context", "128", "-o", str(tmp_path / "out.json"), "--", "--no-such-word"]
+    assert_refused(CliRunner().invoke(main, arguments), 8, "ended with code 2")
+    assert not ran.exists()
+
+
+@pytest.mark.vllm
+def test_no_engine_of_a_benchmark_runs_code_that_came_with_a_model(
+    all_at_once: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads config, tokenizer and generation config itself, of the dense model and of ours."""
+    dense, folder, ran = all_at_once
+    monkeypatch.setenv("PYTHONPATH", PATH)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    words = " ".join(f"the quick brown fox number {number}" for number in range(9))
+    turns = [{"from": "human", "value": words}, {"from": "gpt", "value": words}]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    arguments = [
+        *("bench", "sharegpt", "--dense", str(dense), "--pruned", str(folder), "--num-prompts", "1", "--pairs", "1"),
+        *(
+            "--no-warmup-round",
+            "--warmups",
+            "0",
+            "--dataset",
+            str(tmp_path / "talks.jsonl"),
+            "-o",
+            str(tmp_path / "o.json"),
+        ),
+        *("--max-model-len", "512", "--", "--enforce-eager", "--dtype", "float32"),
+    ]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "LICENSE"])
@@ -131,6 +195,35 @@ def test_recovery_hands_on_our_code_alone(
     assert result.exit_code == 0, result.output
     for name in ("config.json", "tokenizer_config.json"):
         assert "evil" not in (tmp_path / "out" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 'a' * 10 ** 10 }}", "it raises to a power"),
+        ("{% set a = 9 ** 9 ** 9 %}{{ a }}", "it raises to a power"),
+        ("{{ 'a' * 9999999999 }}", "MemoryError"),
+        ("{{ 'a'.center(9999999999) }}", "MemoryError"),
+        ("{{ '%9999999999s' | format('a') }}", "MemoryError"),
+        ("{% set n = namespace(a=messages[0].content) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
+         "MemoryError"),
+    ],
+)  # fmt: skip
+def test_a_chat_template_that_makes_an_endless_text_in_one_step_is_an_error(
+    template: str, said: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """No handler of a signal runs before a step ends. Afterwards there is memory as before."""
+    tokenizer.chat_template = template
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    for _ in range(2):
+        with pytest.raises(TextError, match=f"the chat template of the tokenizer fails .*{said}"):
+            by_template(tokenizer, [{"role": "user", "content": "hello"}])
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+
+
+def test_a_template_may_say_two_stars(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "**{{ messages[0].content }}** {{ '**' }}"
+    assert by_template(tokenizer, [{"role": "user", "content": "hello"}]) == "**hello** **"
 
 
 @pytest.mark.parametrize("loop", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"])

@@ -1,0 +1,566 @@
+"""Does a damaged file make ddp-vllm end with a traceback, hang, or go on with other weights?
+
+Tiny models are pruned, recovered, exported and measured by hand. Then each seed changes one of their files: bytes, a
+value somewhere in its JSON, the header of its tensors, or the file as such. The functions and verbs that read it are
+called in this process, and have two seconds of a core. Each must end with one line, or say what it says of the sound
+file. Three things need no refusal:
+
+- Another value that may well be (`rope_theta`, a seed, a result) is taken for what it is, and weights are loaded as
+  their file holds them. `verify` must find it where the file is in a manifest.
+- What another library refuses in an error of its own, where users call that library (transformers).
+- Saved runs and cached tokens that are not what was saved must be dropped, not refused.
+
+    python benchmarks/fuzz.py --first 0 --last 20000
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ddp_benchmarks.protocol import result_line, script_parser
+from ddp_vllm.cli import main
+from ddp_vllm.errors import DdpError
+from ddp_vllm.families import register_pruned
+from ddp_vllm.manifest import MANIFEST
+from ddp_vllm.pages import compare, pictures
+from ddp_vllm.pages.page import Picture
+from fuzz_folders import STEM, Sound, write_sound
+
+SECONDS = 2.0  # of a core, for one reader
+MEMORY = 2 * 2**30  # bytes more than at the start
+NASTY: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2, 3, 7, 2**31, 2**53, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e-300, 1e308,
+    float("inf"), float("-inf"), float("nan"), "", "x", "0", "-1", "model.safetensors", "../x", "/etc/passwd",
+    "\x1b]0;a", "[red]", "<b>", "=1+1", "a" * 100_000, "\ud800", "é\u2028", "torch.float8_e4m3fn", [], {}, [[]],
+    [None], {"": 0}, [1] * 50, {"a": {"b": {}}}, "{{ 9 ** 9 }}",
+)  # fmt: skip
+
+
+class Hang(BaseException):
+    """A reader took too long."""
+
+
+@dataclass
+class Case:
+    """One mutation and what came of it."""
+
+    seed: int
+    target: str
+    what: str = ""
+    faults: list[str] = field(default_factory=list)
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+# ---------------------------------------------------------------------------------------------------- mutations
+
+
+def of_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """Return other bytes, and what was done to them."""
+    data, size = bytearray(content), max(1, len(content))
+    at, length = rng.randrange(size), rng.choice((1, 1, 2, 8, 64, size // 4 + 1))
+    way = rng.choice(("bit", "bit", "byte", "cut", "drop", "repeat", "noise", "zeros", "empty", "more", "swap"))
+    if way == "bit" and data:
+        data[at] ^= 1 << rng.randrange(8)
+    elif way == "byte" and data:
+        data[at] = rng.randrange(256)
+    elif way == "cut":
+        del data[at:]
+    elif way == "drop":
+        del data[at : at + length]
+    elif way == "repeat":
+        data[at:at] = data[at : at + length]
+    elif way in ("noise", "zeros"):
+        data[at : at + length] = rng.randbytes(length) if way == "noise" else bytes(length)
+    elif way == "empty":
+        data.clear()
+    elif way == "more":
+        data += rng.randbytes(length)
+    else:
+        other = rng.randrange(size)
+        data[at : at + length], data[other : other + length] = data[other : other + length], data[at : at + length]
+    return bytes(data), f"{way} at {at}"
+
+
+def places(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside."""
+    parts = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    for key, value in parts:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+WAYS = ("nasty", "nasty", "nasty", "near", "drop", "rename", "swap", "wrap", "nest", "grow")
+
+
+def of_json(found: Any, rng: random.Random) -> tuple[Any, str]:
+    """Return other JSON, and what was done to it."""
+    found = json.loads(json.dumps(found))
+    every = list(places(found))
+    if not every or rng.random() < 0.02:
+        return rng.choice(NASTY), "the whole"
+    shallow = [place for place in every if len(place) <= 2]
+    place, way = rng.choice(shallow if rng.random() < 0.4 else every), rng.choice(WAYS)
+    parent, key = _at(found, place[:-1]), place[-1]
+    if way == "drop":
+        del parent[key]
+    elif way == "rename" and isinstance(parent, dict):
+        parent[rng.choice(("", "x", "a.b", "model.x", "0", "9" * 30))] = parent.pop(key)
+    elif way == "swap":
+        _swap(found, place, rng.choice(every))
+    else:
+        parent[key] = _other(parent[key], way, rng)
+    return found, f"{way} {'.'.join(map(str, place))[:80]}"
+
+
+def _other(value: Any, way: str, rng: random.Random) -> Any:
+    """Return what stands in the place of a value."""
+    if way == "near" and isinstance(value, int | float) and not isinstance(value, bool):
+        return rng.choice((value + 1, value - 1, -value, value * 2, value / 2))
+    if way == "wrap":
+        return rng.choice(([value], {"x": value}))
+    if way == "grow" and isinstance(value, list):
+        return value * rng.choice((2, 3, 1000))
+    for _ in range(rng.choice((90, 200, 900)) if way == "nest" else 0):
+        value = [value]
+    return value if way == "nest" else rng.choice(NASTY)
+
+
+def _swap(found: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    """Let two values that are not inside each other change places."""
+    if other[: len(one)] != one and one[: len(other)] != other:
+        here, there = _at(found, one[:-1]), _at(found, other[:-1])
+        here[one[-1]], there[other[-1]] = there[other[-1]], here[one[-1]]
+
+
+def _at(found: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        found = found[key]
+    return found
+
+
+def of_tensors(content: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """Return a safetensors file with another header, or other metadata inside of it."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    inside = sorted(header.get("__metadata__", {}).keys() - {"format"})
+    if inside and rng.random() < 0.6:
+        name, metadata = rng.choice(inside), header["__metadata__"]
+        changed, what = of_json(json.loads(metadata[name]), rng)
+        if name == "ddp" and isinstance(changed, dict) and rng.random() < 0.9:
+            changed.pop("seals", None)  # as whoever edits them by hand: no checksum stands in the way
+        metadata[name] = _dumps(changed)
+        what = f"{name}: {what}"
+    else:
+        header, what = of_json(header, rng)
+    text = _dumps(header).encode("utf-8", "surrogatepass")
+    stated = len(text) if rng.random() < 0.97 else rng.choice((0, 1, len(text) - 1, len(text) + 1, 2**40, 2**63))
+    return struct.pack("<Q", stated) + text + data, f"header: {what}"
+
+
+def _is_sealed(path: Path) -> bool:
+    """Tell whether a masks file has a checksum."""
+    with safe_open(path, framework="numpy") as file:
+        return "seals" in json.loads((file.metadata() or {}).get("ddp", "{}"))
+
+
+def _dumps(found: Any) -> str:
+    text = json.dumps(found)
+    return text[:-1] + "," + text[1:] if text.startswith('{"') and len(text) % 41 == 0 else text  # names twice
+
+
+def mutate(path: Path, rng: random.Random) -> str:
+    """Change a file in place, and return what was done to it."""
+    content = path.read_bytes()
+    path.unlink()
+    chance = rng.random()
+    if chance < 0.03:
+        kind = rng.choice(("missing", "folder", "dangling link", "pipe", "endless"))
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "dangling link":
+            path.symlink_to("nowhere")
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "endless":
+            path.symlink_to("/dev/zero")
+        return kind
+    way = of_bytes
+    if chance < 0.75 and path.suffix in (".json", ".jsonl", ".safetensors"):
+        way = of_tensors if path.suffix == ".safetensors" else _of_json_text
+    changed, what = way(content, rng)
+    path.write_bytes(changed)
+    return what
+
+
+def _of_json_text(content: bytes, rng: random.Random) -> tuple[bytes, str]:
+    lines = content.decode().splitlines()
+    if len(lines) > 1 and lines[0].endswith("}"):  # an object a line
+        number = rng.randrange(len(lines))
+        changed, what = of_json(json.loads(lines[number]), rng)
+        lines[number] = _dumps(changed)
+        return "\n".join(lines).encode("utf-8", "surrogatepass"), f"line {number}: {what}"
+    changed, what = of_json(json.loads(content), rng)
+    return _dumps(changed).encode("utf-8", "surrogatepass"), what
+
+
+# ------------------------------------------------------------------------------------------------------ readers
+
+
+class Readers:
+    """What reads a folder that was changed, and what each says of the sound one."""
+
+    def __init__(self, sound: Sound, scratch: Path) -> None:
+        self.sound, self.scratch, self.folder = sound, scratch, scratch / "case" / STEM
+        self.out, self.expected = scratch / "out", dict[str, Any]()
+
+    def lay_out(self, source: Path) -> None:
+        """Lay a sound folder, or what is beside a file, where it is to be changed."""
+        shutil.rmtree(self.folder.parent, ignore_errors=True)
+        shutil.copytree(source, self.folder)
+
+    def readers(self, target: str) -> dict[str, Callable[[], Any]]:
+        """Return what reads the files of a target, by name."""
+        folder, dense = str(self.folder), str(self.sound.dense)
+        of_pruned = {
+            "inspect": lambda: self.cli("inspect", folder),
+            "inspect --json": lambda: self.cli("inspect", folder, "--json"),
+            "report": lambda: self.cli("report", folder, "-o", str(self.out)),
+            "push": lambda: self.cli("push", folder, "me/x", "--dry-run"),
+            "compare": lambda: self.cli("compare", folder, "--dense", dense, "-o", f"{self.out}.html", "--overwrite"),
+            "transformers": self.load_pruned,
+            "recover": lambda: self.open_pruned("dense-experts" if target == "experts" else "dense"),
+        }
+        masks = str(self.folder / "ddp_masks.safetensors")
+        applied = {"apply": lambda: self.cli("apply", dense, "--masks", masks, "-o", str(self.out))}
+        exported = {"export": lambda: self.cli("export", folder, "-o", f"{self.out}.gguf", "--overwrite")}
+        return {
+            "checkpoint": of_pruned | {"tokenizer": self.tokenizer} | exported,
+            "experts": of_pruned,
+            "masks": {name: of_pruned[name] for name in ("inspect", "inspect --json", "report", "push", "compare")}
+            | applied,
+            "dense": {
+                "prune --dry-run": lambda: self.plan(folder),
+                "load": self.load_dense,
+                "tokenizer": self.tokenizer_for_prune,
+                "bench": self.bench_reads,
+                "eval": lambda: _describe(folder),
+            },
+            "state": {"resume": self.resume},
+            "tokens": {"tokens": self.tokens},
+            "results": {"compare": of_pruned["compare"], "bench": self.read_bench},
+            "profile": {"profile": self.profile},
+        }[target]
+
+    def cli(self, *words: str) -> str:
+        """Return what a verb prints, and what it wrote. Raises: DdpError with its line; AssertionError."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        result = CliRunner().invoke(main, list(words))
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        if result.exit_code:
+            lines = result.stderr.splitlines()
+            assert len(lines) == 1 and lines[0].startswith("ddp-vllm: ") and lines[0].isprintable(), result.stderr
+            assert len(lines[0]) < 3000, "a very long line"
+            raise DdpError(lines[0])
+        written = [path for path in sorted(self.out.rglob("*")) if path.is_file() and path.name != MANIFEST]
+        return result.stdout + "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in written)
+
+    def plan(self, folder: str) -> str:
+        said = self.cli("prune", folder, "--sparsity", "0.4", "--seq-len", "16", "--dry-run", "-o", str(self.out))
+        return said.partition("memory:")[0]  # how much is free changes
+
+    def load_pruned(self) -> dict[str, torch.Tensor]:
+        from transformers import AutoModelForCausalLM
+
+        with contextlib.redirect_stderr(None):
+            try:
+                model = AutoModelForCausalLM.from_pretrained(self.folder, trust_remote_code=False)
+            except Exception as error:  # the user's own call: any error of transformers will do
+                raise DdpError(str(error)) from error
+        return self.checked_weights(model)
+
+    def open_pruned(self, dense: str) -> dict[str, torch.Tensor]:
+        from ddp_prune.model import load_model, open_pruned, open_source
+        from ddp_vllm.checkpoint import read_checkpoint
+
+        source = open_pruned(read_checkpoint(self.folder), open_source(str(self.sound.folder_of(dense))))
+        return self.checked_weights(load_model(source, "auto"))
+
+    def load_dense(self) -> dict[str, torch.Tensor]:
+        from ddp_prune.model import load_model, open_source
+
+        return self.checked_weights(load_model(open_source(str(self.folder)), "auto"))
+
+    def checked_weights(self, model: Any) -> dict[str, torch.Tensor]:
+        """Return the weights of a model, each as a file of the folder holds it; else they were made up."""
+        stored: dict[str, torch.Tensor] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            if path.name.startswith("model"):
+                stored |= {name.replace("block_sparse_moe", "mlp"): value for name, value in load_file(path).items()}
+        found = {name: value.detach() for name, value in model.named_parameters()}
+        for name, value in found.items():
+            assert name in stored, f"wrong weights: {name} was made up"
+            held = stored[name].to(value.dtype)
+            assert torch.equal(held.view(torch.uint8), value.view(torch.uint8)), (
+                f"wrong weights: {name} is not as in its file"
+            )
+        return found
+
+    def tokenizer(self) -> list[int]:
+        from transformers import AutoTokenizer
+
+        try:
+            return list(AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)("some text")["input_ids"])
+        except Exception as error:
+            raise DdpError(str(error)) from error
+
+    def tokenizer_for_prune(self) -> list[int]:
+        from ddp_prune.text import encode, load_tokenizer
+
+        return [
+            int(each) for part in encode(["some text", "and more"], load_tokenizer(str(self.folder))) for each in part
+        ]
+
+    def bench_reads(self) -> Any:
+        from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
+
+        check_vocabularies(str(self.folder), str(self.sound.pruned))
+        return token_counter(str(self.folder))("some text"), max_model_len(str(self.folder))
+
+    def resume(self) -> Any:
+        from ddp_prune.run_state import saved_header
+
+        state = self.sound.run_state(self.folder)
+        loaded, header = state.load(), saved_header(self.folder / "out")
+        if loaded is None:
+            raise DdpError("begins anew")
+        return [loaded, header]
+
+    def tokens(self) -> Any:
+        from ddp_prune.text import _saved
+
+        found = _saved(self.folder / "blocks.tokens")
+        if found is None:
+            raise DdpError("is made anew")
+        return found
+
+    def read_bench(self) -> Any:
+        from ddp_benchmarks.tables import json_line, plain_console, print_report
+        from ddp_vllm.results import read_results, verdicts
+
+        results = read_results(self.folder / "sharegpt.json")
+        console = plain_console()
+        with console.capture() as captured:
+            print_report({"verdicts": [], **results}, console)
+        return captured.get(), json_line({"verdicts": [], **results}), verdicts(results)
+
+    def profile(self) -> Any:
+        from ddp_benchmarks.profile import describe
+        from ddp_vllm.latency import Workload, read_profile
+
+        path = self.folder / "machine.json"
+        profile = read_profile(path)
+        profile.check_suits(profile.content["config"])
+        work = Workload(phase="decode", batch=8, context=256)
+        return describe(path), profile.times(work).most, profile.unrest(work), profile.each_round(work)[0].dense
+
+
+def _describe(folder: str) -> Any:
+    from ddp_benchmarks.evaluate import EvalSettings
+    from ddp_vllm.facts import describe_model
+
+    EvalSettings(model=folder, tasks=("piqa",)).check()
+    return describe_model(folder).to_json()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Say whether two answers are the same, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+OF_A_MODEL = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+WRITTEN = ("model.safetensors.index.json", MANIFEST, "ddp_metrics.jsonl", "ddp_recovery.jsonl")
+TARGETS = {  # target -> (share of the cases, the files that are changed)
+    "checkpoint": (30, (*OF_A_MODEL, *WRITTEN, "model-*.safetensors", "model-*.safetensors")),
+    "experts": (8, ("config.json", "model*.safetensors", "ddp_masks.safetensors")),
+    "masks": (14, ("ddp_masks.safetensors",)),
+    "dense": (14, (*OF_A_MODEL, "model.safetensors")),
+    "state": (10, ("out.run/state.safetensors", "out.run/state.safetensors", "out.run/metrics.jsonl")),
+    "tokens": (4, ("blocks.tokens",)),
+    "results": (14, ("sharegpt.json", "eval/results.json")),
+    "profile": (6, ("machine.json",)),
+}
+DROPPED = ("state", "tokens")  # which may not be believed: anything but what was saved is a fault
+
+
+def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
+    return Picture(name=name, title=title, caption=f"{caption} {height:.3f}", svg="", png=b"")
+
+
+class Fuzz:
+    """Runs cases by their seeds."""
+
+    def __init__(self, scratch: Path, *, draws: bool = False) -> None:
+        if not draws:  # a page of pictures takes a second
+            pictures.render = compare.render = _not_drawn
+        for family in ("llama", "mixtral"):
+            register_pruned({"model_type": f"ddp_{family}"})
+        self.sound = write_sound(scratch / "sound")
+        self.readers = Readers(self.sound, scratch)
+        self.expected: dict[tuple[str, str], Any] = {}
+        for target in TARGETS:
+            self.readers.lay_out(self.sound.folder_of(target))
+            for name, read in self.readers.readers(target).items():
+                self.expected[target, name] = read()
+
+    def case(self, seed: int) -> Case:
+        """Change one file by a seed, and read it."""
+        rng = random.Random(seed)
+        target = rng.choices(list(TARGETS), [share for share, _ in TARGETS.values()])[0]
+        case = Case(seed=seed, target=target)
+        self.readers.lay_out(self.sound.folder_of(target))
+        path = rng.choice(sorted(self.readers.folder.glob(rng.choice(TARGETS[target][1]))))
+        before = path.read_bytes()
+        case.what = f"{path.name}: {mutate(path, rng)}"
+        changed = not path.is_file() or path.is_symlink() or path.read_bytes() != before
+        damaged = False
+        if (self.readers.folder / MANIFEST).exists() or path.name == MANIFEST:
+            answer = self.read(case, "verify", lambda: self.readers.cli("verify", str(self.readers.folder)))
+            damaged = answer is None
+            if changed and not damaged and path.name != MANIFEST and path.parent.name != "eval":
+                case.faults.append("verify: found nothing")
+        readers = self.readers.readers(target)
+        first, *rest = readers
+        always = {first} | ({"transformers"} & readers.keys() if path.name.startswith(("config", "model")) else set())
+        for name in sorted(always | set(rng.sample(rest, min(1, len(rest))))):
+            read = readers[name]
+            answer = self.read(case, name, read)
+            if answer is None:
+                continue
+            if same(answer, self.expected[target, name]):
+                case.seen["the same"] += 1
+            elif target in DROPPED or (name in ("transformers", "recover") and not damaged):
+                case.faults.append(f"{name}: another answer")
+            elif target == "masks" and name == "apply" and _is_sealed(path):
+                case.faults.append(f"{name}: wrong weights, of masks that are not those of the checksum")
+            else:
+                case.seen["another value"] += 1
+        return case
+
+    def read(self, case: Case, name: str, read: Callable[[], Any]) -> Any:
+        """Return what a reader says, or None if it refused; its faults are noted."""
+        start = time.process_time()
+        try:
+            with _limited():
+                answer = read()
+        except DdpError:
+            case.seen["refused"] += 1
+            answer = None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            where = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ddp_" in frame.filename]
+            last = f"{Path(where[-1].filename).name}:{where[-1].lineno}" if where else "?"
+            case.faults.append(f"{name}: {type(error).__name__} at {last}: {str(error)[:300]}")
+            answer = None
+        if (spent := time.process_time() - start) > SECONDS and not case.faults:
+            case.faults.append(f"{name}: took {spent:.1f} s")
+        return answer
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Raise Hang where the block takes more of a core than it may, or waits for long."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Hang(f"signal {number}")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 15 * SECONDS)
+    faulthandler.dump_traceback_later(60, exit=True)  # where no signal is heard
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def limit_memory() -> None:
+    """Let whoever asks for a lot of memory get an error."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def run(first: int, last: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return how many cases ended how, and the faults."""
+    home = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="ddp-vllm-fuzz-", dir=home) as scratch:
+        fuzz = Fuzz(Path(scratch))
+        limit_memory()
+        seen, faults, targets = Counter[str](), list[dict[str, Any]](), Counter[str]()
+        start = time.monotonic()
+        for seed in range(first, last):
+            case = fuzz.case(seed)
+            seen += case.seen
+            targets[case.target] += 1
+            if case.faults:
+                faults.append({"seed": seed, "target": case.target, "what": case.what, "faults": case.faults})
+                say(json.dumps(faults[-1]))
+            if (seed + 1) % 1000 == 0:
+                say(f"{seed + 1 - first:,} cases in {time.monotonic() - start:.0f} s, {len(faults)} with faults")
+    return {"cases": last - first, "targets": dict(targets), "answers": dict(seen), "faults": faults}
+
+
+def _main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--last", type=int, default=20_000, help="one more than the last seed")
+    arguments: argparse.Namespace = parser.parse_args()
+    warnings.simplefilter("ignore")
+    found = run(arguments.first, arguments.last, lambda line: print(line, file=sys.stderr, flush=True))
+    print(result_line(__doc__, vars(arguments), seed=arguments.first, **found))
+    sys.exit(bool(found["faults"]))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,172 @@
+"""Folders as every verb leaves them, small: what `fuzz.py` damages, and what the sound ones are compared with."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
+import ddp_vllm
+from ddp_prune import export, text
+from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState
+from ddp_vllm.facts import describe_model
+from ddp_vllm.latency import FORMAT as PROFILE_FORMAT
+from ddp_vllm.latency import dimensions_in, shapes_of
+from ddp_vllm.machine import hardware, versions
+from ddp_vllm.manifest import MANIFEST, manifest_of
+from ddp_vllm.results import FORMAT, verdicts
+
+STEM = "model"
+"""Name of the folder that is changed, the same as that of the sound one, as pages show it."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "eos_token_id": 0, "bos_token_id": None, "initializer_range": 0.2, "max_position_embeddings": 256,
+}  # fmt: skip
+LEARNED_FROM = {"text": "a", "weights": [["model.safetensors", 1, 2, "b"]], "config": ["c"], "tokenizer": [["d", "e"]]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound:
+    """Where the sound folders are."""
+
+    folder: Path
+
+    def folder_of(self, target: str) -> Path:
+        """Return the folder of a target of the fuzz."""
+        homes = {"checkpoint": "pruned", "masks": "pruned", "experts": "pruned-experts"}
+        return self.folder / homes.get(target, target) / STEM
+
+    @property
+    def dense(self) -> Path:
+        return self.folder_of("dense")
+
+    @property
+    def pruned(self) -> Path:
+        return self.folder_of("checkpoint")
+
+    def run_state(self, folder: Path) -> RunState:
+        """Return the run that was saved in a folder."""
+        recipe = Recipe(model="m", sparsity=0.4, steps=9)
+        return RunState(folder / "out", recipe, learned_from=LEARNED_FROM)
+
+
+def write_sound(folder: Path) -> Sound:
+    """Prune, recover and measure tiny models."""
+    sound = Sound(folder=folder)
+    words = [f"The quick brown fox number {n} jumps over {n * 7} lazy dogs while clouds drift by." for n in range(400)]
+    lines, watched = folder / "text.jsonl", folder / "watched.jsonl"
+    folder.mkdir(parents=True)
+    lines.write_text("".join(json.dumps({"text": f"{one} {one}"}) + "\n" for one in words))
+    watched.write_text("".join(json.dumps({"text": one.upper()}) + "\n" for one in words))
+    _write_dense(sound, words)
+    small = {"data": str(lines), "seq_len": 16, "batch_size": 2}
+    shard, export.MAX_SHARD_BYTES = export.MAX_SHARD_BYTES, 40_000  # several files
+    try:
+        for kind in ("", "-experts"):
+            masked = folder / f"masked{kind}" / STEM
+            dense = sound.folder_of(f"dense{kind}")
+            ddp_vllm.prune(str(dense), output=masked, sparsity=0.4, steps=6, learn="full", **small)
+            if kind:
+                shutil.copytree(masked, sound.folder_of("experts"))
+            else:
+                ddp_vllm.recover(masked, output=sound.pruned, tokens=64, watch=str(watched), **small)
+    finally:
+        export.MAX_SHARD_BYTES = shard
+    for one in (sound.pruned, sound.folder_of("experts")):
+        shutil.rmtree(one / "report")
+        (one / "report.html").unlink()
+        (one / MANIFEST).write_text(manifest_of(one))
+    _write_results(sound)
+    _write_runs(sound)
+    return sound
+
+
+def _write_dense(sound: Sound, words: list[str]) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    torch.manual_seed(0)
+    llama = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2, tie_word_embeddings=True)
+    mixtral = MixtralConfig(
+        **SIZES, intermediate_size=16, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
+    )
+    for kind, model in (("dense", LlamaForCausalLM(llama)), ("dense-experts", MixtralForCausalLM(mixtral))):
+        model.save_pretrained(sound.folder_of(kind))
+        fast.save_pretrained(sound.folder_of(kind))
+
+
+def _write_results(sound: Sound) -> None:
+    """Write what `bench` and `eval` leave, of numbers that were made up."""
+    folder = sound.folder_of("results")
+    shutil.copytree(sound.pruned, folder)
+    (folder / MANIFEST).unlink()
+    facts = {"dense": describe_model(str(sound.dense)).to_json(), STEM: describe_model(str(folder)).to_json()}
+    place = {"hardware": hardware(), "versions": versions()}
+    runs = [
+        {
+            "round": turn,
+            "label": label,
+            "load": load,
+            "metrics": {"requests_per_second": speed + turn / 10, "p50_tpot_ms": 30 / speed + turn},
+            "engine": {"peak_memory_bytes": 2**30, "weights_gib": 0.25, "kv_cache_tokens": 46592.0},
+        }
+        for load in ("all at once", "2 requests/s")
+        for turn in range(3)
+        for label, speed in (("dense", 1.0), (STEM, 1.3))
+    ]
+    bench: dict[str, Any] = {"format": FORMAT, "complete": True, "reason": None, "started": "2026", **place}
+    bench |= {"settings": {"mode": "serve", "pairs": 3, "seed": 0}, "runs": runs}
+    bench |= {"models": [{"label": label, **each} for label, each in facts.items()]}
+    bench["sample"] = {"conversations": 4, "prompt_tokens": 100, "output_tokens": 50}
+    (folder / "sharegpt.json").write_text(json.dumps(bench | {"verdicts": verdicts(bench)}))
+    for home, model, share in ((folder, STEM, 0.6), (sound.dense, "dense", 0.8)):
+        rows = [float(row < 50 * share) for row in range(50)]
+        evaluation = {
+            "results": {
+                "piqa": {"acc_norm,none": share, "acc_norm_stderr,none": 0.01},
+                "wikitext": {"word_perplexity,none": 30.0, "word_perplexity_stderr,none": "N/A"},
+            },
+            "n-samples": {"piqa": {"original": 50, "effective": 50}},
+            "date": 1.0,
+            "ddp_vllm": place
+            | {"model": facts[model], "data": {"piqa": "ab"}, "answers": {"piqa": rows}}
+            | {"settings": {"limit": 50, "max_length": 2048, "backend": "hf"}},
+        }
+        (home / "eval").mkdir()
+        (home / "eval" / "results.json").write_text(json.dumps(evaluation))
+
+
+def _write_runs(sound: Sound) -> None:
+    """Write an interrupted run, cached tokens and a profile."""
+    run = sound.run_state(sound.folder_of("state"))
+    tensors = {"attn.z": torch.rand(2, 2), "mlp.z": torch.rand(2, 48), "rng": torch.arange(99, dtype=torch.uint8)}
+    run.save(4, tensors, {"loss": [1.0, 0.5], "pools": {"attn": {"kept": 3}}})
+    for step in range(1, 5):
+        run.log({"step": step, "loss": 1.0 / step})
+    tokens = sound.folder_of("tokens")
+    tokens.mkdir(parents=True)
+    text._save(tokens / "blocks.tokens", torch.arange(320).view(20, 16).numpy())
+    config = json.loads((sound.dense / "config.json").read_text())
+    cells = [
+        {"batch": batch, "context": context, "decode": 1e-3 * batch + 1e-6 * context, "prefill": 5e-3 * batch}
+        for batch in (1, 8)
+        for context in (256, 512)
+    ]
+    shapes = shapes_of(config, 1)
+    times = [{"round": turn, "shape": name, "cells": cells, "beside": cells} for turn in (0, 1) for name in shapes]
+    profile = {"format": PROFILE_FORMAT, "complete": True, "multiple": 1, "model": dimensions_in(config)}
+    profile |= {"config": config, "shapes": list(shapes), "times": times}
+    path = sound.folder_of("profile") / "machine.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(profile | {"hardware": hardware(), "versions": versions()}))

@@ -1,0 +1,120 @@
+"""The masks file of a pruned folder: gates, what was known when they were rounded, and how they were made.
+
+`ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and in its metadata the
+provenance as JSON, under `ddp`. Hashes of both, `seals` in the provenance, tell damage; files of older versions have
+none. There is one key, for safetensors writes several in any order.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.errors import CheckpointError
+from ddp_vllm.machine import PLACE
+from ddp_vllm.remote_code.files import parse_json
+from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check
+
+MASKS_FILE = "ddp_masks.safetensors"
+_MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
+_LOSSES = {str: [Number(-700, 700)]}  # nats a token, of which the exponent is a number; by model
+_MEASURED = Number(0, float("inf"))
+_QUALITY = {
+    "dense": _MEASURED, "pruned": _MEASURED, "recovered?": _MEASURED, "tokens": COUNT, "block_losses?": (None, _LOSSES)
+}  # fmt: skip
+_RECIPE = {
+    "model?": TEXT, "sparsity?": (None, Number(0, 1)), "context_length?": Number(1, 1 << 40, whole=True),
+    "tokens?": COUNT, "learn?": NAME, "scope?": NAME, "budget?": NAME, "method?": NAME, "data?": ANY,
+}  # fmt: skip
+_EXAM = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
+PROVENANCE = _EXAM | {
+    "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
+    "texts?": [TEXT],
+    "perplexity?": (None, _QUALITY),
+    "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},
+    "routing?": {"chosen?": {str: [Number(0, 1e15)]}},
+    "latency?": PLACE | {
+        "speedup": POSITIVE, "low": POSITIVE, "high": POSITIVE,
+        "workload": {"phase": NAME, "batch": COUNT, "context": COUNT},
+    },
+    "recovery?": _EXAM | {
+        "recipe?": _RECIPE, "texts?": [TEXT], "seconds?": NUMBER, "watched?": {str: (None, _QUALITY)}
+    },
+}  # fmt: skip
+
+
+def is_mask(name: str) -> bool:
+    """Say whether a tensor is one of the masks file, not of the weights."""
+    return _MASK.fullmatch(name) is not None
+
+
+def seals(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return hashes of a file's header and of its tensors: of what each is called and its bytes, in this order."""
+    digest = hashlib.sha256()
+    for label, content in tensors:
+        digest.update(label.encode())
+        digest.update(content)
+    return {"header": hashlib.sha256(header.encode()).hexdigest(), "tensors": digest.hexdigest()}
+
+
+def masks_metadata(provenance: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of a masks file; tensors: numpy arrays by name."""
+    text = json.dumps(provenance)
+    return {"ddp": json.dumps({**provenance, "seals": seals(text, _labelled(tensors))})}
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """Return what a masks file says about its making; {} if there is none. Raises: CheckpointError."""
+    return _read(path, with_tensors=False)[1] if path.exists() else {}
+
+
+def read_masks_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a masks file, numpy arrays by name, and its provenance. Raises: CheckpointError."""
+    return _read(path, with_tensors=True)
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if not path.is_file():
+            raise ValueError("it is missing, or no file")
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            names = sorted(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names} if with_tensors else {}
+        provenance = parse_json(metadata.get("ddp", "{}"))
+        check(provenance, {"seals?": {"header": NAME, "tensors": NAME}}, "its provenance")
+        if stored := provenance.pop("seals", None):
+            found = seals(json.dumps(provenance), _labelled(tensors))
+            if stored["header"] != found["header"]:
+                raise ValueError("its provenance was changed, says its checksum")
+            if with_tensors and stored["tensors"] != found["tensors"]:
+                raise ValueError("its masks were changed, says their checksum")
+        check_provenance(provenance)
+    except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a number format that numpy lacks
+        raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
+    return tensors, provenance
+
+
+def check_provenance(provenance: Any) -> None:
+    """Raises: SchemaError for what the pages could not show."""
+    if isinstance(provenance, dict) and not provenance.get("perplexity", True):
+        provenance = provenance | {"perplexity": None}
+    check(provenance, PROVENANCE, "its provenance")
+    recovery = provenance.get("recovery", {})
+    for part in (provenance, recovery):
+        if any(len(said) != len(part.get("prompts", ())) for said in part.get("answers", {}).values()):
+            raise SchemaError("the answers of its provenance are not one a prompt")
+    for name, quality in {"": provenance.get("perplexity"), **recovery.get("watched", {})}.items():
+        losses = (quality or {}).get("block_losses") or {}
+        if len({len(each) for each in losses.values()}) > 1 or [] in losses.values():
+            raise SchemaError(f"its perplexity{' on ' * bool(name)}{name} is not of the same blocks for each model")
+    if not all(re.fullmatch("0|[1-9][0-9]{0,4}", layer) for layer in provenance.get("routing", {}).get("chosen", {})):
+        raise SchemaError("its routing names a layer that is no number")
+
+
+def _labelled(tensors: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    return [(f"{name} {value.dtype} {list(value.shape)}", value.tobytes()) for name, value in sorted(tensors.items())]

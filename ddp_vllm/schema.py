@@ -1,0 +1,97 @@
+"""What a value from a file may be: kinds, bounds, lengths. Checked once, before anything is made of it.
+
+A form is one of
+    bool, ANY             a truth value; whatever JSON holds
+    Number, Text          with their bounds
+    None                  null
+    (form, form, …)       one of these; the last is what an error asks for
+    [form], [form, 99]    a list of such; of so many at most
+    {"a": form, "b?": form}   an object with a, and with b where it is stated; what else it holds is not looked at
+    {str: form}           an object with any names
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_vllm.remote_code.files import short
+
+ANY = object()
+MOST = 1_000_000  # entries of a list
+Form = Any
+
+
+class SchemaError(ValueError):
+    """A value from a file is not what it must be; the message names its place."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in these bounds."""
+
+    low: float = -1e18
+    high: float = 1e18
+    whole: bool = False
+
+    def takes(self, value: Any) -> bool:
+        kinds = (int,) if self.whole else (int, float)
+        return type(value) in kinds and self.low <= value <= self.high  # false of what is not a number
+
+    def __str__(self) -> str:
+        return f"{'whole ' * self.whole}number in {self.low:g}…{self.high:g}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that is not too long."""
+
+    longest: int = 1_000_000
+
+    def takes(self, value: Any) -> bool:
+        return isinstance(value, str) and len(value) <= self.longest
+
+    def __str__(self) -> str:
+        return f"text of at most {self.longest:,} characters"
+
+
+NUMBER, POSITIVE, COUNT, TEXT = Number(), Number(1e-18, 1e18), Number(0, 2**53, whole=True), Text()
+NAME = Text(4096)
+
+
+def check(value: Any, form: Form, place: str) -> None:
+    """Raises: SchemaError, naming the place inside `place`, the value there, and what it must be."""
+    if reason := _fault(value, form, place):
+        raise SchemaError(reason)
+
+
+def _fault(value: Any, form: Form, place: str) -> str:
+    """Say what is wrong; "" if nothing is."""
+    if isinstance(form, tuple):
+        faults = [_fault(value, each, place) for each in form]
+        return "" if "" in faults else faults[-1]
+    if isinstance(form, list) and isinstance(value, list):
+        if len(value) > (most := form[1] if len(form) > 1 else MOST):
+            return f"{place} has {len(value):,} entries, more than {most:,}"
+        return next(filter(None, (_fault(each, form[0], f"{place}[{i}]") for i, each in enumerate(value))), "")
+    if isinstance(form, dict) and isinstance(value, dict):
+        return _fault_inside(value, form, place)
+    fits = form is ANY or (form is None and value is None) or (form is bool and type(value) is bool)
+    if fits or (isinstance(form, Number | Text) and form.takes(value)):
+        return ""
+    kinds = {dict: "object", list: "list", type: "truth value", type(None): "null"}
+    return f"{place} is {short(value)}, no {kinds.get(type(form), form)}"
+
+
+def _fault_inside(value: Mapping[str, Any], form: Mapping[Any, Form], place: str) -> str:
+    if str in form:
+        names = [name for name in value if not NAME.takes(name)]
+        inside = (_fault(each, form[str], f"{place}.{name}") for name, each in value.items())
+        return f"{place} has the name {short(names[0])}" if names else next(filter(None, inside), "")
+    for key, each in form.items():
+        name = key.removesuffix("?")
+        if name not in value:
+            if name == key:
+                return f"{place} lacks {name}"
+        elif fault := _fault(value[name], each, f"{place}.{name}"):
+            return fault
+    return ""
