@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         profile,
         prune,
         prune_sizes,
+        quantize,
         read,
         recover,
         report,
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "read", "inspect", "report", "profile", "bench", "evaluate",
-    "compare", "Checkpoint", "DdpError",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "read", "inspect", "report", "profile", "bench",
+    "evaluate", "compare", "Checkpoint", "DdpError",
 ]  # fmt: skip
 _ELSEWHERE = {"Checkpoint": "checkpoint", "DdpError": "errors"}
 
