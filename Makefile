@@ -13,10 +13,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
 install: .venv/.installed
 
 # PyPI's plain torch brings gigabytes of CUDA; the CPU build comes from wherever pip finds it, else from PyTorch's index.
-.venv/.installed: pyproject.toml requirements/cpu.txt $(wildcard requirements/stubs/*/pyproject.toml)
+.venv/.installed: pyproject.toml requirements/cpu.txt requirements/quantize.txt $(wildcard requirements/stubs/*/pyproject.toml)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q $(TORCH) || $(BIN)/pip install -q --index-url https://download.pytorch.org/whl/cpu $(TORCH)
 	$(BIN)/pip install -q -r requirements/cpu.txt
+	$(BIN)/pip install -q --no-deps --upgrade --target .venv/quantize -r requirements/quantize.txt
 	touch $@
 
 demo: install

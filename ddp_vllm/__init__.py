@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         profile,
         prune,
         prune_sizes,
+        quantize,
         read,
         recover,
         report,
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "export_gguf", "read", "inspect", "verify", "publish",
-    "report", "profile", "bench", "evaluate", "compare", "fetch_model", "fetch_conversations", "Checkpoint", "DdpError",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "export_gguf", "read", "inspect", "verify",
+    "publish", "report", "profile", "bench", "evaluate", "compare", "fetch_model", "fetch_conversations", "Checkpoint",
+    "DdpError",
 ]  # fmt: skip
 _ELSEWHERE = {
     "Checkpoint": "checkpoint", "DdpError": "errors", "publish": "push", "fetch_model": "fetch",

@@ -127,6 +127,17 @@ def apply(
     return read_checkpoint(output)
 
 
+def quantize(model: PathLike, scheme: str, *, output: PathLike, overwrite: bool = False, verbose: bool = False) -> Path:
+    """Quantise a pruned or dense folder by llm-compressor, into a folder that vLLM serves as before; return that.
+
+    scheme: `W8A8` (8-bit integers), `FP8` or `W4A16` (4-bit weights). verbose: print which layers a kernel takes more
+    slowly because of their widths. The other arguments are those of `prune`.
+    """
+    part = _part("ddp_prune.quantize")
+    part.quantize(Path(model), scheme, Path(output), overwrite=overwrite, say=_say(verbose))
+    return Path(output)
+
+
 def export_gguf(
     folder: PathLike, *, output: PathLike, type_name: str = "F16", overwrite: bool = False, verbose: bool = False
 ) -> Path:

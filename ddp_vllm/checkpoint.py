@@ -28,7 +28,7 @@ class Checkpoint:
     """`config.json` as it stands; stock fields hold the dense values."""
     widths: ModelWidths
     shapes: Mapping[str, list[int]]
-    """Shape of every weight on disk."""
+    """Shape of every weight on disk; of a quantised one as it was before, and of no scale."""
     provenance: Mapping[str, Any]
     """Recipe, budget and quality, from the metadata of the masks file; empty if that file is missing."""
 
@@ -88,10 +88,27 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         widths.check_complete(widths.checked(tensors))
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    shapes = {name: shape for name, shape, _ in tensors}
+    shapes = unpacked({name: shape for name, shape, _ in tensors}, config)
     provenance = read_provenance(folder / MASKS_FILE)
     _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
     return Checkpoint(folder=folder, config=config, widths=widths, shapes=shapes, provenance=provenance)
+
+
+def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of weights and biases as they were before compressed-tensors quantised them.
+
+    4-bit weights lie eight in an int32, along the inputs, and are called weight_packed; beside them lie scales.
+    """
+    if not config.get("quantization_config"):
+        return dict(shapes)
+    plain = {}
+    for name, shape in shapes.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight_packed":
+            plain[f"{module}.weight"] = [shape[0], 8 * shape[1]]
+        elif kind in ("weight", "bias"):
+            plain[name] = shape
+    return plain
 
 
 def _check_routing(chosen: Mapping[str, list[float]], widths: ModelWidths, path: Path) -> None:

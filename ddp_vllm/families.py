@@ -60,6 +60,11 @@ class Family:
         return f"DDP{self.name}ForCausalLM"
 
     @property
+    def pruned_decoder(self) -> str:
+        """Class in `remote_code/modeling_ddp.py`, without the output head; mixtures of experts have none."""
+        return f"DDP{self.name}Model"
+
+    @property
     def pruned_config(self) -> str:
         """Class in `remote_code/configuration_ddp.py`."""
         return f"DDP{self.name}Config"
@@ -124,6 +129,7 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
         "model_type": MODEL_TYPE_PREFIX + str(config["model_type"]),
         "auto_map": {
             "AutoConfig": f"configuration_ddp.{family.pruned_config}",
+            **({} if family.tensors.has_experts else {"AutoModel": f"{family.modeling_file}.{family.pruned_decoder}"}),
             "AutoModelForCausalLM": f"{family.modeling_file}.{family.pruned_architecture}",
         },
     }

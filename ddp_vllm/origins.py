@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.masks import read_provenance
 from ddp_vllm.errors import OutputError
 from ddp_vllm.manifest import sha256
+from ddp_vllm.masks import read_provenance
 from ddp_vllm.output import write_text
 
 PLACES = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths, `data` and `watch` several

@@ -20,6 +20,7 @@ from ddp_vllm.pages.summary import (
     size_table,
     texts_of,
 )
+from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import dense_expert_size
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -29,15 +30,7 @@ TEXT = """# {name}
 learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
 rest are folded into the weights. {learned}
 
-With ddp-vllm installed beside vLLM:
-
-```bash
-{install}vllm serve {place}
-```
-
-In plain transformers, with no ddp-vllm installed:
-`AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
-reads the config first, whose class is in this folder, and without it asks on stdin.
+{loading}
 
 {sizes}
 
@@ -49,6 +42,27 @@ Tensor-parallel sizes that split every layer without padding: {tp}.
 
 {layers}
 """
+
+PLUGIN = """With ddp-vllm installed beside vLLM, the fastest way:
+
+```bash
+{install}vllm serve {place}
+```"""
+STOCK = """In vLLM 0.30 or newer without ddp-vllm:
+
+```bash
+vllm serve {place} --trust-remote-code --model-impl transformers
+```"""
+TRANSFORMERS = """In plain transformers, with no ddp-vllm installed:
+`AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
+reads the config first, whose class is in this folder, and without it asks on stdin."""
+LLAMA_CPP = """In llama.cpp, from a file that ddp-vllm writes of the downloaded folder:
+
+```bash
+ddp-vllm export {place} --type Q8_0 -o {name}.gguf
+llama-server -m {name}.gguf
+```"""
+IN_LLAMA_CPP = ("llama", "mistral", "qwen2")  # as in `gguf_file`, which wants the package gguf
 
 
 def model_card(
@@ -71,8 +85,7 @@ def model_card(
     experts = has_experts(checkpoint)
     text = TEXT.format(
         name=name,
-        place=place or f"./{name}",
-        install=_install(),
+        loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}", install=_install()),
         dense=dense.rstrip("/").rsplit("/", 1)[-1],
         sizes=markdown_table(size_table(checkpoint)),
         learned=learning(provenance),
@@ -91,6 +104,19 @@ def _install() -> str:
             if url.startswith("Source, "):
                 return f'pip install "ddp-vllm[serve] @ git+{url.removeprefix("Source, ")}"\n'
     return ""
+
+
+def _loading(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a paragraph for each runtime that loads the folder, with its command."""
+    yield PLUGIN
+    if not has_experts(checkpoint):
+        yield STOCK
+    if is_quantised := "quantization_config" in checkpoint.config:
+        yield TRANSFORMERS + " The package compressed-tensors is needed too."
+    else:
+        yield TRANSFORMERS
+    if dense_type(checkpoint.config) in IN_LLAMA_CPP and not is_quantised:
+        yield LLAMA_CPP
 
 
 def _layer_widths(checkpoint: Checkpoint) -> Table:
@@ -112,8 +138,11 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
 
 
 def _quality(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a paragraph on perplexity, on the speed that was asked for, and for each note."""
+    """Yield a paragraph on perplexity, on how it is quantised, on the speed that was asked for, and for each note."""
     yield _perplexity(checkpoint)
+    if quantised := checkpoint.config.get("quantization_config"):
+        how = quantised.get("format", "an own format")
+        yield f"Then weights were quantised ({how} of compressed-tensors). What that cost is not in these figures."
     if promised := prediction(checkpoint.provenance):
         yield f"A step of vLLM is predicted to run at {promised}."
     yield from (f"Note: {note}." for note in routing_notes(checkpoint))

@@ -4,6 +4,7 @@ Every stock field keeps its dense value (transformers and vLLM read them as inte
 This file travels inside checkpoints: transformers only, no torch.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from .widths import parse_layers
+from .widths import count_experts, parse_layers
 
 if int(transformers.__version__.partition(".")[0]) < 5:  # whose configurations are no dataclasses
     raise ImportError(f"a pruned checkpoint needs transformers 5.16 or newer; this is {transformers.__version__}")
@@ -48,6 +49,33 @@ class NonUniformConfig:
             self.head_dim = fields["hidden_size"] // fields["num_attention_heads"]
         if fields.get("ddp_layers") is not None:
             parse_layers(fields)
+
+    # vLLM's Transformers backend, which serves pruned models where ddp-vllm is missing, asks a config that calls itself
+    # heterogeneous for the heads of each layer. To transformers itself the fields stay those of the dense model.
+    allow_global_per_layer_attribute_access = True
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        fields = vars(self)
+        return fields.get("ddp_layers") is not None and not count_experts(fields)
+
+    @property
+    def per_layer_config(self) -> Any:
+        """A config a layer with its own numbers of heads; none is 1, as vLLM wants attention in every layer."""
+        if not self.is_heterogeneous:
+            return super().per_layer_config  # type: ignore[misc]
+        configs = []
+        for layer in parse_layers(vars(self)):
+            own = copy.copy(self)
+            own.ddp_layers = None
+            own.num_key_value_heads = max(1, layer.num_kv_heads)  # type: ignore[attr-defined]
+            queries = own.num_key_value_heads * max(layer.query_heads_per_kv_head, default=1)  # type: ignore[attr-defined]
+            own.num_attention_heads = queries  # type: ignore[attr-defined]
+            configs.append(own)
+        return configs
+
+    def _update_heterogeneous_to_dict_output(self, saved: dict[str, Any]) -> None:
+        """Save `ddp_layers` alone, from which the rest comes."""
 
 
 class DDPLlamaConfig(NonUniformConfig, LlamaConfig):
@@ -76,6 +104,11 @@ class DDPGemma3Config(NonUniformConfig, Gemma3TextConfig):
 
 class DDPGraniteConfig(NonUniformConfig, GraniteConfig):
     model_type = "ddp_granite"
+
+    @property
+    def logit_scale(self) -> float:
+        """What vLLM's Transformers backend multiplies logits by; transformers divides them by `logits_scaling`."""
+        return 1 / self.logits_scaling
 
 
 class DDPSmolLM3Config(NonUniformConfig, SmolLM3Config):

@@ -14,16 +14,25 @@ import torch
 from torch import nn
 from transformers import (
     Gemma2ForCausalLM,
+    Gemma2Model,
     Gemma3ForCausalLM,
+    Gemma3TextModel,
     GenerationMixin,
     GraniteForCausalLM,
+    GraniteModel,
     LlamaForCausalLM,
+    LlamaModel,
     MistralForCausalLM,
+    MistralModel,
     Phi3ForCausalLM,
+    Phi3Model,
     PreTrainedConfig,
     Qwen2ForCausalLM,
+    Qwen2Model,
     Qwen3ForCausalLM,
+    Qwen3Model,
     SmolLM3ForCausalLM,
+    SmolLM3Model,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -39,6 +48,7 @@ from .configuration_ddp import (
     DDPSmolLM3Config,
 )
 from .files import WEIGHTS, WidthsError, checked_tensors
+from .stock_vllm import IdleAttention, is_in_vllm, register_layerwise_attention
 from .tensors import Projection
 from .widths import LayerWidths, ModelWidths
 
@@ -107,8 +117,10 @@ def narrow_layer(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
     """Give one stock decoder layer the widths it has left, in place; a removed block takes its norms with it."""
     own = widths.layers[layer_idx]
     left = {"attn": own.num_kv_heads, "mlp": own.intermediate_size}
+    config = layer.self_attn.config
     if not own.num_kv_heads:
-        layer.self_attn = RemovedAttention(layer_idx)
+        idle = is_in_vllm(config)
+        layer.self_attn = IdleAttention(config, layer_idx, widths.head_dim) if idle else RemovedAttention(layer_idx)
     if not own.intermediate_size:
         layer.mlp = RemovedMLP()
     for block, norms in widths.table.norms.items():
@@ -139,16 +151,20 @@ def group_heads(attention: Any, widths: LayerWidths) -> None:
     if hasattr(attention, "qkv_proj"):  # Phi-3 keeps q, k and v in one weight and cuts it by the config
         attention.config = Overlay(attention.config, num_attention_heads=widths.num_query_heads)
         attention.num_key_value_heads = widths.num_kv_heads
-    if len(set(counts)) > 1:
+    attention.query_heads_per_kv_head = counts
+    if len(set(counts)) > 1 and not is_in_vllm(attention.config):
         attention.num_key_value_groups = 1
-        attention.query_heads_per_kv_head = counts
         attention.config = Overlay(attention.config, _attn_implementation="ddp_uneven")
 
 
 class NonUniform:
-    """What every pruned family shares: narrow after building, and check a local folder before loading it."""
+    """What every pruned family shares: narrow after building, and check a local folder before loading it.
+
+    A family has two classes: the whole model, and its decoder, which vLLM without ddp-vllm builds alone.
+    """
 
     config: PreTrainedConfig
+    layers: Any
     model: Any
 
     @staticmethod
@@ -160,7 +176,11 @@ class NonUniform:
         super().__init__(config)  # type: ignore[call-arg]
         if config.ddp_layers is not None:
             widths = _widths(config)
-            for index, layer in enumerate(self.model.layers):
+            if is_in_vllm(config):
+                register_layerwise_attention()
+                if config.name_or_path:
+                    check_folder(Path(config.name_or_path), config)
+            for index, layer in enumerate(getattr(self, "model", self).layers):
                 self.narrow(layer, widths, index)
 
     @classmethod
@@ -173,10 +193,8 @@ class NonUniform:
         info_is_wanted = kwargs.pop("output_loading_info", False)
         folder = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
         is_pruned = getattr(config, "ddp_layers", None) is not None
-        if is_pruned and folder and any(folder.glob(WEIGHTS)):
-            saved = getattr(config, "quantization_config", None)
-            widths = replace(_widths(config), is_quantised=saved is not None)
-            widths.check_complete(widths.checked(checked_tensors(folder)))
+        if is_pruned and folder:
+            check_folder(folder, config)
         model, info = super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
         )
@@ -195,42 +213,87 @@ class NonUniform:
         """Let transformers find the shape of a static cache when it sees the first keys, not in the config."""
 
 
+def check_folder(folder: Path, config: Any) -> None:
+    """Compare the tensors of a local folder with the widths, if it has any. Raises: WidthsError."""
+    if any(folder.glob(WEIGHTS)):
+        saved = getattr(config, "quantization_config", None)
+        widths = replace(_widths(config), is_quantised=saved is not None)
+        widths.check_complete(widths.checked(checked_tensors(folder)))
+
+
 def _widths(config: Any) -> ModelWidths:
     """Return the widths of a config; what is quantised while it is loaded was not when it was saved."""
     return ModelWidths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
+
+
+class DDPLlamaModel(NonUniform, LlamaModel):
+    config_class = DDPLlamaConfig
 
 
 class DDPLlamaForCausalLM(NonUniform, LlamaForCausalLM):
     config_class = DDPLlamaConfig
 
 
+class DDPMistralModel(NonUniform, MistralModel):
+    config_class = DDPMistralConfig
+
+
 class DDPMistralForCausalLM(NonUniform, MistralForCausalLM):
     config_class = DDPMistralConfig
+
+
+class DDPQwen2Model(NonUniform, Qwen2Model):
+    config_class = DDPQwen2Config
 
 
 class DDPQwen2ForCausalLM(NonUniform, Qwen2ForCausalLM):
     config_class = DDPQwen2Config
 
 
+class DDPQwen3Model(NonUniform, Qwen3Model):
+    config_class = DDPQwen3Config
+
+
 class DDPQwen3ForCausalLM(NonUniform, Qwen3ForCausalLM):
     config_class = DDPQwen3Config
 
 
-class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
+class DDPGemma2Model(NonUniform, Gemma2Model):
     config_class = DDPGemma2Config
     _supports_sdpa = False  # it leaves out the cap on attention scores, which vLLM applies
+
+
+class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
+    config_class = DDPGemma2Config
+    _supports_sdpa = False
+
+
+class DDPGemma3Model(NonUniform, Gemma3TextModel):
+    config_class = DDPGemma3Config
 
 
 class DDPGemma3ForCausalLM(NonUniform, Gemma3ForCausalLM):
     config_class = DDPGemma3Config
 
 
+class DDPGraniteModel(NonUniform, GraniteModel):
+    config_class = DDPGraniteConfig
+
+
 class DDPGraniteForCausalLM(NonUniform, GraniteForCausalLM):
     config_class = DDPGraniteConfig
 
 
+class DDPSmolLM3Model(NonUniform, SmolLM3Model):
+    config_class = DDPSmolLM3Config
+
+
 class DDPSmolLM3ForCausalLM(NonUniform, SmolLM3ForCausalLM):
     config_class = DDPSmolLM3Config
+
+
+class DDPPhi3Model(NonUniform, Phi3Model):
+    config_class = DDPPhi3Config
 
 
 class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM, GenerationMixin):  # else transformers makes a class of its own

@@ -38,6 +38,7 @@ from .configuration_ddp import (
     DDPQwen3MoeConfig,
     DeepseekConfig,
 )
+from .files import WidthsError
 from .modeling_ddp import NonUniform
 from .tensors import expert_names
 from .widths import ModelWidths, is_routed
@@ -89,6 +90,11 @@ class RaggedExperts(nn.Module):
 
 class NonUniformExperts(NonUniform):
     """What every pruned mixture of experts shares."""
+
+    @classmethod
+    def is_backend_compatible(cls) -> bool:
+        """vLLM asks before its Transformers backend builds a model. Raises: WidthsError."""
+        raise WidthsError("vLLM without ddp-vllm has no kernel for experts of different widths; install ddp-vllm there")
 
     @staticmethod
     def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:

@@ -33,6 +33,14 @@ def register() -> None:
         )
 
 
+def with_dense_heads(convertor: type) -> type:
+    """Return a way to read a config that sees the dense model's heads, as our layers count their own.
+
+    Else vLLM would ask the config for those of each layer, as it does where the plugin is missing.
+    """
+    return type(convertor.__name__, (convertor,), {"get_per_layer_hf_configs": lambda self: None})
+
+
 def register_models() -> None:
     """Tell transformers the configurations and vLLM the architectures of pruned models."""
     from transformers import AutoConfig
@@ -61,6 +69,8 @@ def register_models() -> None:
         for table in tables:  # what vLLM knows of a dense type holds for its pruned one
             if dense_type in table:
                 table.setdefault(config.model_type, table[dense_type])
+        convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
+        MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = with_dense_heads(convertor)
         AutoConfig.register(config.model_type, config, exist_ok=True)
         path = model_class(config)
         architecture = path.partition(":")[2]

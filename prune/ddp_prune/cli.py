@@ -1,4 +1,4 @@
-"""The verbs prune, recover and apply. torch is imported when one of them runs, not before.
+"""The verbs prune, recover, apply and quantize. torch is imported when one of them runs, not before.
 
 Every field of a `Recipe` is an option of `prune`, of a `RecoveryRecipe` one of `recover`: its type, default and help
 are the field's.
@@ -198,3 +198,20 @@ def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite:
     """Cut MODEL again from published masks alone; no text and no training needed."""
     api.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
     click.echo(f"written: {output}")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--scheme", type=click.Choice(["W8A8", "FP8", "W4A16"]), required=True,
+    help="8-bit integers, 8-bit floats, or 4-bit weights alone.",
+)  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing folder of ours.")
+def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
+    """Quantise the pruned or dense model in FOLDER by llm-compressor; vLLM serves it as before.
+
+    It needs an environment of its own beside vLLM's: pip install "ddp-vllm[quantize]". Weights are rounded to the
+    nearest, which takes no text. First it says which layers' widths a kernel will not take, and what cures it.
+    """
+    click.echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")

@@ -131,15 +131,15 @@ def export(
     """
     widths = layer_widths(gates, source, head_unit)
     with atomic_folder(output, overwrite=overwrite) as folder:
-        _copy_companions(source.folder, folder)
+        copy_companions(source.folder, folder)
         _state_tokenizer_class(source.folder, folder)
-        _write_config(pruned_config(source.config, widths), folder)
+        write_config(pruned_config(source.config, widths), folder)
         slicer = Slicer(gates, source, head_unit)
         cut = (
             (name, tensor.dtype, slicer.cut(name, become(name, tensor) if become else tensor))
-            for name, tensor in _stored(source.folder)
+            for name, tensor in stored(source.folder)
         )
-        _write_weights(((name, left.to(dtype)) for name, dtype, left in cut if left is not None), folder)
+        write_weights(((name, left.to(dtype)) for name, dtype, left in cut if left is not None), folder)
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, evidence=evidence)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -163,10 +163,10 @@ def export_recovered(
     source = checkpoint.folder
     gates, _ = read_masks(source / MASKS_FILE)
     with atomic_folder(output, overwrite=overwrite) as folder:
-        _copy_companions(source, folder)
+        copy_companions(source, folder)
         dense = {**checkpoint.config, "model_type": dense_type(checkpoint.config)}
-        _write_config(pruned_config(dense, checkpoint.layers), folder)
-        _write_weights(((name, become(name, tensor).to(tensor.dtype)) for name, tensor in _stored(source)), folder)
+        write_config(pruned_config(dense, checkpoint.layers), folder)
+        write_weights(((name, become(name, tensor).to(tensor.dtype)) for name, tensor in stored(source)), folder)
         rest = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
         write_masks(
             gates, folder / MASKS_FILE, head_unit=str(provenance.get("head_unit", "kv-group")), provenance=rest,
@@ -179,14 +179,14 @@ def export_recovered(
         (folder / "README.md").write_text(model_card(read_checkpoint(folder), output.name), encoding="utf-8")
 
 
-def _write_config(config: Mapping[str, Any], folder: Path) -> None:
+def write_config(config: Mapping[str, Any], folder: Path) -> None:
     """Write the config and the files it names, ours."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in FILES:
         shutil.copyfile(file, folder / file.name)
 
 
-def _copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path) -> None:
     """Copy what travels with the weights but the config; the tokenizer's settings no longer name code."""
     for file in companions(source):
         if file.name != "config.json":
@@ -227,7 +227,7 @@ def _state_tokenizer_class(source: Path, target: Path) -> None:
         path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
     """Write named tensors into shards of at most MAX_SHARD_BYTES, one in memory at a time."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
@@ -262,7 +262,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]
         raise OSError(str(error)) from error
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name of every tensor on disk, and the tensor."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:

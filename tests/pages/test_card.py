@@ -3,12 +3,13 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from written_folders import write_model
+from written_folders import write_model, write_weights
 
-from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.pages.card import model_card
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.pages.card import IN_LLAMA_CPP, model_card
 
 
 @pytest.mark.parametrize(("model", "there", "named"), [
@@ -57,3 +58,31 @@ def test_the_card_says_where_to_get_ddp_vllm_if_that_is_known(
     monkeypatch.syspath_prepend(tmp_path)
     card = model_card(read_checkpoint(trained), "pruned")
     assert '```bash\npip install "ddp-vllm[serve] @ git+https://a.example/b"\nvllm serve ./pruned\n' in card
+
+
+WIDTHS = {"query_heads_per_kv_head": [2, 2], "intermediate_size": 0, "expert_intermediate_sizes": [8, 3]}
+EXPERTS = {"num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+
+
+def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> None:
+    """A llama goes everywhere; what is quantised not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
+
+    def named(checkpoint: Checkpoint, **changed: Any) -> list[bool]:
+        card = model_card(dataclasses.replace(checkpoint, config={**checkpoint.config, **changed}), "p")
+        return [command in card for command in (
+            "vllm serve ./p\n", "vllm serve ./p --trust-remote-code --model-impl transformers\n",
+            'from_pretrained("./p", trust_remote_code=True)', "ddp-vllm export ./p --type Q8_0 -o p.gguf\n",
+        )]  # fmt: skip
+
+    llama = read_checkpoint(write_model(tmp_path / "llama", widths=[(1, 5), (2, 16)], origin="owner/llama"))
+    assert named(llama) == [True, True, True, True]
+    assert named(llama, quantization_config={"format": "int-quantized"}) == [True, True, True, False]
+    assert named(llama, model_type="ddp_qwen3") == [True, True, True, False]
+    config = {**llama.config, **EXPERTS, "model_type": "ddp_qwen3_moe", "ddp_layers": [WIDTHS]}
+    write_weights(tmp_path / "experts", config, [WIDTHS])
+    assert named(read_checkpoint(tmp_path / "experts")) == [True, False, True, False]
+
+
+def test_what_fits_llama_cpp_is_what_the_export_takes() -> None:
+    gguf_file = pytest.importorskip("ddp_vllm.gguf_file")
+    assert gguf_file.FITS == IN_LLAMA_CPP

@@ -27,6 +27,12 @@ def pack(whole: torch.Tensor) -> torch.Tensor:
     return (nibbles << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
 
 
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Return what `pack` was given."""
+    nibbles = (packed.to(torch.int64)[..., None] >> torch.arange(0, 32, 4)) & 15
+    return (nibbles - 8).flatten(-2).float()
+
+
 def quantise(folder: Path, bits: int) -> Any:
     """Quantise all projections of a checkpoint in place; return the model in transformers with the rounded weights.
 

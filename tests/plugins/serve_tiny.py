@@ -6,10 +6,7 @@ A process of its own: vLLM's warnings, global state and compiled functions stay 
 Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
 """
 
-import gc
-import inspect
 import json
-import multiprocessing
 import pkgutil
 import sys
 import time
@@ -22,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from quick_engines import save_time
 from safetensors.torch import load_file
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes, mlp_widths
 from vllm import LLM, ModelRegistry, SamplingParams
@@ -29,10 +27,6 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.plugins import load_general_plugins
-from vllm.v1.engine import core
-from vllm.v1.executor import multiproc_executor
-from vllm.v1.sample import sampler
-from vllm.v1.worker import gpu_worker
 
 from ddp_plugins.register import model_class
 from ddp_vllm.remote_code.configuration_ddp import CONFIGS
@@ -153,17 +147,6 @@ def skip_inspection() -> None:
     for config in CONFIGS:
         loaded = pkgutil.resolve_name(model_class(config))
         ModelRegistry.register_model(loaded.__name__, loaded)
-
-
-def save_time() -> None:
-    """Do without what costs more than what is tested and has no part in it."""
-    # each worker would import vLLM anew; it does on a CPU for the sake of OpenMP, and forks elsewhere
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-    # the sampler compiles its count of likelier tokens, for longer than it takes to compile a tiny model
-    sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
-    # an engine collects garbage eight times, and vLLM's modules each time: they stay frozen, the engine does not
-    gc.freeze()
-    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
 
 
 def num_ranks(job: dict[str, Any]) -> int:

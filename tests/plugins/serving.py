@@ -34,8 +34,10 @@ def assert_same_outputs(outputs: list[dict[str, Any]], references: list[dict[str
         assert got["logprobs"] == pytest.approx(expected["logprobs"], abs=LOGPROB_TOLERANCE)
 
 
-def serve_in_new_process(jobs: Sequence[dict[str, Any]], folder: Path, cache: Path) -> list[Any]:
-    """Return what `serve_tiny.serve` does with each job; no process is left behind.
+def serve_in_new_process(
+    jobs: Sequence[dict[str, Any]], folder: Path, cache: Path, script: str = "serve_tiny.py"
+) -> list[Any]:
+    """Return what `serve` of a script does with each job; no process is left behind.
 
     folder: for files of this run. cache: vLLM's.
     """
@@ -48,10 +50,10 @@ def serve_in_new_process(jobs: Sequence[dict[str, Any]], folder: Path, cache: Pa
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the workers of a test count their parameters
     }
-    script = Path(__file__).with_name("serve_tiny.py")
+    path = Path(__file__).with_name(script)
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, str(script), str(folder / "jobs.json"), str(folder / "results.json")],
+            [sys.executable, str(path), str(folder / "jobs.json"), str(folder / "results.json")],
             stdout=log,
             stderr=log,
             env=environment,

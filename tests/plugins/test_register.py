@@ -47,7 +47,7 @@ for config in CONFIGS:
     ours, dense = config.model_type, config.model_type.removeprefix("ddp_")
     assert model._is_valid_dtype(ours, torch.float16) == model._is_valid_dtype(dense, torch.float16), ours
     if dense in MODEL_ARCH_CONFIG_CONVERTORS:
-        assert MODEL_ARCH_CONFIG_CONVERTORS[ours] is MODEL_ARCH_CONFIG_CONVERTORS[dense], ours
+        assert issubclass(MODEL_ARCH_CONFIG_CONVERTORS[ours], MODEL_ARCH_CONFIG_CONVERTORS[dense]), ours
     assert config.__name__.removeprefix("DDP").replace("Config", "ForCausalLM") not in MODELS_CONFIG_MAP, ours
     refused += [ours] * (not model._is_valid_dtype(ours, torch.float16))
 print(*refused)

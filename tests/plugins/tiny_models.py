@@ -1,6 +1,7 @@
 """Tiny random pruned checkpoints, and what plain transformers generates from them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddp_vllm.remote_code import modeling_ddp
+from ddp_vllm.families import pruned_config
+from ddp_vllm.remote_code import FILES, modeling_ddp
+from ddp_vllm.remote_code.tensors import dense_type
+from ddp_vllm.remote_code.widths import parse_layers
 
 PROMPTS = [
     [5],  # a single token: nothing to attend to but itself
@@ -48,6 +52,15 @@ def make_checkpoint(folder: Path, family: str, layers: list[dict[str, Any]], **s
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
     model.save_pretrained(folder)
     return {"outputs": [generate(model, prompt) for prompt in PROMPTS]}
+
+
+def add_remote_code(folder: Path) -> None:
+    """Make a folder of `make_checkpoint` one that loads without ddp-vllm, as the export does."""
+    config = json.loads((folder / "config.json").read_text())
+    whole = pruned_config({**config, "model_type": dense_type(config)}, parse_layers(config))
+    (folder / "config.json").write_text(json.dumps(whole))
+    for file in FILES:
+        shutil.copyfile(file, folder / file.name)
 
 
 def load_model(folder: Path) -> Any:

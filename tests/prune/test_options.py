@@ -34,6 +34,7 @@ FLAGS = {
         "--tokens", "--warmup", "--watch", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
+    cli.quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip
 FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.NO_OPTION]
 

@@ -1,0 +1,154 @@
+"""`ddp-vllm quantize`: what llm-compressor makes of a pruned model, served by the plugin, against its definition."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from quantised import GROUP, quantise, round_to_grid, unpack
+from safetensors.torch import load_file
+from serving import Serve, job
+from test_engine import ALIGNED_LAYERS
+from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
+from torch import nn
+
+from ddp_prune.quantize import SCHEMES
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
+
+PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
+FP8_TOP = 448.0  # largest number of float8_e4m3
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MADE = """
+import sys
+import ddp_vllm
+root = sys.argv[1]
+ddp_vllm.quantize(f"{root}/ragged", "FP8", output=f"{root}/FP8")
+ddp_vllm.quantize(f"{root}/aligned", "W4A16", output=f"{root}/W4A16")
+import quantise
+quantise.main(f"{root}/ragged", f"{root}/W8A8")
+"""
+WIDTHS = {"W8A8": RAGGED_LAYERS, "FP8": RAGGED_LAYERS, "W4A16": ALIGNED_LAYERS}
+
+
+def test_every_scheme_has_a_case() -> None:
+    assert WIDTHS.keys() == SCHEMES.keys()
+
+
+def quantize(folder: Path, scheme: str, output: Path, *more: str) -> Any:
+    return CliRunner().invoke(main, ["quantize", str(folder), "--scheme", scheme, "-o", str(output), *more])
+
+
+def assert_refused(result: Any, code: int, words: str) -> None:
+    assert result.exit_code == code and words in result.stderr and result.stderr.count("\n") == 1, result.output
+
+
+def test_what_no_kernel_takes_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """It names layers, one projection and the cure, if there is one."""
+    make_checkpoint(tmp_path / "ragged", "Llama", RAGGED_LAYERS, hidden_size=96)
+    words = (
+        "no kernel takes W4A16 weights of layers 1, 4, 5: mlp.gate_proj of layer 1 is 17 × 96, and both must be "
+        "multiples of 32; ddp-vllm apply or prune with --align 32 cures it, before this"
+    )
+    assert_refused(quantize(tmp_path / "ragged", "W4A16", tmp_path / "out"), 2, words)
+    make_checkpoint(tmp_path / "heads", "Llama", ALIGNED_LAYERS, hidden_size=96, head_dim=16)
+    assert_refused(quantize(tmp_path / "heads", "W4A16", tmp_path / "out"), 2, "no --align cures heads of this size")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", "Llama", RAGGED_LAYERS)
+    assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "plain"), 5, "exists")
+    make_checkpoint(tmp_path / "int8", "Llama", RAGGED_LAYERS)
+    quantise(tmp_path / "int8", 8)
+    assert_refused(quantize(tmp_path / "int8", "FP8", tmp_path / "out"), 7, "is quantised already")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config | {"model_type": "ddp_llma"}))
+    assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "out"), 7, "'ddp_llma' is unknown")
+
+
+def test_without_llm_compressor_it_says_what_to_install_after_what_it_found(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "ragged", "Llama", RAGGED_LAYERS)
+    result = quantize(tmp_path / "ragged", "W8A8", tmp_path / "out")
+    assert result.exit_code == 1 and "the package llmcompressor is not installed; pip install " in result.stderr
+    assert result.stdout.startswith("layers 1, 4, 5 have widths that are no multiples of 16, ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the plain models and of what each scheme made of them."""
+    if not PACKAGES.exists():
+        pytest.skip("llm-compressor is missing; run make install")
+    root = tmp_path_factory.mktemp("quantised")
+    make_checkpoint(root / "ragged", "Llama", RAGGED_LAYERS)
+    make_checkpoint(root / "aligned", "Llama", ALIGNED_LAYERS, hidden_size=96)
+    path = os.pathsep.join([str(PACKAGES), str(EXAMPLES), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", MADE, str(root)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "MB of weights →" in done.stdout
+    return root
+
+
+def reference(root: Path, scheme: str) -> Any:
+    """Return the plain model in transformers with the rounded weights, and activations rounded as the scheme says."""
+    model = load_model(root / ("aligned" if scheme == "W4A16" else "ragged"))
+    saved = load_file(root / scheme / "model.safetensors")
+    for name, module in model.model.named_modules(prefix="model"):
+        if not isinstance(module, nn.Linear):
+            continue
+        scale = saved[f"{name}.weight_scale"].float()
+        if scheme == "W4A16":
+            weight = (unpack(saved[f"{name}.weight_packed"]).unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
+        else:
+            weight = saved[f"{name}.weight"].float() * scale
+            module.register_forward_pre_hook(_as_integers if scheme == "W8A8" else _as_floats)
+        assert (weight - module.weight).abs().max() < 0.08 * module.weight.abs().max()  # else it is another weight
+        module.weight.data = weight
+    return model
+
+
+def _as_integers(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    whole, scale = round_to_grid(inputs[0], 8)
+    return whole * scale
+
+
+def _as_floats(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    scale = inputs[0].abs().amax(-1, keepdim=True).clamp_min(1e-10) / FP8_TOP
+    return (inputs[0] / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.fixture(scope="module")
+def served(made: Path, serve: Serve) -> dict[str, Any]:
+    types = {"W8A8": "float32", "FP8": "bfloat16", "W4A16": "bfloat16"}
+    return dict(zip(types, serve([job(made / scheme, dtype=dtype) for scheme, dtype in types.items()]), strict=True))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("scheme", "tolerance"), [("W8A8", 0.05), ("FP8", 0.3), ("W4A16", 0.06)])
+def test_the_plugin_computes_what_the_scheme_says(
+    scheme: str, tolerance: float, made: Path, served: dict[str, Any]
+) -> None:
+    """Other weights are off by 1. An activation next to a rounding's edge may fall to either side."""
+    assert "error" not in served[scheme], served[scheme]
+    model = reference(made, scheme)
+    for prompt, output in zip(PROMPTS, served[scheme]["outputs"], strict=True):
+        assert output["logprobs"] == pytest.approx(score(model, prompt, output["tokens"]), abs=tolerance)
+    if scheme == "W8A8":
+        assert served[scheme]["outputs"][0]["tokens"] == generate(model, PROMPTS[0])["tokens"]
+
+
+@pytest.mark.vllm
+def test_sizes_and_the_card_stay_those_of_the_pruned_model(made: Path) -> None:
+    """8 numbers in an int32, and scales, are not parameters."""
+    for scheme, name in (("W8A8", "ragged"), ("W4A16", "aligned")):
+        before, after = read_checkpoint(made / name), read_checkpoint(made / scheme)
+        assert (after.num_parameters, after.layers) == (before.num_parameters, before.layers)
+        assert "weights were quantised" in (made / scheme / "README.md").read_text()

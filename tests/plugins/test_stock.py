@@ -1,0 +1,82 @@
+"""Pruned folders in a vLLM that has never seen ddp-vllm: no plugin, no package, only the code in the folder."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import assert_same, job, serve_in_new_process
+from test_dense import CHECKPOINTS
+from tiny_experts import make_expert_checkpoint
+from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, make_checkpoint
+from transformers import AutoModel, AutoModelForCausalLM
+
+pytestmark = pytest.mark.vllm
+
+SERVED = ("ragged", "tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "smollm3", "phi3")
+SPLIT = [  # which divide over two ranks, as they must without the plugin
+    {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
+    {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
+    {"query_heads_per_kv_head": [1, 1], "intermediate_size": 0},
+]
+REFUSED = {  # what does not work, and what the user reads
+    "old vLLM": r"layer 0 has 1 query and 1 KV heads, and vLLM's attention 12 and 4: .* vLLM 0.30 or newer",
+    "missing weight": r"layer 4 lacks the tensors of self_attn.k_proj",
+    "experts": r"vLLM without ddp-vllm has no kernel for experts of different widths; install ddp-vllm there",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Each folder as the export writes it, and what transformers makes of it."""
+    root = tmp_path_factory.mktemp("stock")
+    made = {name: (root / name, make_checkpoint(root / name, **CHECKPOINTS[name])) for name in SERVED}
+    made["split"] = root / "split", make_checkpoint(root / "split", "Llama", SPLIT)
+    made["experts"] = root / "experts", make_expert_checkpoint(root / "experts", "qwen3_moe")
+    for folder, _ in made.values():
+        add_remote_code(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM said to each, in one process."""
+    work = tmp_path_factory.mktemp("serve_stock")
+    broken = shutil.copytree(models["ragged"][0], work / "broken")
+    edit_weights(broken, lambda weights: weights.pop("model.layers.4.self_attn.k_proj.weight"))
+    jobs = {"two ranks": job(models["split"][0], tensor_parallel_size=2)}  # first: threads survive no fork
+    jobs |= {name: job(folder) for name, (folder, _) in models.items()}
+    jobs |= {"missing weight": job(broken), "old vLLM": job(models["ragged"][0]) | {"asks_layers": False}}
+    for each in jobs.values():
+        each |= {"prompts": PROMPTS, "num_tokens": NUM_NEW_TOKENS}
+    results = serve_in_new_process(list(jobs.values()), work, work, "stock_tiny.py")
+    return dict(zip(jobs, results, strict=True))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_stock_vllm_says_what_transformers_and_so_our_plugin_say(
+    name: str, served: dict[str, Any], models: dict[str, Any]
+) -> None:
+    assert_same(served[name], models[name][1])
+
+
+def test_two_tensor_parallel_ranks(served: dict[str, Any], models: dict[str, Any]) -> None:
+    assert_same(served["two ranks"], models["split"][1])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_stock_vllm_cannot_serve_is_refused_with_the_reason(name: str, served: dict[str, Any]) -> None:
+    assert re.search(REFUSED[name], served[name]["error"]), served[name]
+
+
+def test_the_decoder_alone_loads_in_transformers(models: dict[str, Any]) -> None:
+    """Its last hidden states are those of the whole model; nothing of the config says that layers differ."""
+    folder, tokens = models["ragged"][0], torch.tensor(PROMPTS[1:2])
+    settings = {"trust_remote_code": True, "dtype": torch.float32}
+    decoder, model = (kind.from_pretrained(folder, **settings).eval() for kind in (AutoModel, AutoModelForCausalLM))
+    assert type(decoder).__name__ == "DDPLlamaModel"
+    expected = model(tokens, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(decoder(tokens).last_hidden_state, expected)
+    assert model.config.num_attention_heads == 12 and "per_layer_config" not in model.config.to_dict()
