@@ -16,14 +16,15 @@ if TYPE_CHECKING:
         read,
         recover,
         report,
+        study_methods,
     )
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.errors import DdpError
 
 __version__ = "0.2.0"
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "read", "inspect", "report", "profile", "bench", "evaluate",
-    "compare", "Checkpoint", "DdpError",
+    "prune", "prune_sizes", "plan", "recover", "apply", "study_methods", "read", "inspect", "report", "profile",
+    "bench", "evaluate", "compare", "Checkpoint", "DdpError",
 ]  # fmt: skip
 _ELSEWHERE = {"Checkpoint": "checkpoint", "DdpError": "errors"}
 

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 def test_the_public_names_are_these() -> None:
     """Whoever takes one away breaks programs; whoever adds one adds it here."""
     assert ddp_vllm.__all__ == [
-        "prune", "prune_sizes", "plan", "recover", "apply", "read", "inspect", "report", "profile", "bench",
-        "evaluate", "compare", "Checkpoint", "DdpError",
+        "prune", "prune_sizes", "plan", "recover", "apply", "study_methods", "read", "inspect", "report",
+        "profile", "bench", "evaluate", "compare", "Checkpoint", "DdpError",
     ]  # fmt: skip
     functions = {name for name, each in vars(api).items() if getattr(each, "__module__", "") == api.__name__}
     assert {name for name in functions if not name.startswith("_")} == set(ddp_vllm.__all__[:-2])

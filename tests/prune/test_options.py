@@ -33,6 +33,10 @@ FLAGS = {
         "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--tokens", "--warmup",
         "--watch", "-o",
     ],
+    cli.study_methods: [
+        "--batch-size", "--data", "--detokenise", "--methods", "--output", "--polish", "--recipe", "--samples",
+        "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "-o",
+    ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
 }  # fmt: skip
 FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.NO_OPTION]
