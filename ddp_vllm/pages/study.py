@@ -80,7 +80,7 @@ def verdict(cells: Sequence[Cell]) -> str:
 
 
 def _holds(cells: Sequence[Cell], sparsity: float) -> str:
-    """Say of one sparsity how the paper's search and ours compare with the best score on the same seeds."""
+    """Say of one sparsity how the paper's search and ours compare with the best score, by means over seeds."""
     means = _means(cells, sparsity)
     scores = {name for name, each in means.items() if not _is_search(cells, name)}
     searches = [name for name in (PAPER, OURS) if name in means]

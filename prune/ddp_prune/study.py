@@ -91,6 +91,9 @@ class Study:
         return list(dict.fromkeys(name for names in found for name in names))
 
     def recipe_of(self, sparsity: float, seed: int, **changes: Any) -> Recipe:
+        """Return the recipe of one cell; a polish of the paper's recipe, which is none, is the paper's alone."""
+        if self.recipe.controller == "alm":
+            changes = {"polish": Recipe.polish} | changes
         return dataclasses.replace(
             self.recipe, **{"sparsity": sparsity, "seed": seed, "learn": "scales", "scope": "global", **changes}
         )

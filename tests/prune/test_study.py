@@ -15,6 +15,7 @@ from ddp_prune import study
 from ddp_prune.export import read_masks
 from ddp_prune.methods import METHODS
 from ddp_prune.methods.method import Score, choose, even_support
+from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_vllm.cli import main
 
@@ -189,6 +190,16 @@ def test_a_command_of_a_row_fills_that_cell(tiny_model: Path, tiny_text: Path, t
     (out / "cells" / "fisher_0.4_0.json").unlink()
     assert CliRunner().invoke(main, shlex.split(str(before["command"]))[1:]).exit_code == 0
     assert cells(out)["fisher_0.4_0"]["perplexity"] == before["perplexity"]
+
+
+def test_the_papers_recipe_is_not_that_of_our_search(tmp_path: Path) -> None:
+    alm = AlmSettings(warmup=0.1)
+    base = Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, alm=alm)
+    asked = study.Study(recipe=base, test=tmp_path)
+    recipes = {name: asked.recipe_of(0.3, 1, **METHODS[name].settings) for name in ("paper", "ours", "paper-polished")}  # type: ignore[union-attr]
+    assert all(each.alm == alm and (each.sparsity, each.seed) == (0.3, 1) for each in recipes.values())
+    found = {name: (each.controller, each.polish) for name, each in recipes.items()}
+    assert found == {"paper": ("alm", 0.0), "ours": ("gradual", 0.35), "paper-polished": ("alm", 0.35)}
 
 
 def test_the_default_methods_are_all_that_a_reader_expects() -> None:

@@ -5,40 +5,48 @@ A backward pass through all weights that can go: a gradient of each in memory, f
 here: its recipe of leaving the first four and last two layers alone.
 """
 
+from typing import Any
+
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.methods.method import Score
 from ddp_prune.methods.observe import backward, coupled, learning, pruned_weights
 
+Gradients = dict[torch.Tensor, torch.Tensor]  # of each weight
+
 
 def taylor(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     """Return Σ |w·g| over the weights of each unit."""
-    with learning(pruned_weights(gated)):
-        for tokens in blocks.split(1):
-            backward(gated, tokens)
-        return coupled(gated, lambda w: (w.detach() * w.grad).float().abs())  # type: ignore[operator]  # it has one
+    first, _ = _gradients(gated, blocks, squared=False)
+    return coupled(gated, lambda weight: (weight.detach().float() * first[weight]).abs())
 
 
 def mixed(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     """Return Σ |w·g − ½ w²·F| over the weights of each unit."""
-    weights = pruned_weights(gated)
-    first = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in weights}
-    second = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in weights}
+    first, second = _gradients(gated, blocks, squared=True)
+
+    def value(weight: torch.Tensor) -> torch.Tensor:
+        w = weight.detach().float()
+        return (w * first[weight] - 0.5 * w.square() * second[weight]).abs()
+
+    return coupled(gated, value)
+
+
+def _gradients(gated: GatedModel, blocks: torch.Tensor, *, squared: bool) -> tuple[Gradients, Gradients]:
+    """Return the mean over blocks of each weight's gradient, and of its square where asked, in float32."""
+    weights: list[Any] = pruned_weights(gated)
+    first: Gradients = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in weights}
+    second: Gradients = {weight: torch.zeros_like(first[weight]) for weight in weights if squared}
     with learning(weights):
         for tokens in blocks.split(1):
             backward(gated, tokens)
             for weight in weights:
-                assert weight.grad is not None
-                first[weight] += weight.grad.float() / len(blocks)
-                second[weight] += weight.grad.float().square() / len(blocks)
+                first[weight] += weight.grad / len(blocks)
+                if squared:
+                    second[weight] += weight.grad.float().square() / len(blocks)
                 weight.grad = None
-
-    def value(weight: torch.Tensor) -> torch.Tensor:
-        w = weight.detach().float()
-        return (w * first[weight] - 0.5 * w.square() * second[weight]).abs()  # type: ignore[index]
-
-    return coupled(gated, value)
+    return first, second
 
 
 TAYLOR = Score(source="arXiv:2305.11627", score=taylor, scope="layer")
