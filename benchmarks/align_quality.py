@@ -21,9 +21,10 @@ from ddp_prune.loss import block_losses
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import realign
+from ddp_prune.study import read_test_blocks
 from ddp_prune.text import load_tokenizer
 from ddp_prune.trainer import Batches, Trainer
-from study import gate, learning_parser, prepare_run, print_result, read_test_blocks, take_steps
+from study import gate, learning_parser, prepare_run, print_result, take_steps
 
 
 def main() -> None:
@@ -36,7 +37,10 @@ def main() -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     gated = gate(load_model(source, "auto", accelerator.device), source)
     recipe, blocks = prepare_run(arguments, tokenizer, arguments.seed)
-    tests = {"test": read_test_blocks(arguments, tokenizer), "heldout": blocks.heldout}
+    tests = {
+        "test": read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise),
+        "heldout": blocks.heldout,
+    }
 
     def trainer(align: int) -> Trainer:
         aligned = dataclasses.replace(recipe, align=align)

@@ -5,7 +5,7 @@
 
 Each pruned folder is recovered from MODEL by the verb that users run, each method for each number of minutes, one after
 the other; nothing heavy may run beside it. Folders may be of other sparsities, seeds, lengths of search, or be cut by
-one-shot masks (`mask_quality.py --save`, then `ddp-vllm apply`). Every test text, which nothing may learn on, is judged
+one-shot masks (`ddp-vllm study methods`, then `ddp-vllm apply`). Every test text, which nothing may learn on, is judged
 by its first 16×512 tokens. `back` is the share of the lost log-perplexity that is given back, `mean` that over the
 texts. A cell that is in FOLDER is not done again. The last line on stdout is JSON.
 """
@@ -25,10 +25,11 @@ from ddp_benchmarks.protocol import script_parser
 from ddp_prune.documents import document, open_rows
 from ddp_prune.loss import losses
 from ddp_prune.model import load_model, open_pruned, open_source
+from ddp_prune.study import TEST_BLOCKS, TEST_LENGTH
 from ddp_prune.text import load_tokenizer, pack
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.output import write_text
-from study import TEST_BLOCKS, TEST_LENGTH, print_result
+from study import print_result
 
 TEXT_LENGTH = 4 * TEST_LENGTH  # characters of a row at most, so that many rows are read
 

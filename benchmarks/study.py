@@ -1,4 +1,4 @@
-"""What studies of mask learning share: options, the gated model, text to learn on and to judge by, the result."""
+"""What scripts that learn masks share: options, the gated model, text to learn on, the result."""
 
 import argparse
 import sys
@@ -14,8 +14,6 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.text import Blocks, load_blocks
 from ddp_prune.trainer import Trainer
 from ddp_vllm.families import choose_head_unit
-
-TEST_BLOCKS, TEST_LENGTH = 16, 512
 
 
 def learning_parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
@@ -45,27 +43,16 @@ def gate(model: Any, source: Source, head_unit: str = "auto") -> GatedModel:
     return GatedModel(model, source.family, source.sizes, choose_head_unit(head_unit, source.sizes))
 
 
-def prepare_run(arguments: argparse.Namespace, tokenizer: Any, seed: int, **settings: Any) -> tuple[Recipe, Blocks]:
+def prepare_run(arguments: argparse.Namespace, tokenizer: Any, seed: int) -> tuple[Recipe, Blocks]:
     """Return the recipe of one run, and the blocks it learns on."""
     options = {name: getattr(arguments, name) for name in ("model", "sparsity", "data", "steps")}
     options |= {"batch_size": arguments.batch_size, "seq_len": arguments.seq_len, "seed": seed}
-    recipe = Recipe(**options | settings)
+    recipe = Recipe(**options)
     blocks = load_blocks(
         recipe.data, tokenizer, seq_len=recipe.seq_len, train_blocks=recipe.steps * recipe.batch_size,
         heldout_blocks=recipe.heldout_blocks, min_train_blocks=recipe.batch_size, seed=recipe.seed,
     )  # fmt: skip
     return recipe, blocks
-
-
-def read_test_blocks(arguments: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
-    """Return the first tokens of the test text, int64 [TEST_BLOCKS, TEST_LENGTH]."""
-    text = arguments.test.read_text(encoding="utf-8")
-    if arguments.detokenise:
-        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-
-        text = wikitext_detokenizer({"page": text})
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    return torch.tensor(ids[: TEST_BLOCKS * TEST_LENGTH]).view(TEST_BLOCKS, TEST_LENGTH)
 
 
 def take_steps(trainer: Trainer, first: int, end: int) -> None:

@@ -35,10 +35,11 @@ from ddp_benchmarks.protocol import script_parser
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden, perplexity
 from ddp_prune.model import load_model, open_source
+from ddp_prune.study import read_test_blocks
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_vllm.fetch import fetch_conversations, fetch_model
 from ddp_vllm.output import atomic_folder
-from study import add_test_options, gate, print_result, read_test_blocks
+from study import add_test_options, gate, print_result
 
 DEALT_BLOCKS, SEQ_LEN = 32, 256  # text that channels are dealt out by
 ROUNDS = 10  # of dealing out channels and tokens in turn
@@ -249,7 +250,7 @@ def main() -> None:
     )  # fmt: skip
     texts = {"held-out": blocks.heldout}
     if arguments.test:
-        texts["test"] = read_test_blocks(arguments, tokenizer)
+        texts["test"] = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
     device = Accelerator().device
     parent = load_model(source, "bfloat16").to(device)
     wall, cpu = time.monotonic(), time.process_time()

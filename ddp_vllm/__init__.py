@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         read,
         recover,
         report,
+        study_methods,
         verify,
     )
     from ddp_vllm.checkpoint import Checkpoint
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "export_gguf", "read", "inspect", "verify",
-    "publish", "report", "profile", "bench", "evaluate", "compare", "fetch_model", "fetch_conversations", "Checkpoint",
-    "DdpError",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study_methods", "export_gguf", "read", "inspect",
+    "verify", "publish", "report", "profile", "bench", "evaluate", "compare", "fetch_model", "fetch_conversations",
+    "Checkpoint", "DdpError",
 ]  # fmt: skip
 _ELSEWHERE = {
     "Checkpoint": "checkpoint", "DdpError": "errors", "publish": "push", "fetch_model": "fetch",

@@ -138,6 +138,41 @@ def quantize(model: PathLike, scheme: str, *, output: PathLike, overwrite: bool 
     return Path(output)
 
 
+def study_methods(
+    model: str,
+    *,
+    output: PathLike,
+    test: PathLike,
+    sparsity: float | Sequence[float] = (0.2, 0.5),
+    seeds: str | Sequence[int] = (0,),
+    recipe: PathLike | None = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> Path:
+    """Set pruning methods beside each other on a model at the same exact budget; return the path of the page.
+
+    output: a folder; an interrupted study in it goes on, and what is asked beyond it is filled in. test: a text file to
+    judge by. seeds: they order the text. recipe: a TOML file with settings. settings: any field of a `Study`
+    (`methods`, `samples`, `polish`, `detokenise`) or of a `Recipe` (`data`, `steps`, …).
+    """
+    found = _part("ddp_prune.recipe").load_recipe
+    sizes = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,)
+    try:
+        orders = tuple(map(int, seeds.split(","))) if isinstance(seeds, str) else tuple(seeds)
+    except ValueError:
+        raise SettingError(f"seeds is {seeds!r}; give numbers by commas, as 0,1,2") from None
+    own = {name: settings.pop(name) for name in ("methods", "samples", "polish", "detokenise") if name in settings}
+    file = Path(recipe) if recipe else None
+    for size in sizes:
+        base = found(file, settings | {"model": model, "sparsity": size})
+    part = _learning("ddp_prune.study")
+    study = part.Study(recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **own)
+    part.run_study(study, Path(output), _say(verbose))
+    from ddp_vllm.pages.study import write_study
+
+    return write_study(Path(output))
+
+
 def export_gguf(
     folder: PathLike, *, output: PathLike, type_name: str = "F16", overwrite: bool = False, verbose: bool = False
 ) -> Path:

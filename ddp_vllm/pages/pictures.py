@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from ddp_vllm.pages.evidence import bin_edges
@@ -203,6 +203,23 @@ def draw_points(
         axes.invert_yaxis()
     axes.margins(0.15)
     figure.legend(loc="outside lower center", ncols=1 if len(points) < 4 else 2, frameon=False)
+
+
+def draw_rows(figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[float]]], reference: float) -> None:
+    """Draw the values of each row as points, best row on top, a panel below the other; `reference` is a dotted line.
+
+    panels: label of the axis -> name of a row, from the lowest one up -> its values.
+    """
+    for axes, (label, rows) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
+        for place, values in enumerate(rows.values()):
+            axes.scatter(values, [place] * len(values), color="black", s=14, zorder=2)
+        axes.axvline(reference, color="black", linestyle=":", linewidth=1)
+        axes.set_yticks(range(len(rows)), [name if len(name) < 25 else f"…{name[-23:]}" for name in rows])
+        axes.set(xscale="log", xlabel=label)
+        axes.grid(axis="y", color="0.85", linewidth=0.5)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
 
 
 def _pareto(points: Sequence[Point], less_is_better: bool) -> list[Point]:

@@ -1,4 +1,4 @@
-"""The verbs prune, recover, apply and quantize. torch is imported when one of them runs, not before.
+"""The verbs prune, recover, apply, quantize and study. torch is imported when one of them runs, not before.
 
 Every field of a `Recipe` is an option of `prune`, of a `RecoveryRecipe` one of `recover`: its type, default and help
 are the field's.
@@ -215,3 +215,39 @@ def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
     nearest, which takes no text. First it says which layers' widths a kernel will not take, and what cures it.
     """
     click.echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")
+
+
+@click.group()
+def study() -> None:
+    """Write a table of the paper for a model of your own."""
+
+
+@study.command("methods")
+@click.argument("model")
+@click.option("--data", help="Text to learn on, named as for prune. [default: that of prune]")
+@click.option("--test", type=click.Path(path_type=Path), required=True, help="Text file to judge by.")
+@click.option("--methods", "names", help="Names by commas. [default: those of the paper's tables and ours]")
+@click.option("--sparsity", type=Sizes(), default="0.2,0.5", show_default=True, help="Fractions to remove, by commas.")
+@click.option("--seeds", default="0", show_default=True, help="Numbers by commas; they order the text.")
+@click.option("--steps", type=int, help="Optimizer steps of a method that learns. [default: 1000]")
+@click.option("--batch-size", type=int, help="Sequences an optimizer step. [default: 16]")
+@click.option("--seq-len", type=int, help="Tokens a sequence. [default: 2048]")
+@click.option("--samples", type=int, default=64, show_default=True, help="Sequences that scores are computed on.")
+@click.option("--polish", is_flag=True, help="Let the scales of what a score keeps learn too, in a row of its own.")
+@click.option("--detokenise", is_flag=True, help="Undo WikiText's spacing in the test text, as lm-eval does.")
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+def study_methods(model: str, output: Path, recipe_file: Path | None, names: str | None, **settings: Any) -> None:
+    """Set pruning methods beside each other on MODEL, at the same exact budget.
+
+    \b
+    ddp-vllm study methods MODEL --data TEXT --test wiki.test.txt --sparsity 0.2,0.5 -o DIR
+
+    The page DIR/methods.html has the table, a picture and the command of every row; methods.md and methods.csv have
+    the same numbers. A method is a name of the table, a score with +scales after it, or a file of masks. Interrupted,
+    the same command goes on; with more methods, sparsities or seeds it fills in what is not there yet.
+    """
+    if names:
+        settings["methods"] = names.split(",")
+    page = api.study_methods(model, output=output, recipe=recipe_file, verbose=True, **settings)
+    click.echo(f"written: {page}")

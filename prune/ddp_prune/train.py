@@ -55,17 +55,18 @@ def train(
     weights: LearningWeights | None = None,
     dense: Any = None,
     branches: Branches = (None, None),
+    make: Callable[..., Trainer] | None = None,
 ) -> Learned:
     """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
-    The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it.
-    Raises: as `take_steps`.
+    The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it. `make`
+    makes another trainer than that of the recipe's controller. Raises: as `take_steps`.
     """
     batches = Batches(blocks, recipe, accelerator)
     model: Any = gated.model
     stock_attention = model.config._attn_implementation
     fit_batches(gated, batches, recipe, accelerator, run.say)
-    trainer = TRAINERS[recipe.controller](gated, batches, recipe, accelerator)
+    trainer = (make or TRAINERS[recipe.controller])(gated, batches, recipe, accelerator)
     if weights:
         fit_attention(dense, recipe.seq_len, accelerator.device)
         trainer.learn_weights(weights, dense)

@@ -336,11 +336,15 @@ class Trainer:
 def natural_step(
     z: torch.Tensor, gradient: torch.Tensor, information: torch.Tensor, assumed: torch.Tensor
 ) -> torch.Tensor:
-    """Return z moved by the gradient of some tokens over the precision with which each scale is known by now.
+    """Return z moved by the gradient of some tokens over the squared gradients of all tokens so far.
 
-    A natural gradient step without a rate to choose (arXiv:1703.00209), as under a normal prior around its first value
-    and a likelihood taken as quadratic. The precision is that of the prior and the squared gradients of the tokens so
-    far; the prior is worth PRIOR_PRECISION and `assumed` times as many tokens as were seen. Without these the first
-    steps believe the noise of a few hundred tokens (log 36). Tensors are of one shape, and sums over tokens, not means.
+    In the form of a natural gradient step without a rate to choose (arXiv:1703.00209), with the empirical Fisher
+    information in place of the true one: the squares are of the gradient of CE + η·KL, on SmolLM2 1.6 to 2.8 times
+    below (1 + η) times the Fisher information. So η lengthens the steps, and they end at no posterior mode. Made
+    larger to match, they did 0.2 to 1.7 % worse on a toy (8 of 8 runs), so they stay as they are.
+
+    PRIOR_PRECISION keeps z near its first value, and `assumed` counts as so many times more tokens than were seen.
+    Without these the first steps believe the noise of a few hundred tokens (log 36). Tensors are of one shape, and sums
+    over tokens, not means.
     """
     return z - gradient / (PRIOR_PRECISION + (1.0 + assumed) * information)

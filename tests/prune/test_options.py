@@ -33,6 +33,10 @@ FLAGS = {
         "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
         "--tokens", "--warmup", "--watch", "-o",
     ],
+    cli.study_methods: [
+        "--batch-size", "--data", "--detokenise", "--methods", "--output", "--polish", "--recipe", "--samples",
+        "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "-o",
+    ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
     cli.quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip

@@ -120,6 +120,13 @@ def test_settings_of_the_papers_search_ask_for_it(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "r.toml", {"controller": "alm"}).alm.warmup == 0.1
 
 
+def test_the_papers_file_changes_what_the_authors_code_does_otherwise() -> None:
+    """And nothing else, but for what is ours: the polish and weights that learn."""
+    found = load_recipe(Path(__file__).parents[2] / "docs" / "paper.toml", GIVEN)
+    alm = AlmSettings(warmup=0.1, mu_end=0.1, gate_floor=-0.1)
+    assert found == Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, learn="scales", alm=alm)
+
+
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     recipe = Recipe(**GIVEN, steps=7, data="a.jsonl", controller="alm", alm=AlmSettings(mu_end=0.1))
     settings = recipe.to_dict()

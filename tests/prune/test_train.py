@@ -236,7 +236,7 @@ def test_rates_warm_up_and_fall_to_the_end_of_the_search() -> None:
     assert all(a >= b for a, b in pairwise(search[10:])) and 0 < search[-1] < 0.01
 
 
-def test_natural_steps_end_at_the_mode_of_the_posterior() -> None:
+def test_natural_steps_by_the_true_curvature_end_at_the_mode_of_the_posterior() -> None:
     """Of f/2·(z − x)² for one x after another: their mean with 1, which weighs as the prior and 20 more x do."""
     generator = torch.Generator().manual_seed(0)
     curvature, seen = torch.tensor([0.01, 1.0, 300.0]), torch.rand(50, 3, generator=generator) * 3

@@ -1,0 +1,52 @@
+"""The methods that `ddp-vllm study methods` sets beside each other; one more is a file and a line here."""
+
+from ddp_prune.methods import (
+    camera,
+    depth,
+    even_widths,
+    fisher,
+    flap,
+    hard_concrete,
+    heapr,
+    llm_pruner,
+    lorap,
+    magnitude,
+    random_order,
+    searches,
+    slimllm,
+    tyr,
+    wanda_sp,
+    whole_experts,
+)
+from ddp_prune.methods.method import Score, Search
+
+METHODS: dict[str, Score | Search] = {
+    "random": random_order.METHOD,
+    "magnitude": magnitude.METHOD,
+    "wanda-sp": wanda_sp.METHOD,
+    "flap": flap.METHOD,
+    "llm-pruner": llm_pruner.TAYLOR,
+    "llm-pruner-mixed": llm_pruner.MIXED,
+    "lorap": lorap.METHOD,
+    "slimllm": slimllm.METHOD,
+    "tyr": tyr.METHOD,
+    "taylor": fisher.TAYLOR,
+    "fisher": fisher.FISHER,
+    "depth": depth.METHOD,
+    "camera": camera.METHOD,
+    "heapr": heapr.METHOD,
+    "experts-frequency": whole_experts.FREQUENCY,
+    "experts-reap": whole_experts.REAP,
+    "experts-use": whole_experts.USE,
+    "even-widths": even_widths.METHOD,
+    "hard-concrete": hard_concrete.METHOD,
+    "paper": searches.PAPERS,
+    "paper-polished": searches.PAPERS_POLISHED,
+    "ours": searches.ours(),
+    "ours-layer": searches.ours(scope="layer"),
+    "ours-expert": searches.ours(scope="expert", suits="mixtures"),
+    "ours-no-polish": searches.ours(polish=0.0),
+    "ours-no-distillation": searches.ours(distillation=0.0),
+}
+BY_DEFAULT = [name for name in METHODS if not name.startswith(("ours-", "paper-", "experts-use", "taylor", "hard"))]
+"""Those of the paper's tables 1 to 3."""

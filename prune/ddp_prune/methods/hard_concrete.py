@@ -1,0 +1,66 @@
+"""Hard concrete: the stochastic gates of L0 regularisation (arXiv:1712.01312), as Eq. 8 and 9 of arXiv:2603.08065.
+
+Under the paper's multipliers, at three times its rate. Gates are sampled while learning, and the deterministic gate is
+judged, of which the highest stay. The cost of the paper's search.
+"""
+
+import math
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.methods.method import Search
+from ddp_prune.recipe import Recipe
+from ddp_prune.selection import exact_support
+from ddp_prune.trainer import Batches
+
+TEMPERATURE = 2 / 3  # β of the hard concrete distribution
+RATE = 3  # times the paper's
+
+
+class HardConcrete(AlmTrainer):
+    """Stochastic gates; z is log α."""
+
+    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
+        super().__init__(gated, batches, recipe, accelerator)
+        self.optimizer.param_groups[0]["base"] *= RATE
+        self.noise = torch.Generator().manual_seed(recipe.seed)
+        for z in self.z.values():
+            z.data.fill_(3.0)  # open with probability 0.99
+
+    def forward_masks(self) -> Masks:
+        if self.polishing:
+            return {kind: _stretch(torch.sigmoid(z.detach())) * self.support[kind] for kind, z in self.z.items()}
+        return {kind: _stretch(torch.sigmoid((self._logistic(z) + z) / TEMPERATURE)) for kind, z in self.z.items()}
+
+    def _logistic(self, z: torch.Tensor) -> torch.Tensor:
+        return torch.rand(z.shape, generator=self.noise).clamp(1e-6, 1 - 1e-6).logit().to(z.device)
+
+    def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
+        """The probability that a gate is open (Eq. 9)."""
+        return torch.sigmoid(z - TEMPERATURE * math.log(-STRETCH_LOW / STRETCH_HIGH))
+
+    def bound(self) -> None:
+        """Do nothing: log α has no floor."""
+
+    def round(self) -> None:
+        for kind, z in self.z.items():
+            self.searched_z[kind] = z.detach().clone()
+            self.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.sparsity) * z.numel()))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return super().state() | {"noise": self.noise.get_state()}
+
+    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+        self.noise.set_state(tensors["noise"])
+        super().restore(step, {name: value for name, value in tensors.items() if name != "noise"}, extra)
+
+
+def _stretch(gate: torch.Tensor) -> torch.Tensor:
+    return (gate * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW).clamp(0.0, 1.0)
+
+
+METHOD = Search(source="arXiv:1712.01312", trainer=HardConcrete, settings={"controller": "alm", "polish": 0.0})

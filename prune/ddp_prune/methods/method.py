@@ -1,0 +1,69 @@
+"""What a method of the table is: a score that ranks units once, or a search that learns which stay.
+
+A score returns a number a unit, [L, U] a module type ([L, E, C] of experts); the highest stay. It sees the model, as it
+is and with gates at 1, and text that the searches learn on too. Every method keeps exactly the same number of units.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.selection import exact_support
+from ddp_prune.trainer import Trainer
+from ddp_vllm.families import Dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A one-shot method."""
+
+    source: str
+    """The paper, and what of its method is not here."""
+    score: Callable[[GatedModel, torch.Tensor], Masks]
+    """Of a model and blocks of text, int64 [num_blocks, seq_len]."""
+    scope: str = "global"
+    """Where the budget holds, evenly: over the model, in every layer, or in every expert."""
+    suits: str = "all"
+    """`dense` models, `mixtures` of experts, or all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """A method that learns."""
+
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it changes in the recipe."""
+    trainer: type[Trainer] | None = None
+    """None: that of the recipe's controller."""
+    suits: str = "all"
+
+
+def unfit(method: Score | Search, sizes: Dimensions) -> str:
+    """Say why a method cannot be used on a model of these sizes; empty if it can."""
+    if method.suits == "dense" and sizes.num_experts:
+        return "scores heads and MLP channels; of a mixture only channels of routed experts are pruned"
+    if method.suits == "mixtures" and not sizes.num_experts:
+        return "scores routed experts; this model has none"
+    return ""
+
+
+def choose(scores: Masks, keep_ratio: float, scope: str) -> Masks:
+    """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the best of a place."""
+    kept = {kind: round(keep_ratio * score.numel()) for kind, score in scores.items()}
+    return {kind: even_support(score, kept[kind], scope).float().cpu() for kind, score in scores.items()}
+
+
+def even_support(worth: torch.Tensor, kept: int, scope: str) -> torch.Tensor:
+    """Return the bool mask of the `kept` units of highest worth, evenly spread over layers or experts.
+
+    worth: [L, U] or [L, E, C]. What does not divide goes to the first places, one unit each.
+    """
+    num_places = math.prod(worth.shape[: {"global": 0, "layer": 1, "expert": 2}[scope]])
+    places = worth.reshape(num_places, -1)
+    counts = [kept // num_places + (index < kept % num_places) for index in range(num_places)]
+    return torch.stack([exact_support(*each) for each in zip(places, counts, strict=True)]).view_as(worth)
