@@ -70,7 +70,7 @@ def headline(entry: Entry, comparison: Comparison) -> str:
         limit = entry.quality["ddp_vllm"]["settings"]["limit"] if entry.quality else None
         asked = f" (first {limit} rows of each task)" if limit else ""
         lost = difference(entry, comparison.dense)
-        parts.append((f"accuracy {in_points(*lost)}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + asked)
+        parts.append((f"accuracy: {in_points(*lost)}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + asked)
     if entry.heldout:
         parts.append(f"held-out perplexity {with_interval(*entry.heldout)} the dense model's")
     if comparison.dense:

@@ -34,7 +34,7 @@ def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> 
         write_evaluation(pruned, accuracy, answers=True)
         comparison = collect([pruned])
         for text in (write_html(comparison), write_markdown(comparison)):
-            assert f"accuracy {sentence}" in text and "same questions, 95 %" in text
+            assert f"accuracy: {sentence}" in text and "same questions, 95 %" in text
 
 
 def test_only_a_narrow_interval_says_that_there_is_no_difference() -> None:

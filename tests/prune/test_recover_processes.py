@@ -23,16 +23,9 @@ def test_two_processes_recover_what_one_does(
 ) -> None:
     assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
     command = [
-        "recover",
-        str(tmp_path / "pruned"),
-        "--method",
-        method,
-        "--tokens",
-        "320",
-        "--learning-rate",
-        "1e-3",
-        "-o",
-    ]
+        "recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--data", str(tiny_text), "--method", method,
+        "--tokens", "320", "--learning-rate", "1e-3", "-o",
+    ]  # fmt: skip
     assert CliRunner().invoke(main, [*command, str(tmp_path / "one")]).exit_code == 0
     for name, more in ways.items():
         (first, out, err), (second, silence, _) = launch(tmp_path, command_line, *command, str(tmp_path / name), *more)
