@@ -82,7 +82,7 @@ def load_blocks(
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed)
     with reading_text(data):
         path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
-    blocks = _saved(path)
+    blocks = saved_blocks(path)
     if blocks is None:
         check_cache()  # `datasets` would blame the text
         begin = leading_bos(tokenizer)
@@ -96,7 +96,7 @@ def load_blocks(
             )
         blocks = np.concatenate([heldout, train[: len(train) // width * width]]).reshape(-1, width)
         blocks = np.hstack([np.tile(np.asarray(begin, np.int32), (len(blocks), 1)), blocks])
-        _save(path, blocks)
+        save_blocks(path, blocks)
     stored = torch.from_numpy(blocks.astype(np.int64))
     tokens, scored = torch.where(stored < 0, ~stored, stored), stored >= 0
     return Blocks(
@@ -303,8 +303,8 @@ def _key(data: str, tokenizer: Any, *sizes: int) -> str:
     return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
 
 
-def _saved(path: Path) -> np.ndarray | None:
-    """Return what `_save` wrote; None if there is nothing, or it is damaged."""
+def saved_blocks(path: Path) -> np.ndarray | None:
+    """Return what `save_blocks` wrote; None if there is nothing, or it is damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
@@ -312,7 +312,7 @@ def _saved(path: Path) -> np.ndarray | None:
     return np.load(io.BytesIO(content)) if hashlib.sha256(content).digest() == digest else None
 
 
-def _save(path: Path, blocks: np.ndarray) -> None:
+def save_blocks(path: Path, blocks: np.ndarray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
