@@ -24,7 +24,7 @@ import torch
 
 from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading_text
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
-from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.errors import ModelError, TextError, is_of_a_library
 from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 
@@ -58,7 +58,9 @@ def load_tokenizer(model: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokenizer("A word, and another.", verbose=False)  # some settings are only read then
-    except Exception as error:
+    except BaseException as error:
+        if not is_of_a_library(error):
+            raise
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
             f"{model} has no tokenizer that loads ({reason}); put tokenizer.json beside the model"
