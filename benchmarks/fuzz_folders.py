@@ -64,7 +64,7 @@ def write_sound(folder: Path) -> Sound:
     lines.write_text("".join(json.dumps({"text": f"{one} {one}"}) + "\n" for one in words))
     watched.write_text("".join(json.dumps({"text": one.upper()}) + "\n" for one in words))
     _write_dense(sound, words)
-    small = {"data": str(lines), "seq_len": 16, "batch_size": 2}
+    small: dict[str, Any] = {"data": str(lines), "seq_len": 16, "batch_size": 2}
     shard, export.MAX_SHARD_BYTES = export.MAX_SHARD_BYTES, 40_000  # several files
     try:
         for kind in ("", "-experts"):
@@ -156,7 +156,7 @@ def _write_runs(sound: Sound) -> None:
         run.log({"step": step, "loss": 1.0 / step})
     tokens = sound.folder_of("tokens")
     tokens.mkdir(parents=True)
-    text._save(tokens / "blocks.tokens", torch.arange(320).view(20, 16).numpy())
+    text.save_blocks(tokens / "blocks.tokens", torch.arange(320).view(20, 16).numpy())
     config = json.loads((sound.dense / "config.json").read_text())
     cells = [
         {"batch": batch, "context": context, "decode": 1e-3 * batch + 1e-6 * context, "prefill": 5e-3 * batch}

@@ -75,6 +75,11 @@ class ServingError(DdpError):
     exit_code = 8
 
 
+def is_of_a_library(error: BaseException) -> bool:
+    """Tell whether a library raised this for what it reads; a panic of one in Rust is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 @contextmanager
 def reading(
     place: object, kind: type[DdpError], remedy: str, *, how: str = "", but: tuple[type[Exception], ...] = ()
@@ -86,8 +91,8 @@ def reading(
     """
     try:
         yield
-    except Exception as error:
-        if isinstance(error, (DdpError, ModuleNotFoundError, *but)):
+    except BaseException as error:
+        if isinstance(error, (DdpError, ModuleNotFoundError, *but)) or not is_of_a_library(error):
             raise
         said = " ".join(str(error.__cause__ or error).split())
         reason = f"{type(error).__name__}: {said}" if " " not in said else said

@@ -232,7 +232,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-4]),
         ["model.safetensors", "cut short"],
     ),
-    "a tensor of other bytes": (_header(lambda h: h[O_PROJ].update(dtype="F64")), [O_PROJ, "other bytes"]),
+    "a tensor of other bytes": (_header(lambda h: h[O_PROJ].update(dtype="F64")), [O_PROJ, "number of bytes"]),
     "tensors in each other": (
         _header(lambda h: h[O_PROJ].update(data_offsets=h["model.layers.2.self_attn.o_proj.weight"]["data_offsets"])),
         ["bytes of", O_PROJ],

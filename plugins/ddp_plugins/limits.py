@@ -113,8 +113,7 @@ def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths
         logger.warning_once(
             "Some layers have a sliding window, some none, and they have %s KV heads: vLLM fills the KV cache of each "
             "up to %d. --disable-hybrid-kv-cache-manager avoids that, but keeps what lies outside of windows. Compare "
-            "'Maximum concurrency' in the log with and without it; it is better for short sequences. With prune "
-            "--scope layer all layers keep one number.",
+            "'Maximum concurrency' in the log with and without it; it is better for short sequences.",
             _listed(numbers),
             max(numbers),
         )

@@ -24,7 +24,7 @@ import torch
 
 from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading_text
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
-from ddp_vllm.errors import ModelError, TextError
+from ddp_vllm.errors import ModelError, TextError, is_of_a_library
 from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 
@@ -58,7 +58,9 @@ def load_tokenizer(model: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokenizer("A word, and another.", verbose=False)  # some settings are only read then
-    except Exception as error:
+    except BaseException as error:
+        if not is_of_a_library(error):
+            raise
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
             f"{model} has no tokenizer that loads ({reason}); put tokenizer.json beside the model"
@@ -91,7 +93,7 @@ def load_blocks(
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
     with reading_text(data):
         path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
-    blocks = _saved(path)
+    blocks = saved_blocks(path)
     if blocks is None:
         check_cache()  # `datasets` would blame the text
         begin = leading_bos(tokenizer)
@@ -106,7 +108,7 @@ def load_blocks(
             )
         blocks = np.concatenate([heldout, train[: len(train) // width * width]]).reshape(-1, width)
         blocks = np.hstack([np.tile(np.asarray(begin, np.int32), (len(blocks), 1)), blocks])
-        _save(path, blocks)
+        save_blocks(path, blocks)
     stored = torch.from_numpy(blocks.astype(np.int64))
     tokens, scored = torch.where(stored < 0, ~stored, stored), stored >= 0
     return Blocks(
@@ -313,8 +315,8 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
     return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
 
 
-def _saved(path: Path) -> np.ndarray | None:
-    """Return what `_save` wrote; None if there is nothing, or it is damaged."""
+def saved_blocks(path: Path) -> np.ndarray | None:
+    """Return what `save_blocks` wrote; None if there is nothing, or it is damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
@@ -322,7 +324,7 @@ def _saved(path: Path) -> np.ndarray | None:
     return np.load(io.BytesIO(content)) if hashlib.sha256(content).digest() == digest else None
 
 
-def _save(path: Path, blocks: np.ndarray) -> None:
+def save_blocks(path: Path, blocks: np.ndarray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()

@@ -1,6 +1,7 @@
 """The fuzz finds what it looks for, and finds nothing in a few hundred mutations that no other run has tried."""
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import fuzz
+from fuzz_mutations import mutate
 
 SCRIPT = Path(fuzz.__file__)
 
@@ -54,7 +56,7 @@ def test_mutations_repeat_by_their_seed(tmp_path: Path) -> None:
     contents = []
     for _ in range(2):
         (path := tmp_path / "config.json").write_text(json.dumps({"a": [1, {"b": "c"}], "d": 2.5}))
-        assert fuzz.mutate(path, fuzz.random.Random(5))
+        assert mutate(path, random.Random(5))
         contents.append(path.read_bytes())
     assert contents[0] == contents[1]
 
@@ -66,4 +68,4 @@ def test_a_few_hundred_mutations_find_nothing() -> None:
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["faults"] == [] and result.returncode == 0, found["faults"]
     assert found["cases"] == 300 and found["targets"].keys() == fuzz.TARGETS.keys()
-    assert min(found["answers"][each] for each in ("refused", "the same", "another value")) > 20
+    assert min(found["answers"][each] for each in ("refused", "the same")) > 100

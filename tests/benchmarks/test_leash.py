@@ -96,7 +96,7 @@ def test_prune_that_is_killed_while_it_measures_the_machine_leaves_no_engine(
 
     started: list[str] = []
     try:
-        started = wait_for(engines)
+        started = wait_for(engines, seconds=180)
     finally:
         process.kill()
         process.wait()

@@ -117,3 +117,12 @@ def test_eval_of_a_dense_model_that_no_class_can_load(field: str, tiny_model: Pa
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
     arguments = ["eval", str(model), "--tasks", "piqa", "--data", str(rows), "-o", str(tmp_path / "out")]
     assert_refused(CliRunner().invoke(main, arguments), 3, str(model), "cannot be loaded by lm-eval's hf backend")
+
+
+def test_a_tokenizer_that_makes_its_library_panic(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """A panic in Rust is no Exception in Python."""
+    model = _with(tiny_model, tmp_path / "model")
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "a" * 100_000
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "no tokenizer that loads")

@@ -95,12 +95,6 @@ def test_layers_share_the_budget() -> None:
         assert spent == pytest.approx(0.6 * _cost("params", dense_layers(DENSE)) / 3, abs=2500)
 
 
-def test_a_share_of_every_layer_leaves_one_number_of_kv_heads() -> None:
-    """As models with sliding windows want it, whose KV cache vLLM fills up to that of the widest layer."""
-    widths = _widths(_choose(_pools(budget="units", scope="layer")), "kv-group")
-    assert len({layer.num_kv_heads for layer in widths}) == 1 and widths[0].num_kv_heads < 4
-
-
 @pytest.mark.parametrize("target", [60_000, 100_000, 120_000])
 def test_a_target_is_that_of_the_whole_model(target: int) -> None:
     (pool,) = _pools(budget="params", target=target)

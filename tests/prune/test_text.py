@@ -119,7 +119,7 @@ def test_the_cache_is_keyed_by_content(
 ) -> None:  # fmt: skip
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
-    text._save(file, np.flipud(stored(file)))  # a second load that tokenised would not see this
+    text.save_blocks(file, np.flipud(stored(file)))  # a second load that tokenised would not see this
     again = load(jsonl)
     assert torch.equal(torch.cat([again.heldout, again.train]), torch.cat([first.heldout, first.train]).flipud())
     assert again.found == first.found
@@ -134,7 +134,7 @@ def test_the_cache_is_keyed_by_content(
 
 
 def stored(file: Path) -> np.ndarray:
-    found = text._saved(file)
+    found = text.saved_blocks(file)
     assert found is not None
     return found
 
