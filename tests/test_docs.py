@@ -35,6 +35,17 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to {target}"
 
 
+def test_the_runtimes_page_names_tests_that_exist() -> None:
+    """As `test_file: test or case`; a case is a key of a table there."""
+    page = (ROOT / "docs" / "runtimes.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+): ([^`]+)`", page)
+    assert len(named) > 40
+    for file, name in named:
+        (path,) = ROOT.glob(f"tests/**/{file}.py")
+        code = path.read_text(encoding="utf-8")
+        assert f"def {name}(" in code or f'"{name}"' in code, f"{file} has no {name}"
+
+
 def test_the_log_is_numbered_newest_first_in_short_entries() -> None:
     text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     entries = re.split(r"^## (\d+)\. ", text, flags=re.MULTILINE)[1:]

@@ -107,8 +107,8 @@ class DDPGraniteConfig(NonUniformConfig, GraniteConfig):
 
     @property
     def logit_scale(self) -> float:
-        """What vLLM's Transformers backend multiplies logits by; transformers divides them by `logits_scaling`."""
-        return 1 / self.logits_scaling
+        """What vLLM's Transformers backend multiplies logits by; elsewhere they are divided by `logits_scaling`."""
+        return 1 / self.logits_scaling if self._attn_implementation == "vllm" else 1.0
 
 
 class DDPSmolLM3Config(NonUniformConfig, SmolLM3Config):
