@@ -208,11 +208,15 @@ def draw_points(
 def draw_rows(figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[float]]], reference: float) -> None:
     """Draw the values of each row as points, best row on top, a panel below the other; `reference` is a dotted line.
 
-    panels: label of the axis -> name of a row, from the lowest one up -> its values.
+    What is above ten times the lowest value is a triangle at the edge. panels: label of the axis -> name of a row, from
+    the lowest one up -> its values.
     """
     for axes, (label, rows) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
+        edge = 10 * min(value for values in rows.values() for value in values)
         for place, values in enumerate(rows.values()):
-            axes.scatter(values, [place] * len(values), color="black", s=14, zorder=2)
+            for value in values:
+                marker = "o" if value < edge else ">"
+                axes.scatter(min(value, edge), place, marker=marker, color="black", s=14, zorder=2, clip_on=False)
         axes.axvline(reference, color="black", linestyle=":", linewidth=1)
         axes.set_yticks(range(len(rows)), [name if len(name) < 25 else f"…{name[-23:]}" for name in rows])
         axes.set(xscale="log", xlabel=label)

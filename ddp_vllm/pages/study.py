@@ -160,6 +160,7 @@ def _draw(cells: Sequence[Cell], dense: Cell) -> Picture | None:
         partial(draw_rows, panels=panels, reference=dense["perplexity"]),
         name="methods",
         title="Perplexity by method",
-        caption="Left is better, on a logarithmic scale; a point is a seed. The dotted line is the dense model.",
+        caption="Left is better, on a logarithmic scale; a point is a seed, a triangle one that is off the scale. The "
+        "dotted line is the dense model.",
         height=sum(0.7 + 0.16 * len(values) for values in panels.values()),
     )

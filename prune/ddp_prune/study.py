@@ -7,6 +7,7 @@ text in the same order, and are judged on text that none of them learns on.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import shlex
@@ -31,7 +32,7 @@ from ddp_prune.model import Source, companions, open_source, weight_files, weigh
 from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, fingerprint
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_vllm.costs import prices
@@ -80,8 +81,11 @@ class Study:
                 )
         if not (self.methods and self.sparsities and self.seeds and self.samples > 0):
             raise SettingError("methods, sparsities, seeds or samples are none; give at least one of each")
-        if self.recipe.budget != "units":
-            raise SettingError(f"budget is {self.recipe.budget!r}; the table compares equal numbers of units")
+        for name, needed in {"budget": "units", "align": 1, "tp": 1, "shard": False}.items():
+            if (given := getattr(self.recipe, name)) != needed:
+                raise SettingError(f"{name} is {given!r}; methods are compared by equal units, with {needed!r}")
+        if any(self.test.resolve() == Path(name).resolve() for name in sources_of(self.recipe.data)):
+            raise SettingError(f"{self.test} is learned on; give another text to judge by")
 
     @property
     def names(self) -> list[str]:
@@ -112,8 +116,8 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
     """
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
     shapes = weight_shapes(source)
-    for sparsity in study.sparsities:
-        suited_pools(study.recipe_of(sparsity, 0), source, shapes)
+    for sparsity, seed in itertools.product(study.sparsities, study.seeds):
+        suited_pools(study.recipe_of(sparsity, seed), source, shapes)
     test = read_test_blocks(study.test, tokenizer, detokenise=study.detokenise)
     blocks = _blocks(study, tokenizer, study.seeds[0])
     for part in (blocks, dataclasses.replace(blocks, heldout=test)):
@@ -122,12 +126,12 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
     with locked(output / ".lock", f"another process works on {output}; wait for it, or choose another folder"):
         facts = fingerprint([blocks.heldout, test], weight_files(source.folder), companions(source.folder))
         _check_same(study.shared() | {"text and weights": facts}, output)
-        table = Table(study, output, source, test, make_accelerator(output, None))
-        table.dense(blocks)
+        cells = Cells(study, output, source, test, make_accelerator(output, None))
+        cells.dense(blocks)
         for seed in study.seeds:
             blocks = _blocks(study, tokenizer, seed)
             for name in study.names:
-                for line in table.fill(name, seed, blocks):
+                for line in cells.fill(name, seed, blocks):
                     say(line)
 
 
@@ -170,7 +174,7 @@ def _check_same(shared: Mapping[str, Any], output: Path) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class Cells:
     """The cells of one folder, and what fills them."""
 
     study: Study

@@ -159,6 +159,9 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {  # options, exit code, 
     "short text": (["--test", "short.txt"], 4, ["short.txt has", "tokens", "512"]),
     "no text": (["--test", "none.txt"], 4, ["none.txt cannot be read"]),
     "another budget": (["--recipe", "params.toml"], 2, ["budget is 'params'"]),
+    "uneven numbers": (["--recipe", "align.toml"], 2, ["align is 32"]),
+    "judged by what it learns on": (["--data", "test.txt"], 2, ["test.txt is learned on"]),
+    "no seed": (["--seeds", "0,-1"], 2, ["seed is -1"]),
 }
 
 
@@ -170,6 +173,7 @@ def test_bad_input(
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("too short")
     Path("params.toml").write_text('budget = "params"')
+    Path("align.toml").write_text("align = 32")
     assert_refused(methods(tiny_model, tiny_text, test_text, tmp_path / "out", *options), code, *words)
     assert not (tmp_path / "out").exists()
 
