@@ -64,6 +64,14 @@ def _cost(budget: str, layers: list[LayerWidths]) -> float:
     return sum(p.of(w) for p, w in zip(prices(budget, DENSE, SHAPES, 2048), layers, strict=True))
 
 
+@settings(max_examples=10)
+@given(st.sampled_from([0.25, 0.5, 0.75]), st.integers(0, 2**31))
+def test_a_budget_of_each_layer_that_is_whole_kv_heads_keeps_as_many_in_every_layer(sparsity: float, seed: int) -> None:
+    """Which spares Gemma the padding of its KV cache (`ddp_plugins/limits.py`)."""
+    support = _choose(_pools(scope="layer", sparsity=sparsity), seed)
+    assert support["attn"].sum(1).tolist() == [4 * (1 - sparsity)] * 3
+
+
 @settings(max_examples=25)
 @given(
     st.sampled_from(["params", "flops", "kv-bytes"]), st.sampled_from(["kv-group", "query-head"]),
