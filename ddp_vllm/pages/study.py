@@ -85,12 +85,12 @@ def _holds(cells: Sequence[Cell], sparsity: float) -> str:
     scores = {name for name, each in means.items() if not _is_search(cells, name)}
     searches = [name for name in (PAPER, OURS) if name in means]
     if not (scores and searches):
-        return f"at {sparsity:.0%} not measured"
+        return f"at {100 * sparsity:g} % not measured"
     best = min(scores, key=lambda name: means[name])
     said = [
         f"{name} {means[name]:.2f}, {'holds' if means[name] < means[best] else 'does not hold'}" for name in searches
     ]
-    return f"at {sparsity:.0%} {', '.join(said)} (best score: {best} {means[best]:.2f})"
+    return f"at {100 * sparsity:g} % {', '.join(said)} (best score: {best} {means[best]:.2f})"
 
 
 def _is_search(cells: Iterable[Cell], name: str) -> bool:
@@ -121,7 +121,7 @@ def method_table(cells: Sequence[Cell], dense: Cell) -> Table:
         there = [[cell for cell in mine if cell["sparsity"] == sparsity] for sparsity in sparsities]
         took = [cell["seconds"] for cell in mine if "seconds" in cell]
         rows.append([name, *map(_quality, there), f"{max(took):,.0f}" if took else "–"])
-    return Table(headings=["", *(f"{sparsity:.0%} removed" for sparsity in sparsities), "seconds"], rows=rows)
+    return Table(headings=["", *(f"{100 * sparsity:g} % removed" for sparsity in sparsities), "seconds"], rows=rows)
 
 
 def _quality(cells: Sequence[Cell]) -> str:
@@ -139,7 +139,7 @@ def _sources(cells: Iterable[Cell]) -> Table:
 
 
 def _commands(cells: Iterable[Cell]) -> Table:
-    rows = [[f"{cell['method']}, {cell['sparsity']:.0%}, seed {cell['seed']}", cell["command"]] for cell in cells]
+    rows = [[f"{cell['method']}, {100 * cell['sparsity']:g} %, seed {cell['seed']}", cell["command"]] for cell in cells]
     return Table(headings=["row", "command"], rows=rows, is_text=True)
 
 
@@ -153,7 +153,7 @@ def _draw(cells: Sequence[Cell], dense: Cell) -> Picture | None:
             if cell["sparsity"] == sparsity and cell["method"] in values and math.isfinite(cell["perplexity"]):
                 values[cell["method"]].append(cell["perplexity"])
         if any(values.values()):
-            panels[f"perplexity, {sparsity:.0%} removed"] = values
+            panels[f"perplexity, {100 * sparsity:g} % removed"] = values
     if not panels:
         return None
     return render(

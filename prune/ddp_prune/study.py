@@ -210,7 +210,7 @@ class Cells:
         for sparsity in self.study.sparsities:
             path = self.cell(name, f"{sparsity:g}", seed)
             if path.exists():
-                yield f"{name} at {sparsity:.0%}, seed {seed}: measured before"
+                yield f"{name} at {100 * sparsity:g} %, seed {seed}: measured before"
                 continue
             set_seed(seed)
             began, cpu = time.perf_counter(), time.process_time()
@@ -220,10 +220,10 @@ class Cells:
                 made_by = {"model": self.study.recipe.model, "method": name, "sparsity": sparsity, "seed": seed}
                 write_masks(masks, path.with_suffix(MASKS), head_unit=self.gated.head_unit, provenance=made_by)
                 found |= self.judged(masks, blocks) | what_is_left(masks, self.gated, self.source)
-                yield f"{name} at {sparsity:.0%}, seed {seed}: perplexity {found['perplexity']:.2f}"
+                yield f"{name} at {100 * sparsity:g} %, seed {seed}: perplexity {found['perplexity']:.2f}"
             else:
                 found = {"reason": reason}
-                yield f"{name} at {sparsity:.0%}: {reason}"
+                yield f"{name} at {100 * sparsity:g} %: {reason}"
             method = METHODS.get(name.removesuffix(SCALES))
             found |= {"source": method.source if method else name, "is_search": isinstance(method, Search)}
             found["command"] = command(self.study, name, sparsity, seed, self.output)
