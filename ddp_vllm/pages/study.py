@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddp_vllm.origins import bare_name
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import draw_rows, render
@@ -46,8 +47,8 @@ def page_of(cells: Sequence[Cell], study: Mapping[str, Any]) -> Page:
     (dense,) = (cell for cell in cells if cell["method"] == "dense")
     cells = [cell for cell in cells if cell is not dense]
     remark = (
-        f"Perplexity a token on {study['test']}, in brackets on held-out text of {study['data']}; of several seeds the "
-        "mean and the lowest and highest. Less is better. Seconds are those of choosing, not of judging."
+        f"Perplexity a token on {bare_name(study['test'])}, in brackets on held-out text of "
+        f"{bare_name(study['data'])}; of several seeds the mean and the lowest and highest. Less is better. Seconds are those of choosing, not of judging."
     )
     sections = [
         Section(heading="Perplexity by method", table=method_table(cells, dense), remark=remark),
@@ -58,7 +59,7 @@ def page_of(cells: Sequence[Cell], study: Mapping[str, Any]) -> Page:
         sections.insert(0, Section(heading="", pictures=[picture]))
     steps = f"searches took {study['steps']:,} steps of {study['batch_size']} × {study['seq_len']:,} tokens"
     return Page(
-        title=f"Pruning methods on {study['model']}",
+        title=f"Pruning methods on {bare_name(study['model'])}",
         lead=[("The paper and this model", verdict(cells))],
         sections=sections,
         footer=[
