@@ -48,8 +48,8 @@ def page_of(cells: Sequence[Cell], study: Mapping[str, Any]) -> Page:
     cells = [cell for cell in cells if cell is not dense]
     remark = (
         f"Perplexity a token on {bare_name(study['test'])}, in brackets on held-out text of "
-        f"{bare_name(study['data'])}; of several seeds the mean and the lowest and highest. Less is better. Seconds are "
-        "those of choosing, not of judging."
+        f"{bare_name(study['data'])}; of several seeds the mean and the lowest and highest. Less is better. Seconds "
+        "are those of choosing, not of judging."
     )
     sections = [
         Section(heading="Perplexity by method", table=method_table(cells, dense), remark=remark),
