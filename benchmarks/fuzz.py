@@ -35,8 +35,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if __name__ == "__main__":  # tests that import this keep their own
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch

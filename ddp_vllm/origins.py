@@ -33,7 +33,8 @@ def bare_name(name: str) -> str:
 
 def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe with names in place of paths."""
-    return {key: bare_name(value) if key in PLACES else value for key, value in recipe.items()}
+    names = {key for key, value in recipe.items() if key in PLACES and isinstance(value, str)}
+    return {key: bare_name(value) if key in names else value for key, value in recipe.items()}
 
 
 def published(provenance: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import FAMILIES, unit_shapes
 from ddp_vllm.pages.summary import removed_parameters, units
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
+from ddp_vllm.remote_code.files import INDEX_FILE
 from ddp_vllm.remote_code.modeling_ddp_moe import DeepseekForCausalLM, DeepseekModel, register_deepseek
 from ddp_vllm.remote_code.tensors import TABLES
 from ddp_vllm.remote_code.widths import is_routed
@@ -153,6 +154,7 @@ def test_masked_equals_exported_in_plain_transformers(model_type: str, dense: An
 def test_what_is_not_pruned_may_not_be_missing_either(model_type: str, exported: Path, tmp_path: Path) -> None:
     """Of every layer attention, norms and, where it has no experts, the MLP; whatever the family calls them."""
     folder = shutil.copytree(exported / model_type, tmp_path / "pruned")
+    (folder / INDEX_FILE).unlink()  # which would name what is missing first
     (weights_file,) = folder.glob("model*.safetensors")
     weights = load_file(weights_file)
     modules = sorted({name.rpartition(".")[0] for name in weights if ".layers." in name and ".experts." not in name})

@@ -131,35 +131,6 @@ def test_benchmarks_run_no_code_that_came_with_a_model(
     assert not ran.exists()
 
 
-@pytest.mark.vllm
-def test_no_engine_of_a_benchmark_runs_code_that_came_with_a_model(
-    all_at_once: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM reads config, tokenizer and generation config itself, of the dense model and of ours."""
-    dense, folder, ran = all_at_once
-    monkeypatch.setenv("PYTHONPATH", PATH)
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    words = " ".join(f"the quick brown fox number {number}" for number in range(9))
-    turns = [{"from": "human", "value": words}, {"from": "gpt", "value": words}]
-    (tmp_path / "talks.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
-    arguments = [
-        *("bench", "sharegpt", "--dense", str(dense), "--pruned", str(folder), "--num-prompts", "1", "--pairs", "1"),
-        *(
-            "--no-warmup-round",
-            "--warmups",
-            "0",
-            "--dataset",
-            str(tmp_path / "talks.jsonl"),
-            "-o",
-            str(tmp_path / "o.json"),
-        ),
-        *("--max-model-len", "512", "--", "--enforce-eager", "--dtype", "float32"),
-    ]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    assert not ran.exists()
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "LICENSE"])
 def test_a_link_out_of_the_folder_is_not_published(name: str, tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
     dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
