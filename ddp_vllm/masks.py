@@ -101,7 +101,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
 
 def check_provenance(provenance: Any) -> None:
     """Raises: SchemaError for what the pages could not show."""
-    if isinstance(provenance, dict) and not provenance.get("perplexity", True):
+    if isinstance(provenance, dict) and provenance.get("perplexity") == {}:
         provenance = provenance | {"perplexity": None}
     check(provenance, PROVENANCE, "its provenance")
     recovery = provenance.get("recovery", {})

@@ -194,7 +194,7 @@ def _entry(checkpoint: Checkpoint, dense: str | None, found: Sequence[Results], 
 
 def heldout_ratio(provenance: Mapping[str, Any]) -> Interval | None:
     """Return held-out perplexity over the dense model's, with a 95 % interval by Student t over blocks of text."""
-    losses = provenance.get("perplexity", {}).get("block_losses", {})
+    losses = (provenance.get("perplexity") or {}).get("block_losses") or {}
     last = losses.get("recovered") or losses.get("pruned")
     if not last or len(last) != len(losses.get("dense", ())):
         return None
