@@ -280,7 +280,7 @@ class RecoveryRecipe(LearningSettings):
     rank: int = 16
     """Rank of the additions of `lora`."""
     learning_rate: float = 0.0
-    """AdamW's highest rate; 0 chooses by method."""
+    """AdamW's highest rate; 0 chooses by method and hidden size."""
     warmup: float = 0.1
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
     learn_from: str = "auto"

@@ -35,7 +35,7 @@ from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.trainer import Batches
 from ddp_prune.weight_trainer import WeightTrainer
-from ddp_prune.weights import LEARNING_RATES, local_part
+from ddp_prune.weights import highest_rate, local_part
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.masks import MASKS_FILE
@@ -138,7 +138,7 @@ class Recovery:
             method = "full" if fits_learning(held, self.accelerator) else "lora"
         if source == "auto":
             source = "assistant" if self.tokenizer.chat_template else "all"
-        rate = recipe.learning_rate or LEARNING_RATES[method]
+        rate = recipe.learning_rate or highest_rate(method, self.model.config.hidden_size)
         return dataclasses.replace(recipe, method=method, learn_from=source, learning_rate=rate)
 
     def _timed(self) -> RecoveryRecipe:

@@ -21,7 +21,7 @@ from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.recipe import Recipe, RecoveryRecipe
-from ddp_prune.weights import LEARNING_RATES, WARMUP, LearningWeights, rate_of
+from ddp_prune.weights import WARMUP, LearningWeights, highest_rate, rate_of
 from ddp_vllm.errors import TrainingError
 
 TEACHER_CACHE_BYTES = 4 << 30  # of a process's host memory, for hidden states of text that is gone over again
@@ -168,7 +168,8 @@ class Trainer:
             self.search(step, masks, gradients)
         if self.weights:
             flat = recipe.search_steps if recipe.in_family else 0  # the rate of a size does not hang on later ones
-            rate = rate_of(step, recipe.steps, LEARNING_RATES["full"], WARMUP, flat)
+            base = highest_rate("full", self.gated.sizes.hidden_size)
+            rate = rate_of(step, recipe.steps, base, WARMUP, flat)
             self.weights.move(rate, self.weights.join())
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)

@@ -18,11 +18,17 @@ from ddp_prune.loss import OutputHead
 from ddp_vllm.errors import TrainingError
 from ddp_vllm.remote_code.tensors import LAYERS
 
-LEARNING_RATES = {"full": 2e-4, "lora": 1e-3}  # the best of those tried (log 105)
+LEARNING_RATES = {"full": 2e-4, "lora": 1e-3}  # the best of those tried, on SmolLM2, 576 wide (log 105)
+WIDE, WIDE_RATE = 768, 4e-5  # hidden size from which on the rate of `full` is lower: 2e-4 ruins Qwen2.5-0.5B (log 122)
 WARMUP = 0.1  # of the steps
 BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 ADAPTER = "default"  # peft's name of the additions
+
+
+def highest_rate(method: str, hidden_size: int) -> float:
+    """Return the rate of AdamW after its warm-up. Two models were tried, 576 and 896 wide, so it is a step."""
+    return WIDE_RATE if method == "full" and hidden_size >= WIDE else LEARNING_RATES[method]
 
 
 class LearningWeights:
