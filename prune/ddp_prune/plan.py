@@ -48,10 +48,8 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     lines.append(f"text: {last.steps:,} steps of {tokens}, of {last.data}")
     if needed > USABLE * free_memory(accelerator):
         return [*lines, "time: not tried, as memory is short"]
-    seconds, steps = (
-        _seconds_a_step(last, source, head_unit, accelerator),
-        sum(r.steps - r.after_steps for r in recipes),
-    )
+    seconds = _seconds_a_step(last, source, head_unit, accelerator)
+    steps = sum(recipe.steps - recipe.after_steps for recipe in recipes)
     lines.append(
         f"time: about {_duration(steps * seconds)}: {steps:,} steps of {seconds:.2g} s, as one took just now on "
         "chance text with all gates open; they get shorter as gates close"

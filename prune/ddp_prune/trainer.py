@@ -168,8 +168,7 @@ class Trainer:
             self.search(step, masks, gradients)
         if self.weights:
             flat = recipe.search_steps if recipe.in_family else 0  # the rate of a size does not hang on later ones
-            base = highest_rate("full", self.gated.sizes.hidden_size)
-            rate = rate_of(step, recipe.steps, base, WARMUP, flat)
+            rate = rate_of(step, recipe.steps, highest_rate("full", self.gated.sizes.hidden_size), WARMUP, flat)
             self.weights.move(rate, self.weights.join())
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)

@@ -3,7 +3,7 @@
 Legend: L layers, U units of a layer; T tokens, I inputs and O outputs of a projection.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -77,17 +77,25 @@ def by_columns(gated: GatedModel, value: Callable[[Place, torch.Tensor], torch.T
     return found
 
 
-@torch.no_grad()
 def read(gated: GatedModel, blocks: torch.Tensor, note: Note) -> None:
+    """Let the dense model read `blocks`, and call `note` with the place of every projection, its input and output."""
+    listen(gated, blocks, projections(gated), note)
+
+
+@torch.no_grad()
+def listen(
+    gated: GatedModel, blocks: torch.Tensor, modules: Mapping[Any, nn.Module], note: Callable[..., None]
+) -> None:
     """Let the dense model read `blocks`, int64 [num_blocks, seq_len], one after the other.
 
-    note: called with a projection's place, its input [T, I] and its output [T, O], both float32.
+    note: called with a module's key, its first input [T, I] and its output [T, O], both float32.
     """
 
-    def hear(place: Place, _module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def hear(place: Any, _module: nn.Module, args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
         note(place, args[0].flatten(0, -2).float(), output.flatten(0, -2).float())
 
-    hooks = [module.register_forward_hook(partial(hear, place)) for place, module in projections(gated).items()]
+    hooks = [module.register_forward_hook(partial(hear, place)) for place, module in modules.items()]
     try:
         for tokens in blocks.split(1):
             final_hidden(gated.model, tokens.to(OutputHead.of(gated.model).weight.device))
