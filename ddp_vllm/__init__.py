@@ -8,6 +8,7 @@ if TYPE_CHECKING:
         bench,
         compare,
         evaluate,
+        evaluate_text,
         export_gguf,
         inspect,
         plan,
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
     "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study_methods", "export_gguf", "read", "inspect",
-    "verify", "publish", "report", "profile", "bench", "evaluate", "compare", "fetch_model", "fetch_conversations",
-    "Checkpoint", "DdpError",
+    "verify", "publish", "report", "profile", "bench", "evaluate", "evaluate_text", "compare", "fetch_model",
+    "fetch_conversations", "Checkpoint", "DdpError",
 ]  # fmt: skip
 _ELSEWHERE = {
     "Checkpoint": "checkpoint", "DdpError": "errors", "publish": "push", "fetch_model": "fetch",

@@ -273,6 +273,22 @@ def evaluate(
     return dict(part.evaluate(chosen, say=_say(verbose)))
 
 
+def evaluate_text(
+    model: str, texts: str | Sequence[str], *, output: PathLike | None = None, verbose: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Compare a model with the dense one on text of your own: perplexity, KL, and how often both agree.
+
+    texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the model's. settings:
+    any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has what was found, text by text.
+    """
+    part, folder = _learning("ddp_prune.fidelity"), Path(output) if output else default_output(model)
+    names = (texts,) if isinstance(texts, str) else tuple(texts)
+    chosen = part.FidelitySettings(model=model, texts=names, **settings)
+    chosen.check()
+    make_folder(folder)
+    return dict(part.compare_on_text(chosen, folder, say=_say(verbose)))
+
+
 def compare(
     folders: Iterable[PathLike],
     *,

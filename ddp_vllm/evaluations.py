@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from ddp_vllm.errors import TextError
 from ddp_vllm.facts import FACTS
 from ddp_vllm.machine import PLACE
+from ddp_vllm.masks import QUALITY
+from ddp_vllm.results import judge
 from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, TEXT, Number, SchemaError, check
 
 EVALUATION = {
@@ -17,6 +20,11 @@ EVALUATION = {
         "model": FACTS, "data": (TEXT, {str: TEXT}), "answers?": {str: [Number(0, 1)]},
         "settings": {"limit": (None, COUNT), "max_length": COUNT, "backend": NAME},
     },
+}  # fmt: skip
+FIDELITY_FORMAT = "ddp-vllm eval text 1"
+FIDELITY = PLACE | {  # what `eval --text` writes
+    "format": NAME, "started": NAME, "model": FACTS, "against": FACTS, "texts": {str: QUALITY | {"sha256?": NAME}},
+    "settings": {"max_length": COUNT},
 }  # fmt: skip
 LEVEL = 0.02  # of accuracy: an interval that reaches no further from 0 says that two models are as good as equal
 
@@ -109,7 +117,7 @@ def _folder_name(model: str) -> str:
 def check_evaluation(results: Any, path: Path) -> None:
     """Refuse a results file of `eval` that is damaged. Raises: TextError, naming what is wrong."""
     try:
-        check(results, EVALUATION, "it")
+        check(results, FIDELITY if results.get("format") == FIDELITY_FORMAT else EVALUATION, "it")
     except SchemaError as error:
         raise TextError(f"{path} is damaged: {error}; move it away, or evaluate again") from error
 
@@ -156,6 +164,28 @@ def in_points(difference: float, half_width: float) -> str:
     if max(worse, better) <= LEVEL:
         return f"no measurable difference ({value})"
     return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
+
+
+def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of text; None if unknown.
+
+    quality: what `prune` and `eval --text` store of a text.
+    """
+    losses = quality.get("block_losses") or {}
+    last = losses.get("recovered") or losses.get("pruned")
+    if not last or len(last) != len(losses.get("dense", ())):
+        return None
+    verdict = judge([exp(loss) for loss in losses["dense"]], [exp(loss) for loss in last])
+    return verdict.ratio, verdict.low, verdict.high
+
+
+def fidelity(quality: Mapping[str, Any]) -> str:
+    """Say how near a model is to the dense one, by what both made of the same text; "" if that was not measured."""
+    found = quality.get("agreement", {})
+    last = found.get("recovered") or found.get("pruned")
+    if not last:
+        return ""
+    return f"the likeliest next token is the dense model's for {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -21,8 +21,9 @@ MASKS_FILE = "ddp_masks.safetensors"
 _MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
 _LOSSES = {str: [Number(-700, 700)]}  # nats a token, of which the exponent is a number; by model
 _MEASURED = Number(0, float("inf"))
-_QUALITY = {
-    "dense": _MEASURED, "pruned": _MEASURED, "recovered?": _MEASURED, "tokens": COUNT, "block_losses?": (None, _LOSSES)
+QUALITY = {
+    "dense": _MEASURED, "pruned": _MEASURED, "recovered?": _MEASURED, "tokens": COUNT,
+    "block_losses?": (None, _LOSSES), "agreement?": {str: {"kl": _MEASURED, "top1": Number(0, 1)}},
 }  # fmt: skip
 _RECIPE = {
     "model?": TEXT, "sparsity?": (None, Number(0, 1)), "context_length?": Number(1, 1 << 40, whole=True),
@@ -32,7 +33,7 @@ _EXAM = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
 PROVENANCE = _EXAM | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
     "texts?": [TEXT],
-    "perplexity?": (None, _QUALITY),
+    "perplexity?": (None, QUALITY),
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},
     "routing?": {"chosen?": {str: [Number(0, 1e15)]}},
     "latency?": PLACE | {
@@ -40,7 +41,7 @@ PROVENANCE = _EXAM | {
         "workload": {"phase": NAME, "batch": COUNT, "context": COUNT},
     },
     "recovery?": _EXAM | {
-        "recipe?": _RECIPE, "texts?": [TEXT], "seconds?": NUMBER, "watched?": {str: (None, _QUALITY)}
+        "recipe?": _RECIPE, "texts?": [TEXT], "seconds?": NUMBER, "watched?": {str: (None, QUALITY)}
     },
 }  # fmt: skip
 

@@ -14,8 +14,8 @@ def test_the_public_names_are_these() -> None:
     """Whoever takes one away breaks programs; whoever adds one adds it here."""
     assert ddp_vllm.__all__ == [
         "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study_methods", "export_gguf", "read",
-        "inspect", "verify", "publish", "report", "profile", "bench", "evaluate", "compare", "fetch_model",
-        "fetch_conversations", "Checkpoint", "DdpError",
+        "inspect", "verify", "publish", "report", "profile", "bench", "evaluate", "evaluate_text", "compare",
+        "fetch_model", "fetch_conversations", "Checkpoint", "DdpError",
     ]  # fmt: skip
     functions = {name for name, each in vars(api).items() if getattr(each, "__module__", "") == api.__name__}
     assert {name for name in functions if not name.startswith("_")} == {*ddp_vllm.__all__} - {*ddp_vllm._ELSEWHERE}

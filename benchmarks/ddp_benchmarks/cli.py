@@ -296,6 +296,7 @@ def _numbers(option: str, text: str) -> list[float]:
 @click.option(
     "--data", multiple=True, type=click.Path(path_type=Path), help="Folder or file of local rows; repeatable."
 )
+@click.option("--text", "texts", multiple=True, help="Compare with the dense model on this text of yours; repeatable.")
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print what fraction of it is retained.")
 @click.option(
@@ -311,15 +312,19 @@ def _numbers(option: str, text: str) -> list[float]:
     show_default="MODEL/eval; eval-NAME for the hub",
     help="Folder of the results, those of --against in its against-NAME.",
 )
-def eval(model: str, tasks: str, against: str | None, output: Path | None, **options: Any) -> None:
+def eval(
+    model: str, tasks: str, texts: tuple[str, ...], against: str | None, output: Path | None, **options: Any
+) -> None:
     """Evaluate MODEL, a folder or a hub name, on the paper's tasks through lm-eval.
 
     \b
     ddp-vllm eval ./pruned --against MODEL
     ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --data ./bench
+    ddp-vllm eval ./pruned --text my_chats.jsonl
 
-    With --data no rows are taken from the hub: it holds a file a task, such as piqa_val.jsonl, and what is missing is
-    named. Finished tasks are kept and reused.
+    With --text it says whether MODEL fits your traffic: perplexity, KL and agreement, beside the model it was pruned
+    from or --against; tasks are run too if --tasks is given. With --data no rows are taken from the hub: it holds a
+    file a task, such as piqa_val.jsonl, and what is missing is named. Finished tasks are kept and reused.
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable
@@ -328,6 +333,10 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
     from ddp_vllm.evaluations import against_output, default_output
     from ddp_vllm.output import make_folder
 
+    if texts:
+        _check_text(model, texts, against, output, options)
+        if click.get_current_context().get_parameter_source("tasks") is not ParameterSource.COMMANDLINE:
+            return
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
     if any(len(pair) != 2 for pair in pairs):
         raise SettingError("--model-args needs name=value pairs by commas, such as max_model_len=2048")
@@ -345,3 +354,25 @@ def eval(model: str, tasks: str, against: str | None, output: Path | None, **opt
         found = [evaluate(one, say=partial(console.print, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
+
+
+def _check_text(
+    model: str, texts: tuple[str, ...], against: str | None, output: Path | None, options: dict[str, Any]
+) -> None:
+    """Compare with the dense model on the user's text, and print what came of it."""
+    from ddp_benchmarks.tables import plain_console
+    from ddp_vllm.api import evaluate_text
+    from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
+    from ddp_vllm.results import with_interval
+
+    chosen = {name: options[name] for name in ("dtype", "max_length")}
+    found = evaluate_text(model, texts, output=output, against=against or "", **chosen)
+    console = plain_console()
+    for name, quality in found["texts"].items():
+        ratio = perplexity_ratio(quality)
+        assert ratio
+        console.print(
+            f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
+            f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
+        )
+    console.print(f"results are in {output or default_output(model)}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ddp_vllm.evaluations import TASKS, in_points, points
+from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.measurements import (
     Comparison,
@@ -93,6 +93,12 @@ def _sections(comparison: Comparison) -> Iterable[Section]:
     if (tasks := task_table(comparison)).rows:
         remark = "Accuracy in percent ± standard error; perplexity per word as lm-eval defines it (lower is better)."
         yield Section(heading="Tasks", table=tasks, remark=remark)
+    if (texts := text_table(comparison)).rows:
+        remark = (
+            "Perplexity over the dense model's with its 95 % interval, KL from the dense model in nats a token, and "
+            "for how many tokens both hold the same next one likeliest."
+        )
+        yield Section(heading="Texts of your own", table=texts, remark=remark)
     if (latencies := latency_table(comparison)).rows:
         remark = (
             "Ratios to the dense model with 95 % intervals; above 1 the pruned model is better, latencies included."
@@ -176,6 +182,18 @@ def task_table(comparison: Comparison) -> Table:
         if any(name in found for found in scores)
     ]
     return Table(headings=["", *map(_column, comparison.entries)], rows=rows)
+
+
+def text_table(comparison: Comparison) -> Table:
+    """What `eval --text` found, a row a text and model."""
+    rows = []
+    for entry in comparison.pruned:
+        for name, quality in entry.texts.items():
+            near, ratio = quality.get("agreement", {}).get("pruned"), perplexity_ratio(quality)
+            cells = [f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"]
+            rows.append([name, _name(entry), with_interval(*ratio) if ratio else "–", *cells])
+    headings = ["text", "model", "perplexity, × dense", "KL, nats", "same likeliest token"]
+    return Table(headings=headings, rows=rows)
 
 
 def latency_table(comparison: Comparison) -> Table:

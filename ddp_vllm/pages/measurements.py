@@ -7,20 +7,28 @@ only compared if they asked the same questions.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import exp
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TextError
-from ddp_vllm.evaluations import TASKS, check_evaluation, default_output, mean_accuracy, mean_difference, score
+from ddp_vllm.evaluations import (
+    FIDELITY_FORMAT,
+    TASKS,
+    check_evaluation,
+    default_output,
+    mean_accuracy,
+    mean_difference,
+    perplexity_ratio,
+    score,
+)
 from ddp_vllm.facts import ModelFacts, describe_model, identify, is_pruned
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import local_provenance
 from ddp_vllm.remote_code.files import read_json
-from ddp_vllm.results import FORMAT, check_results, judge, measured, on_gpu
+from ddp_vllm.results import FORMAT, check_results, measured, on_gpu
 
 Interval = tuple[float, float, float]
 """A value and the ends of its interval."""
@@ -46,6 +54,8 @@ class Entry:
     """Of the text that was held out of what it learned on: the dense model's, and its own."""
     heldout: Interval | None = None
     """The second over the first."""
+    texts: Mapping[str, Results] = field(default_factory=dict)
+    """What `eval --text` found, text by text."""
     predicted: Interval | None = None
     """Speedup that a budget in measured time promised, with the range of the profile's rounds."""
 
@@ -134,6 +144,21 @@ def _is_bench(content: Results) -> bool:
     return content.get("format") == FORMAT
 
 
+def _is_of_text(content: Results) -> bool:
+    return content.get("format") == FIDELITY_FORMAT
+
+
+def _is_of_tasks(content: Results) -> bool:
+    return "ddp_vllm" in content and not _is_bench(content) and not _is_of_text(content)
+
+
+def _models_in(content: Results) -> list[dict[str, Any]]:
+    """Return what a results file says of the models it is about."""
+    if _is_bench(content):
+        return list(content["models"])
+    return [content["model"], content["against"]] if _is_of_text(content) else [content["ddp_vllm"]["model"]]
+
+
 def _read(path: Path, *, strict: bool) -> dict[str, Any]:
     """Read a results file; a file that is none is an error when the user named it, and {} otherwise.
 
@@ -145,10 +170,10 @@ def _read(path: Path, *, strict: bool) -> dict[str, Any]:
         if strict:
             raise TextError(f"{path} cannot be read ({error}); pass a results file of bench or eval") from error
         return {}
-    if isinstance(content, dict) and (_is_bench(content) or "ddp_vllm" in content):
+    if isinstance(content, dict) and (_is_bench(content) or _is_of_text(content) or _is_of_tasks(content)):
         check_all = check_results if _is_bench(content) else check_evaluation
         check_all(content, path)
-        _settle(content["models"] if _is_bench(content) else [content["ddp_vllm"]["model"]], path)
+        _settle(_models_in(content), path)
         return content
     if strict:
         raise TextError(f"{path} is no results file of ddp-vllm bench or eval; run one of them first")
@@ -184,22 +209,13 @@ def _entry(checkpoint: Checkpoint, dense: str | None, found: Sequence[Results], 
         command = f"ddp-vllm bench sharegpt --dense {_origin(checkpoint) or dense or 'MODEL'} --pruned {folder}"
         notes[f"{facts.name} was not measured"] = command
     sparsity = (recipe.get("sparsity") or None) if recipe.get("budget", "units") == "units" else None
-    own: dict[str, Any] = {"heldout": heldout_ratio(checkpoint.provenance)}
+    own: dict[str, Any] = {"heldout": perplexity_ratio(checkpoint.provenance.get("perplexity") or {})}
+    own["texts"] = _texts(found, facts, notes)
     if stated := checkpoint.provenance.get("perplexity"):
         own["perplexities"] = (stated["dense"], stated.get("recovered", stated["pruned"]))
     if latency := checkpoint.provenance.get("latency"):
         own["predicted"] = (latency["speedup"], latency["low"], latency["high"])
     return Entry(facts=facts, dense=_origin(checkpoint), sparsity=sparsity, quality=quality, speeds=speeds, **own)
-
-
-def heldout_ratio(provenance: Mapping[str, Any]) -> Interval | None:
-    """Return held-out perplexity over the dense model's, with a 95 % interval by Student t over blocks of text."""
-    losses = (provenance.get("perplexity") or {}).get("block_losses") or {}
-    last = losses.get("recovered") or losses.get("pruned")
-    if not last or len(last) != len(losses.get("dense", ())):
-        return None
-    verdict = judge([exp(loss) for loss in losses["dense"]], [exp(loss) for loss in last])
-    return verdict.ratio, verdict.low, verdict.high
 
 
 def _of(models: Sequence[Results], facts: ModelFacts) -> list[Results]:
@@ -235,9 +251,18 @@ def _unchanged(models: Iterable[Results], facts: ModelFacts, notes: dict[str, st
 
 def _best_evaluation(found: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> Results | None:
     """Return the evaluation of a model with the most tasks, of most questions and then the latest among equals."""
-    evaluations = [each for each in found if not _is_bench(each)]
+    evaluations = list(filter(_is_of_tasks, found))
     mine = [each for each in evaluations if _unchanged(_of([each["ddp_vllm"]["model"]], facts), facts, notes)]
     return max(mine, key=lambda each: (len(each["results"]), _num_asked(each), each.get("date") or 0), default=None)
+
+
+def _texts(found: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> dict[str, Results]:
+    """Return what the latest `eval --text` of a model found, text by text."""
+    latest: dict[str, Results] = {}
+    for each in sorted(filter(_is_of_text, found), key=lambda each: str(each["started"])):
+        if _unchanged(_of([each["model"]], facts), facts, notes):
+            latest |= each["texts"]
+    return latest
 
 
 def _num_asked(evaluation: Results) -> int:
@@ -272,7 +297,7 @@ def _dense_entry(
         others = [model for speed in entry.speeds if not _of([model := speed["bench"]["models"][0]], facts)]
         notes |= {f"{entry.facts.name} was measured against {each['model']}, not {dense}": "" for each in others[:1]}
     wanted = [conditions(entry.quality) for entry in entries if entry.quality]
-    same = [each for each in found if not _is_bench(each) and (not wanted or conditions(each) == wanted[0])]
+    same = [each for each in found if _is_of_tasks(each) and (not wanted or conditions(each) == wanted[0])]
     quality = _best_evaluation(same, facts, notes)
     if quality is None:
         command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"

@@ -197,8 +197,13 @@ def perplexities(quality: Mapping[str, Any]) -> str:
     return " → ".join(f"{who} {quality[who]:.2f}" for who in ("dense", "pruned", "recovered") if who in quality)
 
 
-def perplexity_table(losses: Mapping[str, Sequence[float]]) -> Table:
-    """Return perplexities with standard errors over the held-out blocks; ratios' from the blocks' differences."""
+def perplexity_table(
+    losses: Mapping[str, Sequence[float]], agreement: Mapping[str, Mapping[str, float]] | None = None
+) -> Table:
+    """Return perplexities with standard errors over the held-out blocks; ratios' from the blocks' differences.
+
+    agreement: of each model with the dense one, if known: KL in nats a token, and how often the likeliest is the same.
+    """
     rows, lines = [], dict(losses)
     for name in list(losses)[1:]:
         pairs = zip(losses["dense"], losses[name], strict=True)
@@ -206,5 +211,13 @@ def perplexity_table(losses: Mapping[str, Sequence[float]]) -> Table:
     for label, values in lines.items():
         value = exp(fmean(values))
         error = value * stdev(values) / sqrt(len(values)) if len(values) > 1 else None
-        rows.append([label, f"{value:.2f}", "–" if error is None else f"± {error:.2f}"])
-    return Table(headings=["", "perplexity", "standard error"], rows=rows)
+        found = (agreement or {}).get(label)
+        near = [f"{found['kl']:.3f}", f"{found['top1']:.1%}"] if found else ["–", "–"]
+        rows.append([label, f"{value:.2f}", "–" if error is None else f"± {error:.2f}", *(near if agreement else [])])
+    headings = [
+        "",
+        "perplexity",
+        "standard error",
+        *(["KL to dense, nats", "same likeliest token"] if agreement else []),
+    ]
+    return Table(headings=headings, rows=rows)

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import printable
+from ddp_vllm.evaluations import fidelity
 from ddp_vllm.pages.page import Table
 from ddp_vllm.pages.summary import (
     Size,
@@ -96,6 +97,8 @@ def _print_quality(provenance: Mapping[str, Any], console: Console) -> None:
     """Print held-out perplexities and what rounding changed, if the checkpoint says so."""
     if quality := provenance.get("perplexity"):
         _say(console, "held-out perplexity", f"{perplexities(quality)} ({quality['tokens']:,} tokens)")
+        if near := fidelity(quality):
+            _say(console, "and there", near)
     if promised := prediction(provenance):
         _say(console, "predicted", promised)
     for kind, change in provenance.get("rounding", {}).items():

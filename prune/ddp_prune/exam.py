@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from ddp_prune.devices import checkpoint_layers
 from ddp_prune.documents import by_template
-from ddp_prune.loss import losses, perplexity_of
+from ddp_prune.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 
 PROMPTS = (  # a question of each kind that people ask first, written down before any model had answered
     "What are the three primary colors?",
@@ -29,27 +29,57 @@ LONGEST = 64  # tokens of an answer
 
 
 class Exam:
-    """Losses and answers, model by model."""
+    """Losses, agreement with the first model, and answers, model by model."""
 
-    def __init__(self, texts: Mapping[str, torch.Tensor], tokenizer: Any) -> None:
-        """texts: held-out blocks by the name of the text, int64 [num_blocks, seq_len]."""
-        self.texts, self.tokenizer = texts, tokenizer
+    def __init__(
+        self, texts: Mapping[str, torch.Tensor], tokenizer: Any, scored: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """texts: held-out blocks by the name of the text, int64 [num_blocks, seq_len]. scored: of each of them, bool,
+        the tokens that count; None: all."""
+        self.texts, self.tokenizer, self.scored = texts, tokenizer, scored or {}
         self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
+        self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
         self.answers: dict[str, list[str]] = {}
+        self.first: tuple[OutputHead, dict[str, list[torch.Tensor]]] | None = None
 
     def take(self, who: str, model: Any) -> None:
         """Let a model read and answer, in its number format and with attention as where it is used."""
         checkpoint_layers(model, False)
         if not model.config.to_dict().get("attn_logit_softcapping"):
             model.set_attn_implementation("sdpa")
-        for name, blocks in self.texts.items():
-            self.losses[name][who] = losses(model, blocks)
+        self.read(who, model)
         self.answers[who] = _answers(model, self.tokenizer)
 
+    @torch.no_grad()
+    def read(self, who: str, model: Any) -> None:
+        """Let a model read; the first one is what others are compared with."""
+        head, hidden = OutputHead.of(model), dict[str, list[torch.Tensor]]()
+        for name, blocks in self.texts.items():
+            self.losses[name][who], hidden[name] = [], []
+            for tokens, counts in zip(blocks, self._counting(name), strict=True):
+                here, labels = final_hidden(model, tokens[None].to(head.weight.device)), tokens[1:][counts]
+                here, labels = here[counts.to(here.device)], labels.to(here.device)
+                self.losses[name][who].append(negative_log_likelihood(here, head, labels) / len(labels))
+                hidden[name].append(here)
+        if self.first is None:
+            self.first = head, {name: [each.cpu() for each in states] for name, states in hidden.items()}
+            return
+        first_head, before = self.first
+        for name, states in hidden.items():
+            pairs = zip(states, before[name], strict=True)
+            each = [agreement(here, head, there.to(here), first_head) for here, there in pairs]
+            divergence, alike = (sum(values) / sum(map(len, states)) for values in zip(*each, strict=True))
+            self.agreements[name][who] = {"kl": max(0.0, divergence), "top1": alike}
+
     def perplexity(self, text: str) -> dict[str, Any]:
-        """Return the perplexity of a text by each model, and what it is made of."""
+        """Return the perplexity of a text by each model, how near it is to the first, and what it is made of."""
         found: dict[str, Any] = {who: perplexity_of(values) for who, values in self.losses[text].items()}
-        return found | {"tokens": self.texts[text].numel(), "block_losses": self.losses[text]}
+        tokens = int(self._counting(text).sum()) if text in self.scored else self.texts[text].numel()
+        return found | {"tokens": tokens, "block_losses": self.losses[text], "agreement": self.agreements[text]}
+
+    def _counting(self, text: str) -> torch.Tensor:
+        """Return which predicted tokens count, bool [num_blocks, seq_len − 1]."""
+        return self.scored.get(text, torch.ones_like(self.texts[text], dtype=torch.bool))[:, 1:]
 
     def said(self) -> dict[str, Any]:
         """Return prompts and answers."""

@@ -187,6 +187,22 @@ def losses(model: Any, blocks: torch.Tensor) -> list[float]:
     ]
 
 
+@torch.no_grad()
+def agreement(
+    hidden_NH: torch.Tensor, head: OutputHead, teacher_NH: torch.Tensor, teacher_head: OutputHead
+) -> tuple[float, int]:
+    """Return the summed KL(teacher‖student) in nats, over the whole vocabulary, and for how many tokens both models
+    hold the same next one likeliest; shapes as `distilled_loss`."""
+    divergence, alike, size = 0.0, 0, chunk_tokens(head.weight)
+    for hidden, teacher in zip(hidden_NH.split(size), teacher_NH.split(size), strict=True):
+        logits, wanted = head.logits(hidden), teacher_head.logits(teacher)
+        alike += int((logits.argmax(-1) == wanted.argmax(-1)).sum())
+        t, log_z_teacher = _softmax(wanted)
+        log_z = torch.logsumexp(logits, -1)
+        divergence += (wanted.sub_(logits).mul_(t).sum() + (log_z - log_z_teacher).sum()).item()
+    return divergence, alike
+
+
 def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> float:
     """Return `perplexity_of` the `block_losses`."""
     return perplexity_of(block_losses(gated, masks, blocks))

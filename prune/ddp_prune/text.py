@@ -217,7 +217,7 @@ def take_turns(texts: dict[str, Any], turns: dict[str, int]) -> Iterator[str]:
 def hold_out(documents: Iterable[str], tokenizer: Any, size: int, wanted: int) -> tuple[np.ndarray, set[str]]:
     """Return up to `wanted` tokens, an excerpt of each document, and all pieces of these documents."""
     tokens, hidden = np.empty(0, np.int32), set[str]()
-    for text in documents:
+    for text in documents if wanted else ():
         pieces = cut(text, size)
         if not hidden.issuperset(pieces):  # else it is a copy of one in another source
             hidden.update(pieces)

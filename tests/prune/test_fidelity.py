@@ -1,0 +1,102 @@
+"""How near a model is to the dense one: KL and agreement against the whole vocabulary, on a user's own text."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from runs import assert_refused, prune
+
+from ddp_prune.exam import Exam
+from ddp_prune.loss import OutputHead, agreement
+from ddp_vllm import api
+from ddp_vllm.cache import cache_folder
+from ddp_vllm.cli import main
+from ddp_vllm.pages.compare import text_table
+from ddp_vllm.pages.measurements import collect
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_prune.loss.CHUNK_BYTES", 4 * 50 * 16)  # 16 tokens at once
+    chance = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.randn(37, 8, generator=chance) for _ in range(2))
+    head = OutputHead(weight=torch.randn(50, 8, generator=chance), divisor=2.0, cap=3.0)
+    other = OutputHead(weight=torch.randn(50, 8, generator=chance))
+    p, t = (each.logits(hidden).double() for each, hidden in ((head, ours), (other, theirs)))
+    wanted = F.kl_div(p.log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True).item()
+    divergence, alike = agreement(ours, head, theirs, other)
+    assert divergence == pytest.approx(wanted, rel=1e-5)
+    assert alike == int((p.argmax(-1) == t.argmax(-1)).sum())
+
+
+@pytest.fixture
+def pruned(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
+    """Made anew for each test, for where the dense model is stands in the cache."""
+    assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
+    return tmp_path / "pruned"
+
+
+def test_a_pruned_folder_says_how_near_it_is(pruned: Path) -> None:
+    quality = api.inspect(pruned)["perplexity"]
+    near = quality["agreement"]["pruned"]
+    assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
+    assert "same likeliest token" in (pruned / "report.html").read_text()
+
+
+def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """In conversations only what the assistant says counts, and what was found stands on the page of compare."""
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
+    chats.write_text((json.dumps({"conversations": turns}) + "\n") * 400)
+    command = ["eval", str(pruned), "--max-length", "16", "--text", str(tiny_text), "--text", str(chats)]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    assert f"{tiny_text.name}: perplexity" in done.output and "nats" in done.output
+    (file,) = (pruned / "eval").glob("text_*.json")
+    found = json.loads(file.read_text())["texts"]
+    assert found[chats.name]["tokens"] <= found[tiny_text.name]["tokens"]
+    assert found[tiny_text.name]["sha256"]
+    (plain, _) = text_table(collect([pruned])).rows
+    assert plain[0] == tiny_text.name and "×" in str(plain[2])
+    same = api.evaluate_text(str(tiny_model), str(tiny_text), against=str(tiny_model), output=tmp_path, max_length=16)
+    near = same["texts"][tiny_text.name]["agreement"]["pruned"]
+    assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
+
+
+def test_only_scored_tokens_count(tiny_model: Path) -> None:
+    from ddp_prune.model import load_model, open_source
+
+    model = load_model(open_source(str(tiny_model)), "float32")
+    blocks = torch.randint(1, 320, (2, 16), generator=torch.Generator().manual_seed(1))
+    scored = torch.zeros_like(blocks, dtype=torch.bool)
+    scored[:, 5] = True
+    exam = Exam({"a": blocks}, None, {"a": scored})
+    exam.read("dense", model)
+    with torch.no_grad():
+        logits = model(blocks).logits[:, 4]
+    wanted = F.cross_entropy(logits, blocks[:, 5], reduction="none").tolist()
+    assert exam.losses["a"]["dense"] == pytest.approx(wanted, rel=1e-4)
+    assert exam.perplexity("a")["tokens"] == 2 and math.isfinite(exam.perplexity("a")["dense"])
+
+
+def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a word")
+    for words, reason in (
+        ([str(pruned), "--text", str(short)], "give more text, or lower --max-length"),
+        ([str(tiny_model), "--text", str(short)], "name one with --against"),
+        ([str(pruned), "--text", str(short), "--max-length", "3"], "below 16"),
+        ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
+    ):
+        refused = CliRunner().invoke(main, ["eval", *words])
+        assert_refused(refused, refused.exit_code, reason)
+        assert refused.exit_code
+    shutil.rmtree(cache_folder() / "origins")  # as on another machine
+    refused = CliRunner().invoke(main, ["eval", str(pruned), "--text", str(short)])
+    assert_refused(refused, 2, "which is not here; name it with --against")
