@@ -45,6 +45,10 @@ class Task:
     fields: tuple[str, ...]
     """What every row of the local file must have."""
     higher_is_better: bool = True
+    filter: str = "none"
+    """lm-eval's name of how an answer is found in what was said."""
+    is_generated: bool = False
+    """The model writes its answer, by its chat template if it has one, rather than choosing among some."""
 
 
 # The metric of each task is the one that gives the paper's dense rows (tables "dense" and "moe"): its LLaMA-7B has
@@ -95,8 +99,16 @@ TASKS = {
         heading="C4", stock="c4/c4.yaml", metric="word_perplexity", split="validation",
         file="c4_sample", fields=("text",), higher_is_better=False,
     ),
+    "gsm8k": Task(
+        heading="GSM8K", stock="gsm8k/gsm8k.yaml", metric="exact_match", filter="flexible-extract", split="test",
+        file="gsm8k_test", fields=("question", "answer"), is_generated=True,
+    ),
+    "ifeval": Task(
+        heading="IFEval", stock="ifeval/ifeval.yaml", metric="prompt_level_loose_acc", split="test",
+        file="ifeval_test", fields=("prompt", "instruction_id_list", "kwargs"), is_generated=True,
+    ),
 }  # fmt: skip
-ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better)
+ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better and not task.is_generated)
 """The nine tasks whose unweighted mean is the paper's "mean accuracy" for MoE and Qwen3."""
 
 
@@ -124,9 +136,8 @@ def check_evaluation(results: Any, path: Path) -> None:
 
 def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
     """Return (value, standard error) of one task by the metric that counts here, or None if it was not run."""
-    found = results["results"].get(name, {})
-    value = found.get(f"{TASKS[name].metric},none")
-    error = found.get(f"{TASKS[name].metric}_stderr,none")
+    found, task = results["results"].get(name, {}), TASKS[name]
+    value, error = (found.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
     stated = Number(high=float("inf"))  # a perplexity may be more than a float holds
     return (float(value), float(error) if NUMBER.takes(error) else None) if stated.takes(value) else None
 
@@ -138,7 +149,10 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     interval each task is given one more row lost and one more won (Bonett and Price, J. Educ. Behav. Stat. 37, 2012):
     a few rows that all changed alike, or not at all, are no proof that others would.
     """
-    ours, theirs = (each["ddp_vllm"].get("answers", {}) for each in (results, dense))
+    ours, theirs = (
+        {name: rows for name, rows in each["ddp_vllm"].get("answers", {}).items() if name in ACCURACY}
+        for each in (results, dense)
+    )
     numbers, others = ({name: len(rows) for name, rows in each.items()} for each in (ours, theirs))
     if numbers != others or not numbers or not all(numbers.values()):
         return None
@@ -190,7 +204,7 @@ def fidelity(quality: Mapping[str, Any]) -> str:
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the unweighted mean of the accuracies, as the paper averages, with its standard error and its tasks."""
-    scores = {name: score(results, name) for name, task in TASKS.items() if task.higher_is_better}
+    scores = {name: score(results, name) for name in ACCURACY}
     present = {name: value for name, value in scores.items() if value}
     if not present:
         return None

@@ -291,7 +291,9 @@ def _numbers(option: str, text: str) -> list[float]:
 
 @click.command()
 @click.argument("model")
-@click.option("--tasks", default="paper", show_default=True, help="Names by commas, or the suites paper, nine, llama.")
+@click.option(
+    "--tasks", default="paper", show_default=True, help="Names by commas, or the suites paper, nine, llama, generative."
+)
 @click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
 @click.option(
     "--data", multiple=True, type=click.Path(path_type=Path), help="Folder or file of local rows; repeatable."

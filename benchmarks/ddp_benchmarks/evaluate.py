@@ -198,14 +198,17 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
         model, arguments = _load_model(settings)
         for number, name in enumerate(names, 1):
             console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
+            talks = TASKS[name].is_generated and bool(model.tokenizer.chat_template)
             results = evaluator.simple_evaluate(
-                model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit, task_manager=manager
-            )
+                model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit, task_manager=manager,
+                apply_chat_template=talks, fewshot_as_multiturn=talks,
+            )  # fmt: skip
             results["config"] |= {"model": settings.backend, "model_args": arguments}
             results["batch_sizes"] = {name: results["config"].get("batch_sizes")}
             samples = results.pop("samples")[name]
             if TASKS[name].higher_is_better:
-                results["answers"] = {name: [float(sample[TASKS[name].metric]) for sample in samples]}
+                metric, way = TASKS[name].metric, TASKS[name].filter
+                results["answers"] = {name: [float(each[metric]) for each in samples if each["filter"] == way]}
             write_results(json.loads(json.dumps(results, default=str)), _cache_file(settings, name, files.get(name)))
 
 

@@ -18,6 +18,7 @@ from ddp_vllm.remote_code.files import parse_json
 SUITES = {
     "paper": (*ACCURACY, "wikitext"),  # c4 only by name: its validation split on the hub has 364,608 documents
     "nine": ACCURACY,
+    "generative": tuple(name for name, task in TASKS.items() if task.is_generated),
     "llama": tuple(name for name in ACCURACY if name not in ("rte", "mathqa")),  # the seven of its LLaMA tables
 }
 
@@ -67,6 +68,8 @@ def write_task(name: str, file: Path, folder: Path) -> Path:
         "dataset_kwargs": {"data_files": {task.split: glob.escape(str(file.resolve()))}},  # it reads names as patterns
         **{f"{split}_split": split if split == task.split else None for split in ("training", "validation", "test")},
     }
+    if name == "gsm8k":  # its examples are then other rows of the same file
+        config["fewshot_split"] = task.split
     if name == "hellaswag" and "query" in row:  # rows that were prepared already, as lm-eval's process_docs would
         config["process_docs"] = None
     path = folder / f"{name}.yaml"

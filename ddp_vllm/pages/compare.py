@@ -26,6 +26,7 @@ from ddp_vllm.pages.report import REPORT_FILE
 from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
 
 PICTURE_HEIGHT = 3.6  # inches
+CAN = 0.02  # of the questions, two standard errors above which a model can do a task of answers in words
 PAPER_METRIC = "requests_per_second"
 _SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
 _ENGINE_FACTS = (  # fact, heading, divisor, decimals
@@ -177,11 +178,18 @@ def task_table(comparison: Comparison) -> Table:
     """Every task with its standard error, one column a model."""
     scores = [task_scores(entry) for entry in comparison.entries]
     rows = [
-        [f"{task.heading} ({task.metric.replace('_', ' ')})", *(_score(name, found.get(name)) for found in scores)]
+        [f"{task.heading} ({task.metric.replace('_', ' ')}){_beyond(name, scores)}"]
+        + [_score(name, found.get(name)) for found in scores]
         for name, task in TASKS.items()
         if any(name in found for found in scores)
     ]
     return Table(headings=["", *map(_column, comparison.entries)], rows=rows)
+
+
+def _beyond(name: str, scores: Sequence[Mapping[str, tuple[float, float | None]]]) -> str:
+    """Say of a task that models answer in words that the dense one cannot do it: then nothing there can be lost."""
+    value, error = scores[0].get(name) or (1.0, None)
+    return ", which the dense model cannot do" if TASKS[name].is_generated and value < CAN + 2 * (error or 0) else ""
 
 
 def text_table(comparison: Comparison) -> Table:

@@ -232,3 +232,18 @@ def test_bad_input_has_its_exit_code(
     output = run(str(tiny), *filled, home=tmp_path / "hf")
     assert (output.returncode, output.stderr.count("\n")) == (code, 1)
     assert reason in output.stderr
+
+
+def test_answers_in_words(tiny: Path, tmp_path: Path) -> None:
+    """They count by lm-eval's filter, and not among the nine tasks of the mean."""
+    pytest.importorskip("immutabledict")
+    file = tmp_path / "data" / "gsm8k_test.jsonl"
+    file.parent.mkdir()
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(7)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(str(tiny), "--tasks", "gsm8k", "--limit", "2", "--data", str(file), "-o", str(tmp_path / "out"),
+               "--against", str(tiny), home=tmp_path / "hf")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "GSM8K" in done.stdout
+    (results,) = (json.loads(each.read_text()) for each in (tmp_path / "out").glob("results_*.json"))
+    assert len(results["ddp_vllm"]["answers"]["gsm8k"]) == 2 and results["ddp_vllm"]["mean_accuracy"] is None

@@ -37,9 +37,12 @@ ROWS: dict[str, dict[str, Any]] = {  # made up here, in the form of each task
     },
     "wikitext": {"page": " = Ice = \n \n Ice is cold . \n"},
     "c4": {"text": "Ice is cold."},
+    "gsm8k": {"question": "What is 1 + 1?", "answer": "It is 1 + 1 = 2. #### 2"},
+    "ifeval": {"key": 1, "prompt": "No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
 }
 ROWS["arc_challenge"] = ROWS["arc_easy"]
-DATA_KEYS = {"dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split", "test_split"}
+SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
+DATA_KEYS = {"dataset_path", "dataset_name", "dataset_kwargs", *SPLITS}
 
 _BUILD = """
 import json, logging, sys
@@ -77,7 +80,8 @@ def test_only_the_data_source_is_replaced(name: str, data: Path, tmp_path: Path)
         del expected["process_docs"]
     assert {key: value for key, value in ours.items() if key not in DATA_KEYS} == expected
     assert ours[f"{'test' if TASKS[name].split == 'test' else 'validation'}_split"] == TASKS[name].split
-    assert stock[f"{TASKS[name].split}_split"] == TASKS[name].split  # lm-eval scores the same split of the hub's data
+    on_hub = "train" if name == "ifeval" else TASKS[name].split
+    assert stock[f"{TASKS[name].split}_split"] == on_hub  # lm-eval scores the same split of the hub's data
 
 
 def build(folder: Path, *names: str, home: Path) -> dict[str, Any]:
