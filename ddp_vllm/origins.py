@@ -21,8 +21,9 @@ PLACES = ("model", "teacher", "data", "watch", "profile")  # settings that may h
 
 
 def is_hub_name(name: str) -> bool:
-    """Tell whether this is a name on the hub, OWNER/NAME, and no path."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not os.path.exists(name)
+    """Tell whether this is a name on the hub, OWNER/NAME, and no path; either may have turns, `:3`."""
+    here = any(map(os.path.exists, (name, name.rpartition(":")[0])))
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not here
 
 
 def bare_name(name: str) -> str:

@@ -140,6 +140,8 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
 def _quality(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a paragraph on perplexity, on how it is quantised, on the speed that was asked for, and for each note."""
     yield _perplexity(checkpoint)
+    if text_hash := checkpoint.provenance.get("learned_from", {}).get("text"):
+        yield f"The tokens that the masks were learned on, and those held out, have the SHA-256 `{text_hash}`."
     if quantised := checkpoint.config.get("quantization_config"):
         how = quantised.get("format", "an own format")
         yield f"Then weights were quantised ({how} of compressed-tensors). What that cost is not in these figures."

@@ -39,7 +39,8 @@ ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bi
 def open_rows(name: str, column: str = "") -> Any:
     """Return the rows of a file, a `datasets.Dataset`, or of a hub dataset, an `IterableDataset` that is streamed.
 
-    name: a path; or `name` or `name:configuration` on the hub. column: what becomes `text`, if there are columns.
+    name: a path; or `name`, `name:configuration` or `name:configuration:split` on the hub. column: what becomes `text`,
+    if there are columns.
     Raises: as in `reading_text`.
     """
     import datasets
@@ -48,8 +49,8 @@ def open_rows(name: str, column: str = "") -> Any:
     if path.exists() or _kind(path):
         rows = _read_file(path)
     else:
-        hub_name, _, configuration = name.partition(":")
-        rows = datasets.load_dataset(hub_name, configuration or None, split="train", streaming=True)
+        hub_name, configuration, split = [*name.split(":", 2), "", ""][:3]
+        rows = datasets.load_dataset(hub_name, configuration or None, split=split or "train", streaming=True)
     if not column or _kind(path) == "text":
         return rows
     columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read

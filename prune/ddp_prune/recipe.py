@@ -98,8 +98,9 @@ class LearningSettings:
     """What a run has that learns masks, and one that learns weights."""
 
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
-    """Text to learn on: a hub dataset (`name` or `name:configuration`) or a .txt/.jsonl/.json/.parquet file; several,
-    separated by commas, take turns. An excerpt is about `seq_len` tokens; a name that is given twice has two turns."""
+    """Text to learn on: a hub dataset (`name`, `name:configuration` or `name:configuration:split`; else split `train`)
+    or a .txt/.jsonl/.json/.parquet file. Several, separated by commas, take turns of about `seq_len` tokens; `NAME:3`
+    has three turns to the others' one."""
     text_column: str = ""
     """Column that holds the text, where it is not called text, conversations or messages. Every text of `data` that has
     columns must have it."""

@@ -83,7 +83,7 @@ def load_blocks(
 ) -> Blocks:
     """Read, tokenise and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
 
-    data: hub datasets or files, separated by commas, which take turns; one that is named twice has two turns.
+    data: hub datasets or files, separated by commas, which take turns; `NAME:3` has three, and so has one named thrice.
     text_column: as in a `Recipe`.
     Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
     With a tokenizer that begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text; else text alone.
@@ -136,8 +136,16 @@ def leading_bos(tokenizer: Any) -> list[int]:
 
 
 def sources_of(data: str) -> list[str]:
-    """Return the names in a comma-separated list; a file's own name may hold commas. Raises: TextError."""
-    names = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
+    """Return the names in a comma-separated list, `NAME:3` three times; a file's own name may hold commas and colons.
+
+    Raises: TextError.
+    """
+    given = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
+    names = []
+    for name in given:
+        plain, _, turns = name.rpartition(":")
+        counted = plain and re.fullmatch("[1-9][0-9]?", turns) and not os.path.exists(name)
+        names += [plain] * int(turns) if counted else [name]
     if not all(names):
         raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
     return [os.path.normpath(name) if os.path.exists(name) else name for name in names]

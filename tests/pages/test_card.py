@@ -45,6 +45,8 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
 def test_the_card_says_how_it_was_measured(trained: Path) -> None:
     card = model_card(read_checkpoint(trained), "pruned")
     assert "All models read the same 16 blocks, on which nothing was learned" in card
+    assert re.search(r"held out, have the SHA-256 `[0-9a-f]{64}`\.", card)
+    assert re.search(r"\| pruned \| \d+\.\d\d \| ± \d\.\d\d \| \d\.\d{3} \| \d+\.\d% \|", card)
     assert re.search(r"\| pruned / dense \| 1\.\d\d \| ± 0\.\d\d \|", card)
 
 

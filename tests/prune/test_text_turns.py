@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ddp_prune.text import cut, excerpts_of, sources_of, take_turns
 from ddp_vllm.errors import TextError
+from ddp_vllm.origins import bare_name
 
 COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 
@@ -134,7 +135,8 @@ def test_a_file_that_is_named_twice_has_two_turns(
     a, b, c = (
         write_texts(f"{name}.jsonl", _long_texts(name, count)) for name, count in (("a", 90), ("b", 30), ("c", 9))
     )
-    blocks = load(f"{a}, {a}, {b},{c}", heldout_blocks=1)
+    blocks = load(f"{a}:2, {b},{c}", heldout_blocks=1)
+    assert torch.equal(blocks.train, load(f"{a}, {a}, {b},{c}", heldout_blocks=1).train)
     order = [text.strip()[0] for text in tokenizer.decode(blocks.train.flatten()).split("<eos>")[:-1]]
     assert "".join(order[1:17]) == ("aabc" * 5)[1:17]
     assert set(order[-20:]) == {"a"}
@@ -145,7 +147,10 @@ def test_one_file_by_two_names_is_one_source(tmp_path: Path, write_texts: Callab
     same = tmp_path / "." / "x" / ".." / "a.jsonl"
     (tmp_path / "x").mkdir()
     assert sources_of(f"{file},{same}") == [str(file)] * 2
-    assert sources_of("owner/name:part,owner/name") == ["owner/name:part", "owner/name"]
+    assert sources_of("owner/name:part:2,owner/name") == ["owner/name:part", "owner/name:part", "owner/name"]
+    (tmp_path / "b.jsonl:3").write_text("{}")
+    assert sources_of(f"{tmp_path}/b.jsonl:3") == [f"{tmp_path}/b.jsonl:3"]  # that is what it is called
+    assert bare_name(f"{file}:3,owner/name:3") == "a.jsonl:3,owner/name:3"
 
 
 def test_a_file_may_have_a_comma_in_its_name(write_texts: Callable[..., Path]) -> None:
@@ -179,8 +184,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]
     names: list[tuple[Any, ...]] = []
     load_dataset = datasets.load_dataset
 
-    def load_file(*name: Any, **options: Any) -> Any:
-        names.append(name)
+    def load_file(*name: Any, split: str, **options: Any) -> Any:
+        names.append((*name, split))
+        options["split"] = "train"  # the only one of a file
         file, cache = str(tmp_path / "hub.jsonl"), str(tmp_path / "hub")
         return load_dataset("json", data_files=file, cache_dir=cache, **options)
 
@@ -194,9 +200,9 @@ def test_a_hub_dataset_is_streamed_beside_a_file(
 ) -> None:
     write_texts("hub.jsonl", _long_texts("h", 300))
     file = write_texts("file.jsonl", _long_texts("f", 300))
-    data = f"owner/name:part,{file}" if beside else "owner/name:part"
+    data = f"owner/name:part,{file}" if beside else "owner/name:part:validation"
     blocks = [load(data, train_blocks=200, heldout_blocks=4, seed=seed) for seed in (0, 0, 1)]
-    assert set(hub) == {("owner/name", "part")}
+    assert set(hub) == {("owner/name", "part", "train" if beside else "validation")}
     starts = [text.strip() for text in tokenizer.decode(blocks[0].train.flatten()).split("<eos>")[1:]]
     assert {start[0] for start in starts} == {"h", "f"} if beside else {"h"}
     numbers = [int(re.findall(r"\d+", start)[0]) for start in starts if start[0] == "h"]
