@@ -21,7 +21,7 @@ STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
 
 
-class _ClampStraightThrough(torch.autograd.Function):
+class ClampStraightThrough(torch.autograd.Function):
     """Clamp forward, identity backward."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class _ClampStraightThrough(torch.autograd.Function):
 
 def gate(z_LU: torch.Tensor) -> torch.Tensor:
     """Return m = ReLU(z) with a straight-through gradient (Eq. 11); any shape, float32."""
-    return _ClampStraightThrough.apply(z_LU, 0.0, math.inf)
+    return ClampStraightThrough.apply(z_LU, 0.0, math.inf)
 
 
 def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
@@ -44,7 +44,7 @@ def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
     s(0) = 0, s(2μ) = 1, and s tends to the step function of z as μ falls.
     """
     stretched = torch.sigmoid((z_LU - mu) * (SHARPNESS / mu)) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW
-    return _ClampStraightThrough.apply(stretched, 0.0, 1.0)
+    return ClampStraightThrough.apply(stretched, 0.0, 1.0)
 
 
 def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
