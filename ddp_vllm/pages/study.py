@@ -75,7 +75,8 @@ def page_of(name: str, cells: Sequence[Cell], dense: Cell, study: Mapping[str, A
         sections=sections,
         footer=[
             f"Scores read {study['samples']} sequences; unless a row says otherwise, {steps}, on frozen weights.",
-            "Every row keeps the same number of units of each kind. Its masks lie in cells/, for ddp-vllm apply.",
+            "Every row keeps the same number of units of each kind. Its masks, and no weights that "
+            "learned, lie in cells/, for ddp-vllm apply.",
         ],
         files=[f"{name}.csv"],
     )

@@ -29,7 +29,7 @@ class StudyTable:
 
 
 COLUMNS: Mapping[str, tuple[str, float]] = {  # of a cell -> its heading, and what a unit of that is
-    "seconds": ("seconds", 1.0), "tokens": ("tokens", 1.0), "learns": ("numbers that learn", 1.0),
+    "seconds": ("seconds", 1.0), "tokens": ("tokens read", 1.0), "learns": ("numbers that learn", 1.0),
     "step_seconds": ("seconds a step", 1.0), "peak_bytes": ("peak GB", 1e9), "perplexity": ("perplexity", 1.0),
 }  # fmt: skip
 

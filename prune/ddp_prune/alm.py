@@ -113,10 +113,14 @@ class AlmTrainer(Trainer):
 
     def forward_masks(self) -> Masks:
         """Return m [L, U] of every module type, differentiable in z."""
-        return super().forward_masks() if self.polishing else {kind: gate(z) for kind, z in self.z.items()}
+        as_searched = not self.polishing or self.recipe.alm.raw_masks
+        return {kind: gate(z) for kind, z in self.z.items()} if as_searched else super().forward_masks()
 
     def alive(self) -> Masks:
         return super().alive() if self.polishing else {kind: z > 0 for kind, z in self.z.items()}
+
+    def choose(self, worth: Masks, alive: Masks) -> Masks:
+        return alive if self.recipe.alm.raw_masks else super().choose(worth, alive)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
         """Return s, what the multipliers count a unit as; shaped as z."""

@@ -153,7 +153,7 @@ class Cells:
             if masks:
                 found["peak_bytes"] = peak_bytes(self.accelerator.device)
                 made_by = {"model": recipe.model, "method": row.name, "sparsity": sparsity, "seed": seed}
-                made_by |= found.pop("routing", {})
+                made_by |= {name: found.pop(name) for name in ("routing",) if name in found}
                 write_masks(masks, path.with_suffix(MASKS), head_unit=gated.head_unit, provenance=made_by)
                 found |= self.judged(masks, heldout) | what_is_left(masks, gated, self.source)
                 yield f"{name}: perplexity {found['perplexity']:.2f}"

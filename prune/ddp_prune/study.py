@@ -50,6 +50,10 @@ def read_row(name: str) -> Row:
     later = max((place for place, word in enumerate(words) if word in LATER), default=None)
     if later is not None:
         before = read_row("+".join([head, *words[:later]]))
+        if before.changes.get("learn") == "full":
+            raise SettingError(
+                f"method {name!r} goes on from weights that learned, which are not kept; leave out the end"
+            )
         own = {"controller": "gradual", "polish": SUPPORT_STAYS, "learn": LATER[words[later]]}
         return Row(name=name, before=before.name, changes=own | _changes(name, words[later + 1 :], CHANGES))
     if (method := METHODS.get(head)) is None:
@@ -144,9 +148,9 @@ class Study:
             changes = {"polish": Recipe.polish} | changes
         if isinstance(share := changes.get("steps"), str):
             changes["steps"] = max(1, round(self.recipe.steps * float(share.rstrip("%")) / 100))
-        return dataclasses.replace(
-            self.recipe, **{"sparsity": sparsity, "seed": seed, "learn": "scales", "scope": "global", **changes}
-        )
+        fixed: Mapping[str, Any] = {"sparsity": sparsity, "seed": seed, "learn": "scales", "scope": "global"}
+        exact = dataclasses.replace(self.recipe.alm, raw_masks=False)
+        return dataclasses.replace(self.recipe, **{**fixed, "alm": exact, **changes})
 
     def shared(self) -> dict[str, Any]:
         """Return the settings that all cells of a folder share."""
