@@ -155,6 +155,7 @@ class Study:
     def shared(self) -> dict[str, Any]:
         """Return the settings that all cells of a folder share."""
         recipe = {name: value for name, value in self.recipe.to_dict().items() if name not in ("sparsity", "seed")}
+        del recipe["alm"]["raw_masks"]  # `recipe_of` lets none through
         return {**recipe, "test": str(self.test), "samples": self.samples, "detokenise": self.detokenise}
 
     def command(self, row: Row, sparsity: float, seed: int, output: Path) -> str:
