@@ -37,6 +37,7 @@ METHODS: dict[str, Score | Search] = {
     "heapr": heapr.METHOD,
     "experts-frequency": whole_experts.FREQUENCY,
     "experts-reap": whole_experts.REAP,
+    "experts-naee": whole_experts.NAEE,
     "experts-use": whole_experts.USE,
     "even-widths": even_widths.METHOD,
     "hard-concrete": hard_concrete.METHOD,
