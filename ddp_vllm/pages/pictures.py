@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from ddp_vllm.pages.evidence import bin_edges
@@ -228,26 +228,18 @@ def draw_rows(figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[floa
 
 
 def draw_lines(
-    figure: Figure,
-    *,
-    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
-    xlabel: str,
-    reference: float | None,
+    figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str, reference: float
 ) -> None:
     """Draw curves on logarithmic axes, a panel below the other: label of the axis -> name of a curve -> points."""
     for axes, (label, curves) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
-            tone, dashes, width = LINES[number % len(LINES)]
-            style: Any = {
-                "marker": MARKERS[number % len(MARKERS)],
-                "color": tone,
-                "linestyle": dashes,
-                "linewidth": width,
-            }
-            axes.plot(*zip(*sorted(points), strict=True), label=name, **style)
-        if reference is not None:
-            axes.axhline(reference, color="black", linestyle=":", linewidth=1)
+            (tone, dashes, _), marker = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
+            axes.plot(*zip(*sorted(points), strict=True), marker=marker, color=tone, linestyle=dashes, label=name)
+        axes.axhline(reference, color="black", linestyle=":", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=label)
+        axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
+        axes.xaxis.set_major_formatter(EngFormatter(places=1, sep=""))
+        axes.xaxis.set_minor_formatter("")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend(frameon=False, fontsize=8)

@@ -98,7 +98,8 @@ def _falls(cells: Sequence[Cell], sparsity: float, column: str, order: Sequence[
     if len(there) < 2:
         return ""
     holds = all(after < before for (_, before), (_, after) in pairwise(there))
-    values = " → ".join(f"{name} {value:.3g}" for name, value in there)
+    ends = there[0][0], there[-1][0]
+    values = " → ".join(f"{name} {value:.3g}" if name in ends else f"{value:.3g}" for name, value in there)
     return f"at {100 * sparsity:g} % {heading} {values}, {'holds' if holds else 'does not hold'}"
 
 
@@ -198,10 +199,10 @@ def _draw(table: str, cells: Sequence[Cell], dense: Cell) -> Picture | None:
         tokens = {cell["method"]: cell["tokens"] for cell in cells if "tokens" in cell}
         curves: dict[str, dict[str, list[tuple[float, float]]]] = {label: {} for label in panels}
         for label, rows in panels.items():
-            for name in tokens.keys() & rows.keys():
+            for name in (each for each in rows if each in tokens):
                 points = curves[label].setdefault(name.partition("+steps=")[0], [])
                 points += [(tokens[name], value) for value in rows[name]]
-        draw = partial(draw_lines, panels=curves, xlabel="tokens learned on", reference=reference)
+        draw = partial(draw_lines, panels=curves, xlabel="tokens learned on", reference=dense["perplexity"])
         caption, height = f"A point is a seed, lower is better.{dotted}", 2.4 * len(curves)
     else:
         draw = partial(draw_rows, panels=panels, reference=reference)

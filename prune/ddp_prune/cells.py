@@ -56,12 +56,12 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
     """
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
     shapes = weight_shapes(source)
-    first = dataclasses.replace(study.recipe, scope="global")
     for sparsity in study.sparsities:
-        suited_pools(dataclasses.replace(first, sparsity=sparsity), source, shapes)
+        suited_pools(dataclasses.replace(study.recipe, sparsity=sparsity, scope="global"), source, shapes)
     test = read_test_blocks(study.test, tokenizer, detokenise=study.detokenise)
     blocks = _read(study.recipe, tokenizer)
-    texts = [_read(study.recipe_of(row, *_first(study)), tokenizer) for row in study.rows if "data" in row.changes]
+    first = study.sparsities[0], study.seeds[0]
+    texts = [_read(study.recipe_of(row, *first), tokenizer) for row in study.rows if "data" in row.changes]
     for part in (blocks, dataclasses.replace(blocks, heldout=test), *texts):
         check_vocabulary(part, source.config["vocab_size"], study.recipe.model)
     make_folder(output / CELLS)
@@ -73,10 +73,6 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
         for seed, row in itertools.product(study.seeds, study.rows):
             for line in cells.fill(row, seed):
                 say(line)
-
-
-def _first(study: Study) -> tuple[float, int]:
-    return study.sparsities[0], study.seeds[0]
 
 
 def _read(recipe: Recipe, tokenizer: Any) -> Blocks:

@@ -199,12 +199,12 @@ def test_a_folder_holds_one_study(tiny_model: Path, tiny_text: Path, test_text: 
 
 
 def test_a_command_of_a_row_fills_that_cell(tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert methods(tiny_model, tiny_text, test_text, out, "--sparsity", "0.4", "--methods", "fisher").exit_code == 0
-    before = cells(out)["fisher_0.4_0"]
-    (out / "cells" / "fisher_0.4_0.json").unlink()
+    out, options = tmp_path / "out", ("--sparsity", "0.4", "--methods", "fisher+scope=layer", "--seeds", "0,1")
+    assert methods(tiny_model, tiny_text, test_text, out, *options).exit_code == 0
+    before = cells(out)["fisher+scope=layer_0.4_1"]
+    (out / "cells" / "fisher+scope=layer_0.4_1.json").unlink()
     assert CliRunner().invoke(main, shlex.split(str(before["command"]))[1:]).exit_code == 0
-    assert cells(out)["fisher_0.4_0"]["perplexity"] == before["perplexity"]
+    assert cells(out)["fisher+scope=layer_0.4_1"]["perplexity"] == before["perplexity"]
 
 
 def test_the_papers_recipe_is_not_that_of_our_search(tmp_path: Path) -> None:
