@@ -94,7 +94,7 @@ def test_every_method_keeps_the_same_number(
 def test_a_cell_is_measured_once_and_an_interruption_loses_one(
     tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, options = tmp_path / "out", ("--sparsity", "0.4,0.6", "--methods", "magnitude,random,ours")
+    out, options = tmp_path / "out", ("--sparsity", "0.4,0.6", "--methods", "magnitude,random+recovered,ours")
     save = RunState.save
 
     def stop(self: RunState, step: int, *rest: object) -> None:
