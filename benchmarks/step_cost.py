@@ -11,8 +11,6 @@ The last line on stdout is JSON.
 """
 
 import argparse
-import ctypes
-import gc
 import multiprocessing
 import os
 import time
@@ -20,13 +18,12 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_benchmarks.protocol import rotated, script_parser
-from ddp_prune.devices import fit_attention
+from ddp_prune.devices import fit_attention, forget_peak, peak_bytes
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.model import load_model, open_source
@@ -180,7 +177,8 @@ def work(connection: Connection, name: str, arguments: argparse.Namespace) -> No
     """Serve one case: for every True that is received do a step and send what was measured; in a process of its own."""
     torch.set_num_threads(arguments.threads)
     step = CASES[name](Bench(arguments))
-    base = _reset_peak(arguments.device)
+    device = torch.device(arguments.device)
+    base = forget_peak(device)
     step()  # the first one chooses kernels and makes optimizer states; its time does not count, its memory does
     connection.send("ready")
     while connection.recv():
@@ -189,28 +187,8 @@ def work(connection: Connection, name: str, arguments: argparse.Namespace) -> No
         if arguments.device != "cpu":
             torch.cuda.synchronize()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        peak = _peak(arguments.device)
+        peak = peak_bytes(device)
         connection.send({"seconds": wall, "cpu_seconds": cpu, "peak": peak, "above": peak - base})
-
-
-def _reset_peak(device: str) -> int:
-    """Forget the peak of memory so far; return the bytes in use."""
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what loading left behind
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _peak(device: str) -> int:
-    return _status("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         read,
         recover,
         report,
-        study_methods,
+        study,
         verify,
     )
     from ddp_vllm.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study_methods", "export_gguf", "read", "inspect",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "export_gguf", "read", "inspect",
     "verify", "publish", "report", "profile", "bench", "evaluate", "evaluate_text", "compare", "fetch_model",
     "fetch_conversations", "Checkpoint", "DdpError",
 ]  # fmt: skip

@@ -138,7 +138,8 @@ def quantize(model: PathLike, scheme: str, *, output: PathLike, overwrite: bool 
     return Path(output)
 
 
-def study_methods(
+def study(
+    table: str,
     model: str,
     *,
     output: PathLike,
@@ -149,11 +150,12 @@ def study_methods(
     verbose: bool = False,
     **settings: Any,
 ) -> Path:
-    """Set pruning methods beside each other on a model at the same exact budget; return the path of the page.
+    """Fill a table of the paper for a model, row by row at the same exact budget; return the path of the page.
 
-    output: a folder; an interrupted study in it goes on, and what is asked beyond it is filled in. test: a text file to
-    judge by. seeds: they order the text. recipe: a TOML file with settings. settings: any field of a `Study`
-    (`methods`, `samples`, `polish`, `detokenise`) or of a `Recipe` (`data`, `steps`, …).
+    table: methods, relaxations, groups, recovery, data, cost, tokens or shapes. output: a folder; an interrupted study
+    in it goes on, and what is asked beyond it is filled in. test: a text file to judge by. seeds: they order the text.
+    recipe: a TOML file with settings. settings: any field of a `Study` (`methods`, `other_data`, `samples`, `polish`,
+    `detokenise`) or of a `Recipe` (`data`, `steps`, …).
     """
     found = _part("ddp_prune.recipe").load_recipe
     sizes = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,)
@@ -161,16 +163,18 @@ def study_methods(
         orders = tuple(map(int, seeds.split(","))) if isinstance(seeds, str) else tuple(seeds)
     except ValueError:
         raise SettingError(f"seeds is {seeds!r}; give numbers by commas, as 0,1,2") from None
-    own = {name: settings.pop(name) for name in ("methods", "samples", "polish", "detokenise") if name in settings}
+    names = ("methods", "other_data", "samples", "polish", "detokenise")
+    own = {name: settings.pop(name) for name in names if name in settings}
     file = Path(recipe) if recipe else None
     for size in sizes:
         base = found(file, settings | {"model": model, "sparsity": size})
-    part = _learning("ddp_prune.study")
-    study = part.Study(recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **own)
-    part.run_study(study, Path(output), _say(verbose))
+    asked = _learning("ddp_prune.study").Study(
+        table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **own
+    )
+    _part("ddp_prune.cells").run_study(asked, Path(output), _say(verbose))
     from ddp_vllm.pages.study import write_study
 
-    return write_study(Path(output))
+    return write_study(Path(output), table)
 
 
 def export_gguf(

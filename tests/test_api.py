@@ -13,7 +13,7 @@ from ddp_vllm import api
 def test_the_public_names_are_these() -> None:
     """Whoever takes one away breaks programs; whoever adds one adds it here."""
     assert ddp_vllm.__all__ == [
-        "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study_methods", "export_gguf", "read",
+        "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "export_gguf", "read",
         "inspect", "verify", "publish", "report", "profile", "bench", "evaluate", "evaluate_text", "compare",
         "fetch_model", "fetch_conversations", "Checkpoint", "DdpError",
     ]  # fmt: skip

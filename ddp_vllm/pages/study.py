@@ -1,4 +1,4 @@
-"""The page of `ddp-vllm study methods`: perplexity of every method at every sparsity, and what the paper found."""
+"""The page of a table of `ddp-vllm study`: every row at every sparsity, and whether the paper is right here."""
 
 import csv
 import io
@@ -7,81 +7,103 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ddp_vllm.origins import bare_name
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
-from ddp_vllm.pages.pictures import draw_rows, render
+from ddp_vllm.pages.pictures import draw_lines, draw_rows, render
+from ddp_vllm.pages.shapes import shapes_of
+from ddp_vllm.pages.tables import COLUMNS, TABLES, StudyTable, chains
 
 Cell = Mapping[str, Any]
 CELLS, STUDY_FILE = "cells", "study.json"
 PAPER, OURS = "paper", "ours"
-COLUMNS = (
-    "method", "sparsity", "seed", "perplexity", "heldout", "params left", "kv-bytes left", "seconds", "cpu_seconds",
-    "reason", "source", "command",
+IN_FILE = (
+    "method", "sparsity", "seed", *COLUMNS, "heldout", "params left", "kv-bytes left", "cpu_seconds", "reason",
+    "source", "command",
 )  # fmt: skip
 
 
-def write_study(folder: Path) -> Path:
-    """Write `methods.html`, `.md` and `.csv` of the cells in a folder, and return the path of the page.
+def write_study(folder: Path, table: str) -> Path:
+    """Write `TABLE.html`, `.md` and `.csv` of a table's cells in a folder, and return the path of the page.
 
-    Raises: OutputError.
+    Raises: OutputError; CheckpointError for masks that cannot be read.
     """
     study = json.loads((folder / STUDY_FILE).read_text(encoding="utf-8"))
-    cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / CELLS).glob("*.json"))]
-    page = page_of(cells, study)
-    write_text(to_html(page), folder / "methods.html")
-    write_text(to_markdown(page), folder / "methods.md")
+    rows = study["tables"][table]
+    files = sorted((folder / CELLS).glob("*.json"))
+    found = [json.loads(path.read_text(encoding="utf-8")) | {"file": path} for path in files]
+    (dense,) = (cell for cell in found if cell["method"] == "dense")
+    cells = sorted((cell for cell in found if cell["method"] in rows), key=lambda cell: rows.index(cell["method"]))
+    page = page_of(table, cells, dense, study)
+    write_text(to_html(page), folder / f"{table}.html")
+    write_text(to_markdown(page), folder / f"{table}.md")
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+    writer = csv.DictWriter(text, IN_FILE, extrasaction="ignore")
     writer.writeheader()
-    writer.writerows(cells)
-    write_text(text.getvalue(), folder / "methods.csv")
-    return folder / "methods.html"
+    writer.writerows([dense, *cells])
+    write_text(text.getvalue(), folder / f"{table}.csv")
+    return folder / f"{table}.html"
 
 
-def page_of(cells: Sequence[Cell], study: Mapping[str, Any]) -> Page:
-    """Return the page of all cells of a study."""
-    (dense,) = (cell for cell in cells if cell["method"] == "dense")
-    cells = [cell for cell in cells if cell is not dense]
+def page_of(name: str, cells: Sequence[Cell], dense: Cell, study: Mapping[str, Any]) -> Page:
+    """Return the page of all cells of a table."""
+    table = TABLES[name]
     remark = (
         f"Perplexity a token on {bare_name(study['test'])}, in brackets on held-out text of "
         f"{bare_name(study['data'])}; of several seeds the mean and the lowest and highest. Less is better. Seconds "
-        "are those of choosing, not of judging."
+        "are those of choosing, not of judging; peaks of memory without a GPU count the program too."
     )
     sections = [
-        Section(heading="Perplexity by method", table=method_table(cells, dense), remark=remark),
+        Section(heading="Perplexity by row", table=row_table(table, cells, dense), remark=remark),
         Section(heading="Where each method is from", table=_sources(cells)),
         Section(heading="What made each row", table=_commands(cells), folded=True),
     ]
-    if picture := _draw(cells, dense):
-        sections.insert(0, Section(heading="", pictures=[picture]))
+    holds, pictures = verdict(table, cells), [picture for picture in [_draw(name, cells, dense)] if picture]
+    if name == "shapes":
+        holds, drawn = shapes_of([(_label(cell), cell["file"]) for cell in cells if "perplexity" in cell])
+        sections[1:1] = drawn
+    if pictures:
+        sections.insert(0, Section(heading="", pictures=pictures))
     steps = f"searches took {study['steps']:,} steps of {study['batch_size']} × {study['seq_len']:,} tokens"
     return Page(
-        title=f"Pruning methods on {bare_name(study['model'])}",
-        lead=[("The paper and this model", verdict(cells))],
+        title=f"{table.title}: {bare_name(study['model'])}",
+        lead=[("The paper and this model", f"The paper: {table.finding}. Here: {holds or 'not measured'}.")],
         sections=sections,
         footer=[
-            f"Scores read {study['samples']} sequences; {steps}, on frozen weights.",
-            "Every method keeps the same number of units of each kind. Its masks lie in cells/, for ddp-vllm apply.",
+            f"Scores read {study['samples']} sequences; unless a row says otherwise, {steps}, on frozen weights.",
+            "Every row keeps the same number of units of each kind. Its masks, and no weights that "
+            "learned, lie in cells/, for ddp-vllm apply.",
         ],
-        files=["methods.csv"],
+        files=[f"{name}.csv"],
     )
 
 
-def verdict(cells: Sequence[Cell]) -> str:
-    """Say on one line what the paper found, and whether it holds here."""
-    found = "learned masks have the lowest perplexity in 11 of 12 columns of tables 1 and 2"
-    return (
-        f"The paper: {found}, its dense rivals after fine-tuning. Here: "
-        + "; ".join(_holds(cells, sparsity) for sparsity in _sparsities(cells))
-        + "."
-    )
+def verdict(table: StudyTable, cells: Sequence[Cell]) -> str:
+    """Say on one line whether what the paper found holds here; empty if nothing was measured."""
+    rows, sparsities = list(dict.fromkeys(cell["method"] for cell in cells)), _sparsities(cells)
+    if not table.rows:
+        return "; ".join(_best(cells, sparsity) for sparsity in sparsities)
+    said = [_falls(cells, sparsity, *order) for sparsity in sparsities for order in chains(table, rows)]
+    return "; ".join(filter(None, said))
 
 
-def _holds(cells: Sequence[Cell], sparsity: float) -> str:
+def _falls(cells: Sequence[Cell], sparsity: float, column: str, order: Sequence[str]) -> str:
+    """Say whether the means over seeds of a column fall from row to row; empty where there are no two of them."""
+    means, (heading, unit) = _means(cells, sparsity, column), COLUMNS[column]
+    there = [(name, means[name] / unit) for name in order if name in means]
+    if len(there) < 2:
+        return ""
+    holds = all(after < before for (_, before), (_, after) in pairwise(there))
+    ends = there[0][0], there[-1][0]
+    values = " → ".join(f"{name} {value:.3g}" if name in ends else f"{value:.3g}" for name, value in there)
+    return f"at {100 * sparsity:g} % {heading} {values}, {'holds' if holds else 'does not hold'}"
+
+
+def _best(cells: Sequence[Cell], sparsity: float) -> str:
     """Say of one sparsity how the paper's search and ours compare with the best score, by means over seeds."""
     means = _means(cells, sparsity)
     scores = {name for name, each in means.items() if not _is_search(cells, name)}
@@ -96,34 +118,42 @@ def _holds(cells: Sequence[Cell], sparsity: float) -> str:
 
 
 def _is_search(cells: Iterable[Cell], name: str) -> bool:
-    return any(cell["is_search"] or "+" in name or "." in name for cell in cells if cell["method"] == name)
+    return any(cell["is_search"] for cell in cells if cell["method"] == name)
 
 
 def _sparsities(cells: Iterable[Cell]) -> list[float]:
     return sorted({cell["sparsity"] for cell in cells})
 
 
-def _means(cells: Iterable[Cell], sparsity: float) -> dict[str, float]:
-    """Return the mean perplexity of every method that has one."""
+def _means(cells: Iterable[Cell], sparsity: float, column: str = "perplexity") -> dict[str, float]:
+    """Return the mean of a column of every row that has one."""
     found: dict[str, list[float]] = {}
     for cell in cells:
-        if cell["sparsity"] == sparsity and "perplexity" in cell:
-            found.setdefault(cell["method"], []).append(cell["perplexity"])
+        if cell["sparsity"] == sparsity and column in cell:
+            found.setdefault(cell["method"], []).append(cell[column])
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
-def method_table(cells: Sequence[Cell], dense: Cell) -> Table:
-    """Return a row a method, best first at the lowest sparsity; what it cannot do says why."""
+def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
+    """Return a row a row: as the table has them, or methods best first; what cannot be had says why."""
     sparsities = _sparsities(cells)
-    first = _means(cells, sparsities[0]) if sparsities else {}
-    names = sorted({cell["method"] for cell in cells}, key=lambda name: (first.get(name, math.inf), name))
-    rows: list[list[str]] = [["dense", *[_quality([dense])] * len(sparsities), ""]]
+    names = list(dict.fromkeys(cell["method"] for cell in cells))
+    if not table.rows and sparsities:
+        first = _means(cells, sparsities[0])
+        names.sort(key=lambda name: (first.get(name, math.inf), name))
+    rows = [["dense", *[_quality([dense])] * len(sparsities), *[""] * len(table.columns)]]
     for name in names:
         mine = [cell for cell in cells if cell["method"] == name]
         there = [[cell for cell in mine if cell["sparsity"] == sparsity] for sparsity in sparsities]
-        took = [cell["seconds"] for cell in mine if "seconds" in cell]
-        rows.append([name, *map(_quality, there), f"{max(took):,.0f}" if took else "–"])
-    return Table(headings=["", *(f"{100 * sparsity:g} % removed" for sparsity in sparsities), "seconds"], rows=rows)
+        rows.append([name, *map(_quality, there), *(_most(mine, column) for column in table.columns)])
+    removed = [f"{100 * sparsity:g} % removed" for sparsity in sparsities]
+    return Table(headings=["", *removed, *(COLUMNS[column][0] for column in table.columns)], rows=rows)
+
+
+def _most(cells: Iterable[Cell], column: str) -> str:
+    """Return the most of a column over sparsities and seeds, three digits of what is small."""
+    values = [cell[column] / COLUMNS[column][1] for cell in cells if column in cell]
+    return "–" if not values else f"{max(values):,.0f}" if max(values) >= 100 else f"{max(values):.3g}"
 
 
 def _quality(cells: Sequence[Cell]) -> str:
@@ -141,28 +171,42 @@ def _sources(cells: Iterable[Cell]) -> Table:
 
 
 def _commands(cells: Iterable[Cell]) -> Table:
-    rows = [[f"{cell['method']}, {100 * cell['sparsity']:g} %, seed {cell['seed']}", cell["command"]] for cell in cells]
+    rows = [[_label(cell), cell["command"]] for cell in cells]
     return Table(headings=["row", "command"], rows=rows, is_text=True)
 
 
-def _draw(cells: Sequence[Cell], dense: Cell) -> Picture | None:
-    """Return a point a method and seed, a panel a sparsity; None if nothing was measured."""
-    panels: dict[str, dict[str, list[float]]] = {}
+def _label(cell: Cell) -> str:
+    return f"{cell['method']}, {100 * cell['sparsity']:g} %, seed {cell['seed']}"
+
+
+def _draw(table: str, cells: Sequence[Cell], dense: Cell) -> Picture | None:
+    """Return a point a row and seed, a panel a sparsity, or perplexity over tokens; None if nothing was measured."""
+    drawn, title, panels = TABLES[table].drawn, TABLES[table].title, {}
     for sparsity in _sparsities(cells):
-        means = _means(cells, sparsity)
-        values: dict[str, list[float]] = {name: [] for name in sorted(means, key=lambda name: -means[name])}
-        for cell in cells:
-            if cell["sparsity"] == sparsity and cell["method"] in values and math.isfinite(cell["perplexity"]):
-                values[cell["method"]].append(cell["perplexity"])
-        if any(values.values()):
-            panels[f"perplexity, {100 * sparsity:g} % removed"] = values
+        for column in drawn:
+            heading, unit = COLUMNS[column]
+            means = _means(cells, sparsity, column)
+            values: dict[str, list[float]] = {name: [] for name in sorted(means, key=lambda name: -means[name])}
+            for cell in cells:
+                if cell["sparsity"] == sparsity and math.isfinite(cell.get(column, math.nan)):
+                    values[cell["method"]].append(cell[column] / unit)
+            if any(values.values()):
+                panels[f"{heading}, {100 * sparsity:g} % removed"] = values
     if not panels:
         return None
-    return render(
-        partial(draw_rows, panels=panels, reference=dense["perplexity"]),
-        name="methods",
-        title="Perplexity by method",
-        caption="Left is better, on a logarithmic scale; a point is a seed, a triangle one that is off the scale. The "
-        "dotted line is the dense model.",
-        height=sum(0.7 + 0.16 * len(values) for values in panels.values()),
-    )
+    reference, dotted = dense["perplexity"] if "perplexity" in drawn else None, " The dotted line is the dense model."
+    if table == "tokens":
+        tokens = {cell["method"]: cell["tokens"] for cell in cells if "tokens" in cell}
+        curves: dict[str, dict[str, list[tuple[float, float]]]] = {label: {} for label in panels}
+        for label, rows in panels.items():
+            for name in (each for each in rows if each in tokens):
+                points = curves[label].setdefault(name.partition("+steps=")[0], [])
+                points += [(tokens[name], value) for value in rows[name]]
+        draw = partial(draw_lines, panels=curves, xlabel="tokens learned on", reference=dense["perplexity"])
+        caption, height = f"A point is a seed, lower is better.{dotted}", 2.4 * len(curves)
+    else:
+        draw = partial(draw_rows, panels=panels, reference=reference)
+        caption = "Left is better, on a logarithmic scale; a point is a seed, a triangle one that is off the scale."
+        caption += dotted if reference else ""
+        height = sum(0.7 + 0.16 * len(rows) for rows in panels.values())
+    return render(draw, name=table, title=title, caption=caption, height=height)

@@ -21,7 +21,7 @@ STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
 
 
-class _ClampStraightThrough(torch.autograd.Function):
+class ClampStraightThrough(torch.autograd.Function):
     """Clamp forward, identity backward."""
 
     @staticmethod
@@ -35,7 +35,7 @@ class _ClampStraightThrough(torch.autograd.Function):
 
 def gate(z_LU: torch.Tensor) -> torch.Tensor:
     """Return m = ReLU(z) with a straight-through gradient (Eq. 11); any shape, float32."""
-    return _ClampStraightThrough.apply(z_LU, 0.0, math.inf)
+    return ClampStraightThrough.apply(z_LU, 0.0, math.inf)
 
 
 def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
@@ -44,7 +44,7 @@ def retention_score(z_LU: torch.Tensor, mu: float) -> torch.Tensor:
     s(0) = 0, s(2μ) = 1, and s tends to the step function of z as μ falls.
     """
     stretched = torch.sigmoid((z_LU - mu) * (SHARPNESS / mu)) * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW
-    return _ClampStraightThrough.apply(stretched, 0.0, 1.0)
+    return ClampStraightThrough.apply(stretched, 0.0, 1.0)
 
 
 def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
@@ -113,10 +113,14 @@ class AlmTrainer(Trainer):
 
     def forward_masks(self) -> Masks:
         """Return m [L, U] of every module type, differentiable in z."""
-        return super().forward_masks() if self.polishing else {kind: gate(z) for kind, z in self.z.items()}
+        as_searched = not self.polishing or self.recipe.alm.raw_masks
+        return {kind: gate(z) for kind, z in self.z.items()} if as_searched else super().forward_masks()
 
     def alive(self) -> Masks:
         return super().alive() if self.polishing else {kind: z > 0 for kind, z in self.z.items()}
+
+    def choose(self, worth: Masks, alive: Masks) -> Masks:
+        return alive if self.recipe.alm.raw_masks else super().choose(worth, alive)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
         """Return s, what the multipliers count a unit as; shaped as z."""

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe
 from ddp_vllm import api
 from ddp_vllm.errors import SettingError
+from ddp_vllm.pages.tables import TABLES
 
 ALIASES = {  # field -> another name of its option: that of 0.1, or that of the same thing in `profile`
     "scope": "--group", "context_length": "--context", "concurrency": "--batch"
@@ -217,16 +218,17 @@ def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
     click.echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")
 
 
-@click.group()
-def study() -> None:
-    """Write a table of the paper for a model of your own."""
-
-
-@study.command("methods")
+@click.command()
+@click.argument("table", type=click.Choice([*TABLES]))
 @click.argument("model")
-@click.option("--data", help="Text to learn on, named as for prune. [default: that of prune]")
+@click.option(
+    "--data",
+    "texts",
+    multiple=True,
+    help="Text to learn on, named as for prune; given again, for rows of their own. [default: that of prune]",
+)
 @click.option("--test", type=click.Path(path_type=Path), required=True, help="Text file to judge by.")
-@click.option("--methods", "names", help="Names by commas. [default: those of the paper's tables and ours]")
+@click.option("--methods", "names", help="Rows by commas. [default: those of the table]")
 @click.option("--sparsity", type=Sizes(), default="0.2,0.5", show_default=True, help="Fractions to remove, by commas.")
 @click.option("--seeds", default="0", show_default=True, help="Numbers by commas; they order the text.")
 @click.option("--steps", type=int, help="Optimizer steps of a method that learns. [default: 1000]")
@@ -237,17 +239,24 @@ def study() -> None:
 @click.option("--detokenise", is_flag=True, help="Undo WikiText's spacing in the test text, as lm-eval does.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-def study_methods(model: str, output: Path, recipe_file: Path | None, names: str | None, **settings: Any) -> None:
-    """Set pruning methods beside each other on MODEL, at the same exact budget.
+def study(
+    table: str, model: str, output: Path, recipe_file: Path | None, names: str | None, texts: tuple[str, ...],
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Fill a TABLE of the paper for MODEL, row by row at the same exact budget.
 
     \b
     ddp-vllm study methods MODEL --data TEXT --test wiki.test.txt --sparsity 0.2,0.5 -o DIR
 
-    The page DIR/methods.html has the table, a picture and the command of every row; methods.md and methods.csv have
-    the same numbers. A method is a name of the table, a score with +scales after it, or a file of masks. Interrupted,
-    the same command goes on; with more methods, sparsities or seeds it fills in what is not there yet.
+    The page DIR/TABLE.html says what the paper found, whether it holds here, and the command of every row; TABLE.md and
+    TABLE.csv have the same numbers. A row is a method or a file of masks, with settings after plus signs: paper,
+    ours+scope=layer, ours+steps=25%, wanda-sp+scales or lorap+recovered, where scales or all weights learn when the
+    masks are done. Interrupted, the same command goes on; asked for more rows, sparsities, seeds or tables, it fills in
+    what is not there yet.
     """
     if names:
         settings["methods"] = names.split(",")
-    page = api.study_methods(model, output=output, recipe=recipe_file, verbose=True, **settings)
+    if texts:
+        settings |= {"data": texts[0], "other_data": texts[1:]}
+    page = api.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
     click.echo(f"written: {page}")

@@ -7,6 +7,9 @@ What is outside the layers stays whole on every device, since the output head is
 accelerate's own FSDP2 plugin would cut it too, and refuses CPUs.
 """
 
+import ctypes
+import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -222,6 +225,33 @@ def free_memory(accelerator: Accelerator) -> int:
     memory = get_max_memory()
     host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's is counted once
     return min(host, _container_memory(host)) // accelerator.num_processes
+
+
+def forget_peak(device: torch.device) -> float:
+    """Forget the peak of memory so far; return the bytes in use, not a number where the system does not say (Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # what loading left behind
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return math.nan
+    return _resident("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Return the most memory since `forget_peak`: of a GPU's allocator, else resident, the program's own included."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+
+
+def _resident(field: str) -> float:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.nan
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def _container_memory(otherwise: int) -> int:

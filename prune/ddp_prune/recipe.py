@@ -80,6 +80,10 @@ class AlmSettings:
     """Sharpness μT. The paper says 0.05; the authors' code stops at 0.1."""
     gate_floor: float = 0.0
     """Lower bound of z. 0 keeps a dead gate one step from life; the authors' code uses −0.1."""
+    raw_masks: bool = False
+    """Take the gates as the search leaves them: those above 0 stay, however many and however small, as in the paper.
+    Else the budget is met to a unit, and what stays is at least 0.05. `study` compares equal units, so there it is
+    off."""
 
     def __post_init__(self) -> None:
         """Check every value once. Raises: SettingError."""
@@ -232,6 +236,8 @@ class Recipe(LearningSettings):
         for name in ("steps", "align", "tp", "context_length", "concurrency"):
             _at_least(name, getattr(self, name), 1)
         _at_least("recover", self.recover, 0)
+        if self.alm.raw_masks and (self.polish or self.align > 1 or self.tp > 1):
+            raise SettingError("raw_masks meets no exact widths and learns no longer; leave out polish, align and tp")
         _check_fraction("polish", self.polish)
 
     @property

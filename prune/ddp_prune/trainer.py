@@ -261,7 +261,7 @@ class Trainer:
         """Freeze the support at the budget by highest saliency, open gates before closed ones."""
         alive_of = self.alive()
         worth = {kind: self._worth(kind, z) for kind, z in self.z.items()}
-        chosen = {kind: mask for pool in self.pools for kind, mask in pool.choose(worth, alive_of).items()}
+        chosen = self.choose(worth, alive_of)
         for kind, z in self.z.items():
             alive, support = alive_of[kind], chosen[kind]
             self.searched_z[kind] = z.detach() * alive
@@ -272,6 +272,10 @@ class Trainer:
                 "revived": int((support & ~alive).sum()),
                 "dropped": int((alive & ~support).sum()),
             }
+
+    def choose(self, worth: Masks, alive: Masks) -> Masks:
+        """Return what stays for good, bool [L, U]: all that the budget allows, open gates before closed ones."""
+        return {kind: mask for pool in self.pools for kind, mask in pool.choose(worth, alive).items()}
 
     def measure(self, step: int) -> dict[str, float]:
         """Return what is worth knowing of the gates after a step."""

@@ -33,7 +33,7 @@ FLAGS = {
         "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
         "--tokens", "--warmup", "--watch", "-o",
     ],
-    cli.study_methods: [
+    cli.study: [
         "--batch-size", "--data", "--detokenise", "--methods", "--output", "--polish", "--recipe", "--samples",
         "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "-o",
     ],

@@ -123,7 +123,7 @@ def test_settings_of_the_papers_search_ask_for_it(tmp_path: Path) -> None:
 def test_the_papers_file_changes_what_the_authors_code_does_otherwise() -> None:
     """And nothing else, but for what is ours: the polish and weights that learn."""
     found = load_recipe(Path(__file__).parents[2] / "docs" / "paper.toml", GIVEN)
-    alm = AlmSettings(warmup=0.1, mu_end=0.1, gate_floor=-0.1)
+    alm = AlmSettings(warmup=0.1, mu_end=0.1, gate_floor=-0.1, raw_masks=True)
     assert found == Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, learn="scales", alm=alm)
 
 
@@ -132,7 +132,7 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     settings = recipe.to_dict()
     table = settings.pop("alm")
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
-    lines += ["[alm]\n", *(f"{name} = {value}\n" for name, value in table.items())]
+    lines += ["[alm]\n", *(f"{name} = {json.dumps(value)}\n" for name, value in table.items())]
     (tmp_path / "r.toml").write_text("".join(lines))
     assert load_recipe(tmp_path / "r.toml", {}) == recipe
     assert settings.keys() | {"alm"} == {field.name for field in dataclasses.fields(Recipe)}

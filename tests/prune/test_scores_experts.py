@@ -76,6 +76,10 @@ def test_statistics_are_their_definitions(gated: GatedModel, use: ExpertUse) -> 
                 expected["slopes"][row, expert] += (weight * gradient_TH[token] @ down).square()
                 expected["counts"][row, expert] += 1
                 expected["output"][row, expert] += weight * (down @ h).norm()
+                for other, share in zip(ids_TK[token].tolist(), weights_TK[token], strict=True):
+                    gate, up = (module.gate_up_proj[other] @ x_TH[token]).chunk(2)
+                    its = share * module.down_proj[other] @ (F.silu(gate) * up)
+                    expected["products"][row, expert, other] += weight * (down @ h) @ its
     assert expected["slopes"].any() and expected["counts"][1, IDLE] == 0
     for name, value in vars(use).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-9, msg=name)
@@ -92,7 +96,9 @@ def test_scores_follow_their_formulas(use: ExpertUse) -> None:
     assert not heapr.of(use)[1, IDLE].any() and heapr.of(use).isfinite().all()
 
 
-@pytest.mark.parametrize("worth", [whole_experts.frequency, whole_experts.reap, whole_experts.sum_of_outputs])
+@pytest.mark.parametrize(
+    "worth", [whole_experts.frequency, whole_experts.reap, whole_experts.sum_of_outputs, whole_experts.nearest_layer]
+)
 def test_whole_experts_go_one_by_one(worth: whole_experts.Worth, use: ExpertUse) -> None:
     score = whole_experts.of(use, worth)
     for row in range(LAYERS):
@@ -108,6 +114,13 @@ def test_reap_does_not_count_how_often_an_expert_is_chosen(use: ExpertUse) -> No
     made = dataclasses.replace(use, counts=torch.tensor([[10.0, 1.0, 0.0]]), output=torch.tensor([[5.0, 2.0, 0.0]]))
     assert whole_experts.reap(made).tolist() == [[0.5, 2.0, 0.0]]
     assert whole_experts.frequency(made).tolist() == [[10.0, 1.0, 0.0]]
+
+
+def test_naee_takes_experts_that_cancel_each_other_together(use: ExpertUse) -> None:
+    """Alone the third is worth less than the second; once the first is gone, the second takes least away."""
+    products = torch.tensor([[[1.0, -0.9, 0.0], [-0.9, 1.6, 0.0], [0.0, 0.0, 1.5]]])
+    made = dataclasses.replace(use, counts=torch.ones(1, 3), products=products)
+    assert whole_experts.nearest_layer(made).tolist() == [[0.0, 1.0, 2.0]]
 
 
 def test_measuring_leaves_the_model_as_it_was(gated: GatedModel) -> None:

@@ -1,9 +1,10 @@
-"""`ddp-vllm study methods`: budgets that are equal and exact, cells that are measured once, pages and refusals."""
+"""`ddp-vllm study`: budgets that are equal and exact, cells that are measured once, pages and refusals."""
 
 import csv
 import json
 import math
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from runs import assert_refused
 
 from ddp_prune import study
 from ddp_prune.export import read_masks
-from ddp_prune.methods import METHODS
+from ddp_prune.methods import BY_DEFAULT, METHODS
 from ddp_prune.methods.method import Score, choose, even_support
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_vllm.cli import main
+from ddp_vllm.pages.tables import TABLES, chains
 
 pytestmark = pytest.mark.usefixtures("cache")
 LAYERS, EXPERTS, CHANNELS, KEPT = 3, 4, 10, 73
@@ -49,10 +51,13 @@ def test_text(tmp_path: Path) -> Path:
     return path
 
 
-def methods(model: Path, text: Path, test: Path, output: Path, *options: str) -> Result:
+def run_table(table: str, model: Path, text: Path, test: Path, output: Path, *options: str) -> Result:
     small = ["--steps", "4", "--batch-size", "2", "--seq-len", "16", "--samples", "3"]
-    arguments = ["study", "methods", str(model), "--data", str(text), "--test", str(test), "-o", str(output), *small]
+    arguments = ["study", table, str(model), "--data", str(text), "--test", str(test), "-o", str(output), *small]
     return CliRunner().invoke(main, [*arguments, *options])
+
+
+methods = partial(run_table, "methods")
 
 
 def cells(folder: Path) -> dict[str, dict[str, float]]:
@@ -76,7 +81,7 @@ def test_every_method_keeps_the_same_number(
         assert {each: int((gates > 0).sum()) for each, gates in masks.items()} == expected, name
         assert math.isfinite(found[f"{name}_0.4_0"]["perplexity"]), name
         ones = all(set(gates.unique().tolist()) <= {0.0, 1.0} for gates in masks.values())
-        assert ones == isinstance(METHODS[name], Score) or name == "hard-concrete", name
+        assert ones == isinstance(METHODS[name], Score) or name.startswith("hard-concrete"), name
     assert set(found[f"{other}_0.4_0"]) == {"method", "sparsity", "seed", "reason", "source", "is_search", "command"}
     page = (tmp_path / "out" / "methods.html").read_text()
     assert str(found[f"{other}_0.4_0"]["reason"]).partition(";")[0] in page and "<svg" in page
@@ -89,7 +94,7 @@ def test_every_method_keeps_the_same_number(
 def test_a_cell_is_measured_once_and_an_interruption_loses_one(
     tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, options = tmp_path / "out", ("--sparsity", "0.4,0.6", "--methods", "magnitude,random,ours")
+    out, options = tmp_path / "out", ("--sparsity", "0.4,0.6", "--methods", "magnitude,random+recovered,ours")
     save = RunState.save
 
     def stop(self: RunState, step: int, *rest: object) -> None:
@@ -151,7 +156,14 @@ def test_a_masks_file_is_a_method(tiny_model: Path, tiny_text: Path, test_text: 
 
 REFUSED: dict[str, tuple[list[str], int, list[str]]] = {  # options, exit code, words
     "unknown method": (["--methods", "magic"], 2, ["'magic'", "wanda-sp", "+scales"]),
-    "scales of a search": (["--methods", "ours+scales"], 2, ["'ours+scales'"]),
+    "unknown setting": (["--methods", "ours+magic=1"], 2, ["'magic'", "scope"]),
+    "setting of a score": (["--methods", "fisher+steps=5"], 2, ["'steps'", "data, scope"]),
+    "no number of steps": (["--methods", "ours+steps=few"], 2, ["steps=few", "int"]),
+    "weights that are not kept": (["--methods", "lorap+recovered+scales"], 2, ["which are not kept"]),
+    "unknown scope": (["--methods", "paper+scope=head"], 2, ["scope is 'head'"]),
+    "learns on the test text": (["--methods", "ours+data=test.txt"], 2, ["test.txt is learned on"]),
+    "no text of a row": (["--methods", "ours+data=none.txt"], 4, ["none.txt"]),
+    "texts that take turns in a row": (["--data", "a.txt,b.txt"], 2, ["'a.txt,b.txt'"]),
     "missing masks": (["--methods", "none.safetensors"], 2, ["'none.safetensors'"]),
     "no number": (["--seeds", "one"], 2, ["seeds is 'one'"]),
     "no sparsity": (["--sparsity", "0"], 2, ["sparsity is 0"]),
@@ -160,7 +172,6 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {  # options, exit code, 
     "no text": (["--test", "none.txt"], 4, ["none.txt cannot be read"]),
     "another budget": (["--recipe", "params.toml"], 2, ["budget is 'params'"]),
     "uneven numbers": (["--recipe", "align.toml"], 2, ["align is 32"]),
-    "judged by what it learns on": (["--data", "test.txt"], 2, ["test.txt is learned on"]),
     "no seed": (["--seeds", "0,-1"], 2, ["seed is -1"]),
 }
 
@@ -188,23 +199,107 @@ def test_a_folder_holds_one_study(tiny_model: Path, tiny_text: Path, test_text: 
 
 
 def test_a_command_of_a_row_fills_that_cell(tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert methods(tiny_model, tiny_text, test_text, out, "--sparsity", "0.4", "--methods", "fisher").exit_code == 0
-    before = cells(out)["fisher_0.4_0"]
-    (out / "cells" / "fisher_0.4_0.json").unlink()
+    out, options = tmp_path / "out", ("--sparsity", "0.4", "--methods", "fisher+scope=layer", "--seeds", "0,1")
+    assert methods(tiny_model, tiny_text, test_text, out, *options).exit_code == 0
+    before = cells(out)["fisher+scope=layer_0.4_1"]
+    (out / "cells" / "fisher+scope=layer_0.4_1.json").unlink()
     assert CliRunner().invoke(main, shlex.split(str(before["command"]))[1:]).exit_code == 0
-    assert cells(out)["fisher_0.4_0"]["perplexity"] == before["perplexity"]
+    assert cells(out)["fisher+scope=layer_0.4_1"]["perplexity"] == before["perplexity"]
 
 
 def test_the_papers_recipe_is_not_that_of_our_search(tmp_path: Path) -> None:
     alm = AlmSettings(warmup=0.1)
     base = Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, alm=alm)
     asked = study.Study(recipe=base, test=tmp_path)
-    recipes = {name: asked.recipe_of(0.3, 1, **METHODS[name].settings) for name in ("paper", "ours", "paper-polished")}  # type: ignore[union-attr]
+    names = ("paper", "ours", "paper+polish=0.35", "paper+steps=50%", "paper+scales+steps=7")
+    recipes = {name: asked.recipe_of(study.read_row(name), 0.3, 1) for name in names}
     assert all(each.alm == alm and (each.sparsity, each.seed) == (0.3, 1) for each in recipes.values())
-    found = {name: (each.controller, each.polish) for name, each in recipes.items()}
-    assert found == {"paper": ("alm", 0.0), "ours": ("gradual", 0.35), "paper-polished": ("alm", 0.35)}
+    assert [(each.controller, each.polish, each.steps) for each in recipes.values()] == [
+        ("alm", 0.0, 1000), ("gradual", 0.35, 1000), ("alm", 0.35, 1000), ("alm", 0.0, 500),
+        ("gradual", study.SUPPORT_STAYS, 7),
+    ]  # fmt: skip
 
 
 def test_the_default_methods_are_all_that_a_reader_expects() -> None:
-    assert {"paper", "ours", "lorap", "slimllm", "heapr", "camera"} <= set(study.BY_DEFAULT) <= set(METHODS)
+    assert {"paper", "ours", "lorap", "slimllm", "heapr", "camera"} <= set(BY_DEFAULT) <= set(METHODS)
+
+
+ROWS = {  # table -> rows that a dense model cannot have, of all
+    "relaxations": 0, "groups": 2, "recovery": 2, "cost": 0, "tokens": 0, "shapes": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_a_table_has_its_rows_and_says_if_the_paper_is_right(
+    table: str, tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
+) -> None:
+    result = run_table(table, tiny_model, tiny_text, test_text, tmp_path, "--sparsity", "0.4")
+    assert result.exit_code == 0, (result.output, result.exception)
+    with open(tmp_path / f"{table}.csv", newline="") as file:
+        dense, *rows = csv.DictReader(file)
+    assert dense["method"] == "dense" and [row["method"] for row in rows] == list(TABLES[table].rows)
+    assert sum(bool(row["reason"]) for row in rows) == ROWS[table]
+    said = (tmp_path / f"{table}.md").read_text()
+    assert f"The paper: {TABLES[table].finding}. Here: " in said and "not measured" not in said
+    assert "<svg" in (tmp_path / f"{table}.html").read_text()
+    number = {row["method"]: row for row in rows if not row["reason"]}
+    for column, order in chains(TABLES[table], list(number)):
+        values = [float(number[name][column]) for name in order]
+        holds = "holds" if values == sorted(set(values), reverse=True) else "does not hold"
+        claims = said.partition("Here: ")[2].partition(".\n")[0].split("; ")
+        assert any(f" {order[0]} " in claim and claim.endswith(f", {holds}") for claim in claims), order
+    if table == "tokens":
+        assert [int(row["tokens"]) for row in rows] == [2 * 16 * steps for steps in (1, 1, 2, 4)] * 2
+    if table == "cost":
+        assert all(float(row["peak_bytes"]) > 1e7 for row in rows)
+        assert int(number["ours+learn=full"]["learns"]) > 100 * int(number["ours"]["learns"]) > 0
+    if table == "recovery":
+        lorap, recovered = number["lorap"], number["lorap+recovered"]
+        files = [
+            read_masks(tmp_path / "cells" / f"{name}_0.4_0.safetensors")[0] for name in ("lorap", "lorap+recovered")
+        ]
+        assert all(torch.equal(files[0][kind] > 0, files[1][kind] > 0) for kind in files[0])
+        assert int(recovered["tokens"]) == int(lorap["tokens"]) + 4 * 2 * 16
+        assert recovered["perplexity"] != number["ours"]["perplexity"]
+
+
+def test_tables_share_cells_and_each_shows_its_own(
+    tiny_experts: Path, tiny_text: Path, test_text: Path, tmp_path: Path
+) -> None:
+    """A budget in every expert is for mixtures alone; a cell of another table is measured once."""
+    assert run_table("groups", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4").exit_code == 0
+    before = cells(tmp_path)
+    assert len(before) == 7 and not any("reason" in cell for cell in before.values())
+    for name, axes in {"paper+scope=expert": (0, 1), "paper+scope=layer": (0,)}.items():
+        kept = read_masks(tmp_path / "cells" / f"{name}_0.4_0.safetensors")[0]["experts"] > 0
+        places = kept.flatten(0, len(axes) - 1).flatten(1).sum(1)
+        assert places.max() - places.min() <= 1, name
+    result = run_table("shapes", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4")
+    assert result.exit_code == 0 and result.output.count("measured before") == 2 and cells(tmp_path) == before
+    said = (tmp_path / "shapes.md").read_text()
+    assert "experts the more the less they are chosen in " in said and "scope=layer" not in said
+
+
+def test_text_given_again_makes_rows_of_its_own(
+    tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(tiny_text.read_text()[::-1])
+    small = (tiny_model, tiny_text, test_text, tmp_path / "out", "--sparsity", "0.4", "--methods", "ours,fisher")
+    assert_refused(run_table("data", *small[:4]), 2, "give --data several times")
+    result = run_table("data", *small, "--data", str(other))
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = {str(cell["method"]): cell for cell in cells(tmp_path / "out").values()}
+    assert set(found) == {"dense", "ours", "fisher", f"ours+data={other}", f"fisher+data={other}"}
+    assert found["ours"]["perplexity"] != found[f"ours+data={other}"]["perplexity"]
+    assert f"ours+data={other}" in (tmp_path / "out" / "data.md").read_text().partition("Here: ")[2]
+
+
+def test_weights_that_learned_are_not_those_of_the_next_row(
+    tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
+) -> None:
+    options = ("--sparsity", "0.4", "--methods")
+    for folder, names in {"after": "ours+learn=full,fisher", "alone": "fisher"}.items():
+        assert methods(tiny_model, tiny_text, test_text, tmp_path / folder, *options, names).exit_code == 0
+    after, alone = (cells(tmp_path / folder)["fisher_0.4_0"]["perplexity"] for folder in ("after", "alone"))
+    assert after == alone != cells(tmp_path / "after")["ours+learn=full_0.4_0"]["perplexity"]

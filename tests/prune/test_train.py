@@ -56,6 +56,17 @@ def test_counts_are_exact_and_a_run_repeats_to_the_bit(changes: dict[str, Any], 
             assert rounding["revived"] + rounding["dropped"] <= (6 if changes.get("scope") == "layer" else 1)
 
 
+def test_raw_masks_are_those_of_the_search(lab: Lab) -> None:
+    """However many stay; neither rounded to the budget nor lifted to 0.05."""
+    alm = AlmSettings(raw_masks=True, gate_floor=-0.1, learning_rate=0.3)
+    learned = lab.run("raw", controller="alm", polish=0.0, alm=alm)
+    for kind, gates in learned.gates.items():
+        assert torch.equal(gates, learned.z[kind]) and (gates >= 0).all()
+        assert learned.rounding[kind]["raw_sparsity"] == pytest.approx(1 - (gates > 0).float().mean().item())
+    kept = torch.cat([gates.flatten() for gates in learned.gates.values()])
+    assert int((kept > 0).sum()) != 14 + 173 and kept[kept > 0].min() < trainer_module.KEPT_FLOOR
+
+
 @pytest.mark.parametrize(("align", "kept"), [(32, 160), (36, 144), (96, 96)])
 def test_aligned_widths_are_multiples_at_the_largest_count_below_the_budget(align: int, kept: int, lab: Lab) -> None:
     """Of 173 channels in layers of 96, which 36 does not divide; heads are not aligned."""

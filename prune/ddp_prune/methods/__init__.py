@@ -1,4 +1,4 @@
-"""The methods that `ddp-vllm study methods` sets beside each other; one more is a file and a line here."""
+"""The methods that `ddp-vllm study` sets beside each other; one more is a file and a line here."""
 
 from ddp_prune.methods import (
     camera,
@@ -37,16 +37,13 @@ METHODS: dict[str, Score | Search] = {
     "heapr": heapr.METHOD,
     "experts-frequency": whole_experts.FREQUENCY,
     "experts-reap": whole_experts.REAP,
+    "experts-naee": whole_experts.NAEE,
     "experts-use": whole_experts.USE,
     "even-widths": even_widths.METHOD,
     "hard-concrete": hard_concrete.METHOD,
+    "hard-concrete-deterministic": hard_concrete.DETERMINISTIC,
     "paper": searches.PAPERS,
-    "paper-polished": searches.PAPERS_POLISHED,
-    "ours": searches.ours(),
-    "ours-layer": searches.ours(scope="layer"),
-    "ours-expert": searches.ours(scope="expert", suits="mixtures"),
-    "ours-no-polish": searches.ours(polish=0.0),
-    "ours-no-distillation": searches.ours(distillation=0.0),
+    "ours": searches.OURS,
 }
-BY_DEFAULT = [name for name in METHODS if not name.startswith(("ours-", "paper-", "experts-use", "taylor", "hard"))]
+BY_DEFAULT = [name for name in METHODS if not name.startswith(("experts-use", "taylor", "hard"))]
 """Those of the paper's tables 1 to 3."""

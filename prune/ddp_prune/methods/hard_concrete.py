@@ -1,7 +1,8 @@
 """Hard concrete: the stochastic gates of L0 regularisation (arXiv:1712.01312), as Eq. 8 and 9 of arXiv:2603.08065.
 
 Under the paper's multipliers, at three times its rate. Gates are sampled while learning, and the deterministic gate is
-judged, of which the highest stay. The cost of the paper's search.
+judged, of which the highest stay. `DETERMINISTIC` is the second row of the paper's table 4: the gate that is judged is
+what learns and what is counted, and Eq. 16 makes it binary. The cost of the paper's search.
 """
 
 import math
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer
+from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.methods.method import Search
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import exact_support
-from ddp_prune.trainer import Batches
+from ddp_prune.trainer import KEPT_FLOOR, Batches
 
 TEMPERATURE = 2 / 3  # β of the hard concrete distribution
 RATE = 3  # times the paper's
@@ -24,16 +25,21 @@ RATE = 3  # times the paper's
 class HardConcrete(AlmTrainer):
     """Stochastic gates; z is log α."""
 
+    is_binarised = False  # by λ3
+
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
         super().__init__(gated, batches, recipe, accelerator)
         self.optimizer.param_groups[0]["base"] *= RATE
         self.noise = torch.Generator().manual_seed(recipe.seed)
         for z in self.z.values():
             z.data.fill_(3.0)  # open with probability 0.99
+        for weight in self.multipliers.lambda3.values():
+            weight.requires_grad_(self.is_binarised)
 
     def forward_masks(self) -> Masks:
         if self.polishing:
-            return {kind: _stretch(torch.sigmoid(z.detach())) * self.support[kind] for kind, z in self.z.items()}
+            gates = {kind: _stretch(torch.sigmoid(z.detach())) for kind, z in self.z.items()}
+            return {kind: gate.clamp_min(KEPT_FLOOR) * self.support[kind] for kind, gate in gates.items()}
         return {kind: _stretch(torch.sigmoid((self._logistic(z) + z) / TEMPERATURE)) for kind, z in self.z.items()}
 
     def _logistic(self, z: torch.Tensor) -> torch.Tensor:
@@ -59,8 +65,27 @@ class HardConcrete(AlmTrainer):
         super().restore(step, {name: value for name, value in tensors.items() if name != "noise"}, extra)
 
 
+class DeterministicHardConcrete(HardConcrete):
+    """The same without noise; straight-through at the clamp, or no gradient would reach an open gate."""
+
+    is_binarised = True
+
+    def forward_masks(self) -> Masks:
+        return super().forward_masks() if self.polishing else {kind: self.score(z, 0.0) for kind, z in self.z.items()}
+
+    def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
+        """The gate itself."""
+        return ClampStraightThrough.apply(_stretched(torch.sigmoid(z)), 0.0, 1.0)
+
+
+def _stretched(gate: torch.Tensor) -> torch.Tensor:
+    return gate * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW
+
+
 def _stretch(gate: torch.Tensor) -> torch.Tensor:
-    return (gate * (STRETCH_HIGH - STRETCH_LOW) + STRETCH_LOW).clamp(0.0, 1.0)
+    return _stretched(gate).clamp(0.0, 1.0)
 
 
-METHOD = Search(source="arXiv:1712.01312", trainer=HardConcrete, settings={"controller": "alm", "polish": 0.0})
+_SETTINGS = {"controller": "alm", "polish": 0.0}
+METHOD = Search(source="arXiv:1712.01312", trainer=HardConcrete, settings=_SETTINGS)
+DETERMINISTIC = Search(source="arXiv:2603.08065, table 4", trainer=DeterministicHardConcrete, settings=_SETTINGS)
