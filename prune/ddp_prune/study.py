@@ -242,11 +242,14 @@ class Cells:
         if reason := unfit(method, self.source.sizes):
             return {}, reason
         if isinstance(method, Search):
-            recipe = self.study.recipe_of(sparsity, seed, **method.settings)
+            try:
+                recipe = self.study.recipe_of(sparsity, seed, **method.settings)
+            except SettingError as error:  # of whole experts
+                return {}, str(error)
             return self.learn(name, recipe, blocks, method.trainer), ""
         if not scores:
             scores |= method.score(self.gated, blocks.train[: self.study.samples])
-        chosen = choose(scores, keep_ratio, method.scope)
+        chosen = choose(scores, keep_ratio, method.scope, whole_experts=self.study.recipe.whole_experts)
         if not name.endswith(SCALES):
             return chosen, ""
 
