@@ -266,7 +266,7 @@ def make_pools(
         pools = [_with_kept(pool, config, shapes, recipe)]
     if recipe.whole_experts:
         (pool,) = pools
-        kept = math.floor(sizes.num_experts * pool.keep_ratio * (1.0 + 1e-9))  # a share is seldom exact in binary
+        kept = math.floor(sizes.num_experts * (pool.kept + 1) / pool.total)  # itself rounded to a unit, maybe down
         fewer_experts(config, kept)
         pools = [replace(pool, kept=pool.total * kept / sizes.num_experts)]
     for pool in pools:
@@ -322,15 +322,15 @@ def _measured_pool(
 
 def describe(pool: Pool) -> str:
     """Return in one line what a pool keeps, and what its blocks make of that."""
+    if pool.whole_experts:
+        num_experts = pool.shapes["experts"][1]
+        return f"budget: {round(num_experts * pool.keep_ratio)} of {num_experts} experts of each layer stay, whole"
     if pool.name not in pool.shapes:
         share = f"{pool.kept / pool.total:.1%} of what can be pruned"
         if pool.name == "latency":
             return f"budget: {pool.kept:,.0f} µs of a step in {', '.join(pool.shapes)} stay, {share}"
         return f"budget: {pool.kept:,.0f} {pool.name} of {', '.join(pool.shapes)} stay, {share}"
     line = f"budget: {pool.kept:,.0f} of {pool.total:,.0f} {pool.name} units stay"
-    if pool.whole_experts:
-        num_experts = pool.shapes["experts"][1]
-        return f"{line}, {round(num_experts * pool.keep_ratio)} of {num_experts} whole experts of each layer"
     block, shape = pool.blocks.get(pool.name, 1), pool.shapes[pool.name]
     most = min(int(pool.kept) // block, math.prod(shape[:-1]) * (shape[-1] // block)) * block
     return line if most == pool.kept else f"{line}, rounded down to {most:,} in blocks of {block}"

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune.export import apply_masks, export, read_masks
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.methods.method import choose
 from ddp_prune.model import load_model, open_source
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -134,18 +135,20 @@ def test_a_gone_expert_gets_no_token_and_weights_learn_around_it(made: Path) -> 
 
 @pytest.mark.usefixtures("cache", "no_pictures")
 @pytest.mark.parametrize("learn", ["scales", "full"])
-def test_prune_recover_and_prune_channels_too(learn: str, tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Of 5 experts 3 stay in each layer: 40 % and a little less go."""
-    options = ["--whole-experts", "--sparsity", "0.3", "--learn", learn]
-    result = prune(tiny_experts, tiny_text, tmp_path / "pruned", *options)
+@pytest.mark.parametrize("budget", [("--sparsity", "0.3"), ("--sparsity", "0.4", "--budget", "params")], ids=" ".join)
+def test_prune_recover_and_prune_channels_too(
+    learn: str, budget: tuple[str, ...], tiny_experts: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Of 5 experts 3 stay in each layer, which is all that 70 % allow."""
+    result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--learn", learn)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "3 of 5 whole experts of each layer" in result.stdout
+    assert "3 of 5 experts of each layer stay, whole" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
     stated = checkpoint.provenance["perplexity"]
     assert _perplexity(tmp_path / "pruned", tiny_text) == pytest.approx(stated["pruned"], rel=1e-4)
-    if learn == "full":
+    if learn == "full" or len(budget) > 2:
         return
     weights = [tmp_path / name / "model.safetensors" for name in ("pruned", "again", "recovered")]
     masks = tmp_path / "pruned" / "ddp_masks.safetensors"
@@ -171,6 +174,13 @@ def _perplexity(folder: Path, text: Path) -> float:
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder).eval()(blocks).logits[:, :-1]
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten()).exp())
+
+
+def test_a_score_keeps_the_experts_that_are_worth_most_together() -> None:
+    """Not the one with the best channel; of the second layer, which is worth more in all, no more than of the first."""
+    scores = torch.tensor([[[9.0, 0.0], [5.0, 5.0], [6.0, 5.0], [1.0, 1.0]], [[20.0, 21.0], [30.0, 1.0]] * 2])
+    gates = choose({"experts": scores}, 0.7, "global", whole_experts=True)["experts"]
+    assert gates.tolist() == [[[0, 0], [1, 1], [1, 1], [0, 0]], [[1, 1], [0, 0], [1, 1], [0, 0]]]
 
 
 @pytest.mark.usefixtures("cache")
