@@ -6,7 +6,7 @@ Nothing here imports torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ddp_vllm.families import dense_layers, dimensions_of, family_of, pruned_con
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors
-from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, check_sizes
+from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,15 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]
-    """`config.json` as it stands; stock fields hold the dense values."""
+    """`config.json` as it stands; stock fields hold the dense values. Where whole experts went, what it would be had
+    they stayed in the router, with `ddp_layers`."""
     widths: ModelWidths
     shapes: Mapping[str, list[int]]
     """Shape of every weight on disk; of a quantised one as it was before, and of no scale."""
     provenance: Mapping[str, Any]
     """Recipe, budget and quality, from the metadata of the masks file; empty if that file is missing."""
+    stock: Mapping[str, Any] | None = None
+    """`config.json` where whole experts went, which is that of a stock model with fewer of them."""
 
     @property
     def num_parameters(self) -> int:
@@ -76,7 +79,9 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         ModelError for a dense model of no supported family.
     """
     config = read_json(folder / "config.json")
-    if dense and isinstance(config, dict) and "ddp_layers" not in config:
+    provenance = read_provenance(folder / MASKS_FILE)
+    stock = config if isinstance(config, dict) and "ddp_layers" not in config and "experts" in provenance else None
+    if (dense or stock) and isinstance(config, dict) and "ddp_layers" not in config:
         family_of(config), dimensions_of(config)
         config = pruned_config(config, dense_layers(config))
     if not isinstance(config, dict) or "ddp_layers" not in config:
@@ -86,12 +91,30 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         widths = ModelWidths.of(config)
         tensors = checked_tensors(folder)
         widths.check_complete(widths.checked(tensors))
+        if stock:
+            config = _with_experts_that_went(stock, widths, provenance["experts"])
+            widths = ModelWidths.of(config)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
     shapes = unpacked({name: shape for name, shape, _ in tensors}, config)
-    provenance = read_provenance(folder / MASKS_FILE)
     _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
-    return Checkpoint(folder=folder, config=config, widths=widths, shapes=shapes, provenance=provenance)
+    return Checkpoint(folder=folder, config=config, widths=widths, shapes=shapes, provenance=provenance, stock=stock)
+
+
+def _with_experts_that_went(
+    stock: Mapping[str, Any], widths: ModelWidths, experts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the config that says of each expert of the dense model whether it stayed. Raises: WidthsError."""
+    layers = []
+    for index, layer in enumerate(widths.layers):
+        if (sizes := layer.expert_intermediate_sizes) is not None:
+            stay = experts["stay"].get(str(index), [])
+            if len({*stay}) != len(sizes) or max(stay) >= experts["of"]:
+                raise WidthsError(f"{MASKS_FILE} and config.json keep other experts of layer {index}; copy both again")
+            kept = tuple(sizes[0] if expert in stay else 0 for expert in range(experts["of"]))
+            layer = replace(layer, expert_intermediate_sizes=kept)
+        layers.append(layer.to_json())
+    return {**stock, **{key: experts["of"] for key in EXPERT_COUNT_KEYS if stock.get(key)}, "ddp_layers": layers}
 
 
 def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code.files import WidthsError, folder_tensors, index_map
 from ddp_vllm.remote_code.widths import head_dim
 from ddp_vllm.schema import COUNT, TEXT, Number, SchemaError, check
@@ -66,7 +67,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     name = folder.resolve().name if Path(model).is_dir() else model
     config = read_config(folder)
     weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors") if path.is_file()) or None
-    if "ddp_layers" in config:
+    if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
         kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]
         parameters: int | None = checkpoint.num_parameters
@@ -80,7 +81,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     return ModelFacts(
         model=identify(model),
         name=name,
-        pruned="ddp_layers" in config,
+        pruned=is_pruned(folder),
         parameters=parameters,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=_kv_bytes(config, kv_heads, size=4 if dtype in ("float32", "float") else 2),
@@ -89,7 +90,7 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
 
 def is_pruned(folder: Path) -> bool:
     """Tell whether a folder of a model is one that ddp-vllm made. Raises: ModelError if it has no config."""
-    return "ddp_layers" in read_config(folder)
+    return "ddp_layers" in read_config(folder) or "experts" in read_provenance(folder / MASKS_FILE)
 
 
 def local_folder(model: str) -> Path | None:

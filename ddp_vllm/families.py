@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_vllm.errors import ModelError
+from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.remote_code.files import WidthsError
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
+    EXPERT_COUNT_KEYS,
     LayerWidths,
     check_routing,
     check_sizes,
@@ -27,6 +28,8 @@ from ddp_vllm.remote_code.widths import (
 from ddp_vllm.schema import NAME, SchemaError, check
 
 EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer, whatever the names on disk
+ROUTER = "mlp.gate"  # and of what chooses among them
+WHOLE_EXPERT = "expert"  # in place of what an attention unit is: routed experts stay or go as a whole
 FAMILIES = {  # model_type of the dense config -> what its classes are called in remote code and in vLLM's plugin
     "llama": "Llama",
     "mistral": "Mistral",
@@ -137,6 +140,20 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
     if "kv_lora_rank" not in config:  # latent attention has several head sizes and works them out itself
         rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
+
+
+def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
+    """Return the config of the same stock model with `kept` routed experts a layer. Raises: SettingError."""
+    chosen, num_experts = config["num_experts_per_tok"], count_experts(config)
+    if not chosen <= kept < num_experts:
+        raise SettingError(
+            f"{kept} of {num_experts} experts of each layer would stay; whole experts can go while {chosen} to "
+            f"{num_experts - 1} stay, for a token is sent to {chosen}"
+        )
+    if config["model_type"] == "deepseek" or (config.get("n_group") or 1) > 1:
+        why = "experts in groups" if config["model_type"] != "deepseek" else "no stock class in transformers"
+        raise SettingError(f"this {config['model_type']} model has {why}, so whole experts cannot go; prune channels")
+    return {**config, **{key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}}
 
 
 def register_pruned(config: Mapping[str, Any]) -> None:

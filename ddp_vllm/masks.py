@@ -35,6 +35,7 @@ PROVENANCE = _EXAM | {
     "texts?": [TEXT], "learned_from?": {"text?": NAME},
     "perplexity?": (None, QUALITY),
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},
+    "experts?": {"of": Number(1, 10_000, whole=True), "stay": {str: [COUNT, 10_000]}},
     "routing?": {"chosen?": {str: [Number(0, 1e15)]}},
     "latency?": PLACE | {
         "speedup": POSITIVE, "low": POSITIVE, "high": POSITIVE,

@@ -43,6 +43,11 @@ Tensor-parallel sizes that split every layer without padding: {tp}.
 {layers}
 """
 
+ORDINARY = """This is a stock checkpoint with fewer experts. What runs the dense model runs it, with no code of ours:
+
+```bash
+vllm serve {place}
+```"""
 PLUGIN = """With ddp-vllm installed beside vLLM, the fastest way:
 
 ```bash
@@ -89,7 +94,7 @@ def model_card(
         dense=dense.rstrip("/").rsplit("/", 1)[-1],
         sizes=markdown_table(size_table(checkpoint)),
         learned=learning(provenance),
-        units="channels of the routed experts" if experts else "attention heads and MLP channels",
+        units=_removed(checkpoint),
         quality="\n\n".join(_quality(checkpoint)),
         tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers))),
         layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
@@ -108,6 +113,9 @@ def _install() -> str:
 
 def _loading(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a paragraph for each runtime that loads the folder, with its command."""
+    if checkpoint.stock:
+        yield ORDINARY
+        return
     yield PLUGIN
     if not has_experts(checkpoint):
         yield STOCK
@@ -117,6 +125,13 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
         yield TRANSFORMERS
     if dense_type(checkpoint.config) in IN_LLAMA_CPP and not is_quantised:
         yield LLAMA_CPP
+
+
+def _removed(checkpoint: Checkpoint) -> str:
+    """Say what kind of unit went."""
+    if checkpoint.stock:
+        return "whole experts, equally many of each layer,"
+    return "channels of the routed experts" if has_experts(checkpoint) else "attention heads and MLP channels"
 
 
 def _layer_widths(checkpoint: Checkpoint) -> Table:
@@ -133,6 +148,10 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
         for index, layer in enumerate(checkpoint.layers)
         if layer.expert_intermediate_sizes is not None
     ]
+    if checkpoint.stock:
+        stay = checkpoint.provenance["experts"]["stay"]
+        rows = [[index, " ".join(map(str, stay[str(index)]))] for index, _ in rows]
+        return Table(headings=["layer", "experts that stay, as the dense model numbers them"], rows=rows, is_text=True)
     heading = f"channels left of {dense_expert_size(checkpoint.config):,}, expert by expert"
     return Table(headings=["layer", heading], rows=rows, is_text=True)
 

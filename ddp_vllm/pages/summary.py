@@ -64,7 +64,8 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     parameters = checkpoint.num_parameters
     found = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
     for budget, label in (("flops", f"FLOPs a token at {context:,}"), ("kv-bytes", "KV-cache bytes a token")):
-        left = whole_model(budget, checkpoint.config, checkpoint.layers, checkpoint.shapes, context)
+        config = checkpoint.stock or checkpoint.config
+        left = whole_model(budget, config, checkpoint.layers, checkpoint.shapes, context)
         found.append((label, round(left + _removed(budget, checkpoint)), round(left)))
     return found
 
@@ -91,7 +92,8 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     """
     priced = int(_removed("params", checkpoint))
     if has_experts(checkpoint):
-        return priced
+        _, dense, left = units(checkpoint)[0]
+        return priced + (int(checkpoint.config["hidden_size"]) * (dense - left) if checkpoint.stock else 0)
     without_attention = sum(not layer.num_kv_heads for layer in checkpoint.layers)
     without_mlp = sum(not layer.intermediate_size for layer in checkpoint.layers)
     of_heads = {
@@ -112,7 +114,9 @@ def _vectors(block: str, checkpoint: Checkpoint) -> int:
 
 
 def _removed(budget: str, checkpoint: Checkpoint) -> float:
-    """Return what the units that are gone cost, as `budget` counts."""
+    """Return what the units that are gone cost, as `budget` counts; whole experts leave a token as many as before."""
+    if checkpoint.stock and budget == "flops":
+        return 0.0
     config = checkpoint.config
     layers = prices(budget, config, checkpoint.shapes, _context(checkpoint))
     pairs = zip(layers, dense_layers(config), checkpoint.layers, strict=True)

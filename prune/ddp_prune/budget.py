@@ -27,7 +27,7 @@ from ddp_prune.selection import (
 )
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import Dimensions, dense_layers, unit_shapes
+from ddp_vllm.families import Dimensions, dense_layers, fewer_experts, unit_shapes
 from ddp_vllm.latency import read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -67,6 +67,8 @@ class Pool:
     blocks: Mapping[str, int]
     """Units that stay or go together, a module type."""
     scope: str
+    whole_experts: bool
+    """All channels of an expert stay or go."""
     queries_per_kv: int
     even_heads: bool
     """Every KV head of a layer serves equally many query heads, as tensor parallelism asks."""
@@ -108,9 +110,10 @@ class Pool:
 
     def close(self, worth: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         """Return which open units (bool) stay while searching, where all may keep `keep_ratio` of what they cost."""
-        if self.tables:  # whole blocks compete with units
-            blockless = replace(self, blocks={}, tables={}, kept=keep_ratio * self.total)
-            return {kind: stays & is_open[kind] for kind, stays in blockless.choose(worth, is_open).items()}
+        if self.tables or self.whole_experts:  # whole blocks compete with units, or nothing but whole experts goes
+            blocks = self.blocks if self.whole_experts else {}
+            now = replace(self, blocks=blocks, tables={}, kept=keep_ratio * self.total)
+            return {kind: stays & is_open[kind] for kind, stays in now.choose(worth, is_open).items()}
         cost_GN = self.join({kind: self.unit_costs(kind).to(worth[kind].device) for kind in self.shapes})
         budget_G = keep_ratio * cost_GN.sum(-1)
         open_GN = self.join(is_open)
@@ -216,7 +219,8 @@ def make_pools(
     units = unit_shapes(sizes, head_unit)
     shares_kv = "attn" in units and head_unit == "query-head" and sizes.queries_per_kv > 1
     common: dict[str, Any] = {
-        "scope": recipe.scope,
+        "scope": "layer" if recipe.whole_experts else recipe.scope,
+        "whole_experts": recipe.whole_experts,
         "queries_per_kv": sizes.queries_per_kv,
         "even_heads": shares_kv and recipe.tp > 1,
         "shares_kv": shares_kv,
@@ -260,6 +264,11 @@ def make_pools(
             **common,
         )
         pools = [_with_kept(pool, config, shapes, recipe)]
+    if recipe.whole_experts:
+        (pool,) = pools
+        kept = math.floor(sizes.num_experts * (pool.kept + 1) / pool.total)  # itself rounded to a unit, maybe down
+        fewer_experts(config, kept)
+        pools = [replace(pool, kept=pool.total * kept / sizes.num_experts)]
     for pool in pools:
         pool.check(recipe.align)
     return pools
@@ -313,6 +322,9 @@ def _measured_pool(
 
 def describe(pool: Pool) -> str:
     """Return in one line what a pool keeps, and what its blocks make of that."""
+    if pool.whole_experts:
+        num_experts = pool.shapes["experts"][1]
+        return f"budget: {round(num_experts * pool.keep_ratio)} of {num_experts} experts of each layer stay, whole"
     if pool.name not in pool.shapes:
         share = f"{pool.kept / pool.total:.1%} of what can be pruned"
         if pool.name == "latency":
@@ -347,7 +359,8 @@ def _blocks(
 
     Raises: SettingError for a tensor-parallel size over which no layer could split.
     """
-    blocks = {"experts": recipe.align} if "experts" in units else {"mlp": recipe.align * recipe.tp}
+    align = sizes.expert_intermediate_size if recipe.whole_experts else recipe.align
+    blocks = {"experts": align} if "experts" in units else {"mlp": recipe.align * recipe.tp}
     if recipe.tp > 1:
 
         def could_split(num_ranks: int) -> list[LayerWidths]:

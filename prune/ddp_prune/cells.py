@@ -187,7 +187,8 @@ class Cells:
         if not scores:
             scores |= row.method.score(self.gated, read)
         scope = recipe.scope if "scope" in row.changes else row.method.scope
-        return choose(scores, 1.0 - recipe.sparsity, scope), {"tokens": read.numel(), "learns": 0}
+        chosen = choose(scores, 1.0 - recipe.sparsity, scope, whole_experts=recipe.whole_experts)
+        return chosen, {"tokens": read.numel(), "learns": 0}
 
     def read(self, path: Path, sparsity: float) -> tuple[Masks, Facts]:
         """Return the gates of a file as they are, or {} and the reason why they do not belong there."""

@@ -37,7 +37,7 @@ GROUPS = {  # what an option is about -> its fields; all others are about the ru
         "sparsity", "target", *(f"target_{budget.replace('-', '_')}" for budget in TARGETS), "speedup", "budget",
         "scope", "context_length", "concurrency", "phase", "profile", "other_machine",
     ),
-    "Shape": ("head_unit", "align", "quant_friendly", "tp"),
+    "Shape": ("whole_experts", "head_unit", "align", "quant_friendly", "tp"),
     "Text": ("data", "text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
     "Run": (),
 }  # fmt: skip

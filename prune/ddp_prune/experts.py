@@ -26,6 +26,8 @@ class LayerGates(NamedTuple):
     """[E, C]; backward adds the sum over slots of (∂loss/∂mask at that slot)² to it; float32."""
     counts: torch.Tensor | None
     """[E]; the number of slots of each expert is added to it; int64."""
+    routed: torch.Tensor | None = None
+    """int64 [N]: the experts among which the router chose, by number; without it all of them."""
 
 
 class _ScaleExperts(torch.autograd.Function):
@@ -70,6 +72,8 @@ def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weight
     returns the layer's `LayerGates`.
     """
     gates: LayerGates = experts.ddp_gates()
+    if gates.routed is not None:
+        ids_TK = gates.routed[ids_TK]
     num_tokens, num_chosen = ids_TK.shape
     experts_S, order_S = ids_TK.flatten().sort(stable=True)
     # not bincount, which on a GPU waits for its largest number

@@ -20,7 +20,7 @@ from ddp_prune.selection import realign
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.families import pruned_config, unit_shapes
+from ddp_vllm.families import WHOLE_EXPERT, fewer_experts, pruned_config, unit_shapes
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.origins import local_provenance, published, remember
 from ddp_vllm.output import atomic_folder
@@ -58,11 +58,27 @@ def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidt
     return widths
 
 
+def experts_that_stay(gates: Masks, source: Source) -> dict[int, list[int]]:
+    """Return the numbers of the experts that each routed layer keeps, as many as any other.
+
+    Raises: CheckpointError for gates that keep a part of an expert, or other numbers of them in other layers.
+    """
+    open_LEC = gates["experts"] > 0
+    stays_LE = open_LEC.any(-1)
+    if not torch.equal(stays_LE, open_LEC.all(-1)) or len(set(stays_LE.sum(1).tolist())) != 1:
+        raise CheckpointError("the masks do not keep whole experts, as many in every layer; learn them again")
+    return {i: row.nonzero().flatten().tolist() for i, row in zip(source.sizes.routed_layers, stays_LE, strict=True)}
+
+
 class Slicer:
-    """Cuts the tensors of one model: what stays of a named tensor, and what that is scaled by."""
+    """Cuts the tensors of one model: what stays of a named tensor, and what that is scaled by.
+
+    Where whole experts go, their rows of the router go too, and those that stay are numbered anew.
+    """
 
     def __init__(self, gates: Masks, source: Source, head_unit: str) -> None:
         self.table, self.head_dim = source.family.tensors, source.sizes.head_dim
+        self.stay = experts_that_stay(gates, source) if head_unit == WHOLE_EXPERT else {}
         self.scales: dict[str, torch.Tensor] = {}  # unit -> float32 [all layers, U], or [all layers, E, C]
         sizes = source.sizes
         if "experts" in gates:
@@ -88,7 +104,8 @@ class Slicer:
         if any(gone[int(index)] and self._belongs(module, block) for block, gone in self.gone.items()):
             return None
         if (found := self.table.find(module)) is None:
-            return tensor
+            is_cut_router = int(index) in self.stay and module == self.table.router[0]
+            return tensor[self.stay[int(index)]] if is_cut_router else tensor
         projection, expert = found
         scales = [self.scales[unit][int(index)] for unit in projection.units]
         if projection.block == "experts":
@@ -102,6 +119,14 @@ class Slicer:
         if kind == "weight":  # a bias is added after the gates, so neither cut nor scaled
             tensor = (tensor[:, keep].float() * scale[keep]).to(tensor.dtype).contiguous()
         return tensor
+
+    def renamed(self, name: str) -> str:
+        """Return what a tensor that stays is called from now on."""
+        index, _, rest = name.removeprefix(f"{LAYERS}.").partition(".")
+        module, _, kind = rest.rpartition(".")
+        if not (name.startswith(f"{LAYERS}.") and int(index) in self.stay and (found := self.table.find(module))):
+            return name
+        return f"{LAYERS}.{index}.{found[0].name.format(self.stay[int(index)].index(found[1]))}.{kind}"
 
     def _belongs(self, module: str, block: str) -> bool:
         """Say whether a module goes with a block: its projections, what else it has inside, and its norms."""
@@ -123,23 +148,32 @@ def export(
 ) -> None:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card.
 
+    Where whole experts went it is a stock one: its config differs by the number of experts, and there is no code.
     `gates` are float32 of `unit_shapes` with 0 for what goes; `head_unit` says what an attention unit is;
     `evidence` is kept beside them in the masks file, by name; `extra_files` maps file names to their text; `become`
     gives what a stored tensor has become, by its name on disk, where weights learned. The output appears whole or not
     at all.
-    Raises: OutputError if it exists and `overwrite` is off.
+    Raises: OutputError if it exists and `overwrite` is off; for whole experts as `experts_that_stay`, and SettingError
+        if too few stay.
     """
+    slicer = Slicer(gates, source, head_unit)
     widths = layer_widths(gates, source, head_unit)
+    if slicer.stay:
+        stock = fewer_experts(source.config, len(next(iter(slicer.stay.values()))))
+        provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": slicer.stay}}
     with atomic_folder(output, overwrite=overwrite) as folder:
         copy_companions(source.folder, folder)
-        _state_tokenizer_class(source.folder, folder)
-        write_config(pruned_config(source.config, widths), folder)
-        slicer = Slicer(gates, source, head_unit)
+        if slicer.stay:
+            _write_json(stock, folder / "config.json")
+        else:
+            _state_tokenizer_class(source.folder, folder)
+            write_config(pruned_config(source.config, widths), folder)
         cut = (
             (name, tensor.dtype, slicer.cut(name, become(name, tensor) if become else tensor))
             for name, tensor in stored(source.folder)
         )
-        write_weights(((name, left.to(dtype)) for name, dtype, left in cut if left is not None), folder)
+        left = ((name, dtype, part) for name, dtype, part in cut if part is not None)
+        write_weights(((slicer.renamed(name), part.to(dtype)) for name, dtype, part in left), folder)
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, evidence=evidence)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -164,8 +198,11 @@ def export_recovered(
     gates, _ = read_masks(source / MASKS_FILE)
     with atomic_folder(output, overwrite=overwrite) as folder:
         copy_companions(source, folder)
-        dense = {**checkpoint.config, "model_type": dense_type(checkpoint.config)}
-        write_config(pruned_config(dense, checkpoint.layers), folder)
+        if checkpoint.stock:
+            _write_json(checkpoint.stock, folder / "config.json")
+        else:
+            dense = {**checkpoint.config, "model_type": dense_type(checkpoint.config)}
+            write_config(pruned_config(dense, checkpoint.layers), folder)
         write_weights(((name, become(name, tensor).to(tensor.dtype)) for name, tensor in stored(source)), folder)
         rest = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
         write_masks(
@@ -181,9 +218,13 @@ def export_recovered(
 
 def write_config(config: Mapping[str, Any], folder: Path) -> None:
     """Write the config and the files it names, ours."""
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_json(config, folder / "config.json")
     for file in FILES:
         shutil.copyfile(file, folder / file.name)
+
+
+def _write_json(content: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -196,7 +237,7 @@ def copy_companions(source: Path, target: Path) -> None:
     path = target / "tokenizer_config.json"
     settings = _settings(path)
     if settings.pop("auto_map", None) is not None:
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        _write_json(settings, path)
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -224,7 +265,7 @@ def _state_tokenizer_class(source: Path, target: Path) -> None:
         return
     name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # the name that transformers 4 knows too
     if settings.get("tokenizer_class") != name:
-        path.write_text(json.dumps(settings | {"tokenizer_class": name}, indent=2) + "\n", encoding="utf-8")
+        _write_json(settings | {"tokenizer_class": name}, path)
 
 
 def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
@@ -250,8 +291,7 @@ def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> 
         total += written.stat().st_size
         weight_map |= dict.fromkeys(names, file)
     # even one shard gets an index: without it vLLM loads every safetensors file, the masks among them
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+    _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX_FILE)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -353,6 +393,8 @@ def read_evidence(path: Path) -> dict[str, Masks]:
 def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int) -> tuple[Masks, dict[str, Any]]:
     """Return aligned gates, and the provenance without what was measured before."""
     kind = "experts" if "experts" in gates else "mlp"
+    if provenance.get("head_unit") == WHOLE_EXPERT:
+        raise SettingError(f"{path} keeps whole experts, whose channels all stay; leave --align out")
     scope = provenance.get("recipe", {}).get("scope", "global")
     if scope != "global":
         raise SettingError(f"{path} holds a budget of every {scope}, which aligning would break; prune with --align")

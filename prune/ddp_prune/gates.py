@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_prune.experts import IMPLEMENTATION, LayerGates
-from ddp_vllm.families import EXPERTS, Dimensions, Family, unit_shapes
+from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
 from ddp_vllm.remote_code.tensors import LAYERS, Projection
 
 Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], or "experts" [L, E, C] alone
@@ -74,8 +74,9 @@ class GatedModel:
     """A stock transformers model whose heads and channels can be scaled from outside.
 
     Pre-hooks on the projections that write to the residual stream multiply their input by the current masks; routed
-    experts are run by our implementation of transformers' experts interface (`experts.py`). The weights are not
-    changed, and without masks nothing is scaled, so the same model is the dense teacher.
+    experts are run by our implementation of transformers' experts interface (`experts.py`). Where whole experts go,
+    routers choose among those that are open. The weights are not changed, and without masks nothing is scaled, so the
+    same model is the dense teacher.
     """
 
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
@@ -85,6 +86,7 @@ class GatedModel:
         self._masks: dict[str, Sequence[torch.Tensor]] | None = None  # of every layer
         self._squares: Mapping[str, torch.Tensor] | None = None
         self._counts_LE: torch.Tensor | None = None
+        self._routed: Sequence[torch.Tensor] | None = None  # experts of every layer that its router chooses among
         self._kept: Mapping[str, Sequence[torch.Tensor | None]] | None = None  # units that are computed; None: all
         if sizes.num_experts:
             self._attach_to_experts()
@@ -94,6 +96,8 @@ class GatedModel:
     def _attach_to_experts(self) -> None:
         for place, index in enumerate(self.sizes.routed_layers):
             self.layers[index].get_submodule(EXPERTS).ddp_gates = partial(self._expert_gates, place)  # type: ignore[assignment]
+            router = self.layers[index].get_submodule(ROUTER)
+            router.forward = partial(self._route, place, router, router.forward)
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
         assert model.config._experts_implementation == IMPLEMENTATION  # transformers is silent where it fails
@@ -103,7 +107,19 @@ class GatedModel:
             return LayerGates(None, None, None)
         squares = None if self._squares is None else self._squares["experts"][place]
         counts = None if self._counts_LE is None else self._counts_LE[place]
-        return LayerGates(self._masks["experts"][place], squares, counts)
+        routed = None if self._routed is None else self._routed[place]
+        return LayerGates(self._masks["experts"][place], squares, counts, routed)
+
+    def _route(self, place: int, router: Any, forward: Callable[..., Any], *args: Any) -> Any:
+        """Let a router choose among open experts, whose rows alone are its weight meanwhile, as in the exported one."""
+        if self._routed is None:
+            return forward(*args)
+        whole = router._parameters["weight"]
+        router._parameters["weight"] = whole.index_select(0, self._routed[place])
+        try:
+            return forward(*args)
+        finally:
+            router._parameters["weight"] = whole
 
     def _attach_to_projections(self) -> None:
         sizes = self.sizes
@@ -152,8 +168,11 @@ class GatedModel:
         With `narrow`, units that it leaves out are not computed; their masks must be 0, and get no gradient.
         """
         assert self._kept is None  # inside, the weights are not those of the dense model
-        previous = self._masks, self._squares, self._kept
-        self._masks, self._squares, self._kept = None, squares, narrow.kept if narrow else None
+        previous = self._masks, self._squares, self._kept, self._routed
+        self._masks, self._squares, self._kept, self._routed = None, squares, narrow.kept if narrow else None, None
+        if masks is not None and self.head_unit == WHOLE_EXPERT:
+            open_LE = (masks["experts"] > 0).any(-1).cpu()  # a GPU is waited for once, not in every layer
+            self._routed = [row.nonzero().flatten().to(masks["experts"].device) for row in open_LE]
         if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each
             self._masks = {block: mask.unbind() for block, mask in masks.items()}
             for block, kept_of in (self._kept or {}).items():
@@ -163,7 +182,7 @@ class GatedModel:
             with narrow.computed() if narrow else nullcontext():
                 yield
         finally:
-            self._masks, self._squares, self._kept = previous
+            self._masks, self._squares, self._kept, self._routed = previous
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:

@@ -98,6 +98,8 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
             f"{dense.folder} has another {differing[0]} than {folder} had before it was pruned; give the model it was "
             "pruned from"
         )
+    if checkpoint.stock:
+        return open_source(str(folder))
     register_pruned(config)
     return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes)
 

@@ -48,7 +48,7 @@ from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
-from ddp_vllm.families import choose_head_unit
+from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.origins import published_recipe
 from ddp_vllm.output import check_output
@@ -170,7 +170,7 @@ class Pruning:
         """Say what the run is about to do, a line each."""
         recipe, source, blocks = self.recipe, self.source, self.blocks
         passes = recipe.steps * recipe.batch_size / len(blocks.train)
-        unit = "expert channel" if source.sizes.num_experts else self.head_unit
+        unit = "expert channel" if source.sizes.num_experts and not recipe.whole_experts else self.head_unit
         what = "all weights learn" if recipe.learn == "full" else "scales learn"
         self.say(
             f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to learn on "
@@ -261,7 +261,9 @@ def suited_pools(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
     if recipe.scope == "expert" and not source.sizes.num_experts:
         raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
-    head_unit = choose_head_unit(recipe.head_unit, source.sizes)
+    if recipe.whole_experts and not source.sizes.num_experts:
+        raise SettingError(f"{recipe.model} is no mixture of experts, so it has no whole experts to remove")
+    head_unit = WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
     return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe)
 
 

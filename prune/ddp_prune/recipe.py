@@ -30,6 +30,9 @@ CHOICES = {
 }
 
 
+WITH_WHOLE_EXPERTS = {  # what else a recipe may say: the paper's search closes channels, and all layers keep as many
+    "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
+}  # fmt: skip
 FAMILY_POLISH = 0.4  # of the polish of one size alone: five sizes then cost 1.3 times the largest
 INHERITED = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
 """Settings that a recovery takes over from the run that learned the masks, where none are given."""
@@ -60,6 +63,12 @@ def _at_least(name: str, value: float, low: float) -> None:
 def _check_fraction(name: str, value: float) -> None:
     if not 0.0 <= value < 1.0:
         raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
+
+
+def _check_suits_whole_experts(recipe: "Recipe") -> None:
+    for name, allowed in WITH_WHOLE_EXPERTS.items():
+        if (given := getattr(recipe, name)) not in allowed:
+            raise SettingError(f"{name} is {given!r}; where whole experts go, it must be {allowed[0]!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +192,9 @@ class Recipe(LearningSettings):
     """Take a profile that was measured on another machine, where the model will be served."""
     scope: str = "global"
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
+    whole_experts: bool = False
+    """Of a mixture of experts, remove whole experts, equally many from every layer, and from its router. What is
+    written is a stock checkpoint that needs no plugin. What is kept is the most experts that the budget allows."""
     head_unit: str = "auto"
     """What an attention unit is: `kv-group` (a KV head with all its query heads) or `query-head`."""
     align: int = 1
@@ -239,6 +251,8 @@ class Recipe(LearningSettings):
         if self.alm.raw_masks and (self.polish or self.align > 1 or self.tp > 1):
             raise SettingError("raw_masks meets no exact widths and learns no longer; leave out polish, align and tp")
         _check_fraction("polish", self.polish)
+        if self.whole_experts:
+            _check_suits_whole_experts(self)
 
     @property
     def size_name(self) -> str:

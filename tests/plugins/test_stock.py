@@ -9,7 +9,7 @@ import pytest
 import torch
 from serving import assert_same, job, serve_in_new_process
 from test_dense import CHECKPOINTS
-from tiny_experts import make_expert_checkpoint
+from tiny_experts import make_expert_checkpoint, make_fewer_experts
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, make_checkpoint
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -21,6 +21,7 @@ SPLIT = [  # which divide over two ranks, as they must without the plugin
     {"query_heads_per_kv_head": [2, 2], "intermediate_size": 18},
     {"query_heads_per_kv_head": [1, 1], "intermediate_size": 0},
 ]
+FEWER_EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 REFUSED = {  # what does not work, and what the user reads
     "old vLLM": r"layer 0 has 1 query and 1 KV heads, and vLLM's attention 12 and 4: .* vLLM 0.30 or newer",
     "missing weight": r"layer 4 lacks the tensors of self_attn.k_proj",
@@ -37,6 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
     made["experts"] = root / "experts", make_expert_checkpoint(root / "experts", "qwen3_moe")
     for folder, _ in made.values():
         add_remote_code(folder)
+    for family in FEWER_EXPERTS:
+        made[family] = root / family, make_fewer_experts(root / family, family, root / f"dense-{family}")
     return made
 
 
@@ -49,13 +52,15 @@ def served(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     jobs = {"two ranks": job(models["split"][0], tensor_parallel_size=2)}  # first: threads survive no fork
     jobs |= {name: job(folder) for name, (folder, _) in models.items()}
     jobs |= {"missing weight": job(broken), "old vLLM": job(models["ragged"][0]) | {"asks_layers": False}}
+    for family in FEWER_EXPERTS:
+        jobs[family]["options"] |= {"model_impl": "vllm", "trust_remote_code": False}
     for each in jobs.values():
         each |= {"prompts": PROMPTS, "num_tokens": NUM_NEW_TOKENS}
     results = serve_in_new_process(list(jobs.values()), work, work, "stock_tiny.py")
     return dict(zip(jobs, results, strict=True))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, *FEWER_EXPERTS])
 def test_stock_vllm_says_what_transformers_and_so_our_plugin_say(
     name: str, served: dict[str, Any], models: dict[str, Any]
 ) -> None:

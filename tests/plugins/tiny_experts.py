@@ -15,6 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import PROMPTS, generate
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ddp_prune.export import export
+from ddp_prune.gates import GatedModel
+from ddp_prune.model import load_model, open_source
+from ddp_vllm.families import unit_shapes
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
 NUM_EXPERTS, EXPERT_WIDTH = 8, 64
@@ -99,14 +103,7 @@ def ragged_layers(family: str) -> list[tuple[int, ...] | None]:
 
 def make_expert_checkpoint(folder: Path, family: str) -> dict[str, Any]:
     """Write a random pruned MoE model in fp32; return what the dense model with zeros generates."""
-    torch.manual_seed(0)
-    register_deepseek()  # v1, which transformers does not know
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
-            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
-    model.save_pretrained(folder)
+    make_dense_experts(folder, family)
     weights, widths = load_file(folder / "model.safetensors"), ragged_layers(family)
     zeroed, compact = cut(weights, widths)
     save_file(zeroed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -115,6 +112,34 @@ def make_expert_checkpoint(folder: Path, family: str) -> dict[str, Any]:
     save_file(compact, folder / "model.safetensors", metadata={"format": "pt"})
     state_widths(folder / "config.json", widths)
     return {"outputs": outputs, "expert_bytes": sum(w.nbytes for name, w in compact.items() if ".experts." in name)}
+
+
+def make_dense_experts(folder: Path, family: str, **sizes: int) -> None:
+    """Write a random dense MoE model in fp32."""
+    torch.manual_seed(0)
+    register_deepseek()  # v1, which transformers does not know
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **sizes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # they start at 0 and 1, where a mix-up would not show
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
+    model.save_pretrained(folder)
+
+
+def make_fewer_experts(folder: Path, family: str, dense: Path) -> dict[str, Any]:
+    """Write to `dense` a random model and to `folder` what is left without whole experts.
+
+    Returns what the dense model generates whose routers and experts are masked.
+    """
+    make_dense_experts(dense, family, hidden_size=64)  # which vLLM's CPU kernel takes
+    source = open_source(str(dense))
+    gates = torch.rand(unit_shapes(source.sizes, "expert")["experts"]) + 0.5
+    for row in gates:
+        row[torch.randperm(NUM_EXPERTS)[5:]] = 0.0
+    export(source, {"experts": gates}, folder, head_unit="expert", provenance={})
+    gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "expert")
+    with gated.masks({"experts": gates}):
+        return {"outputs": [generate(gated.model, prompt) for prompt in PROMPTS]}
 
 
 def cut(

@@ -25,7 +25,8 @@ FLAGS = {
         "--head-unit", "--heldout-blocks", "--learn", "--micro-batch-size", "--other-machine", "--output",
         "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
         "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
-        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker", "-o",
+        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker",
+        "--whole-experts", "-o",
     ],
     cli.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",

@@ -52,8 +52,16 @@ def unfit(method: Score | Search, sizes: Dimensions) -> str:
     return ""
 
 
-def choose(scores: Masks, keep_ratio: float, scope: str) -> Masks:
-    """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the best of a place."""
+def choose(scores: Masks, keep_ratio: float, scope: str, *, whole_experts: bool = False) -> Masks:
+    """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the best of a place.
+
+    whole_experts: keep in each layer those experts whose channels score most together, ρE of them rounded down.
+    """
+    if whole_experts:
+        num_layers, num_experts, _ = scores["experts"].shape
+        kept_of_all = num_layers * math.floor(num_experts * keep_ratio * (1.0 + 1e-9))
+        support = even_support(scores["experts"].double().sum(-1), kept_of_all, "layer")
+        return {"experts": support.float().cpu()[..., None].expand_as(scores["experts"]).contiguous()}
     kept = {kind: round(keep_ratio * score.numel()) for kind, score in scores.items()}
     return {kind: even_support(score, kept[kind], scope).float().cpu() for kind, score in scores.items()}
 

@@ -1,0 +1,264 @@
+"""Whole experts: those that go leave the router too, and what is written is a stock checkpoint."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from runs import assert_refused, prune
+from safetensors.torch import load_file, save_file
+from test_experts import CASES, CHANNELS, LOAD, NUM_EXPERTS, TOKENS
+from transformers import AutoModelForCausalLM
+
+from ddp_prune.export import apply_masks, export, read_masks
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.methods.method import choose
+from ddp_prune.model import load_model, open_source
+from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
+from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.facts import is_pruned
+from ddp_vllm.pages.evidence import gather
+from ddp_vllm.pages.summary import footprint, removed_parameters, units
+from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
+
+KEPT = 5  # of 8, of which a token is sent to 3
+STOCK = ("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2")
+
+
+def whole_gates(shape: tuple[int, ...], kept: int = KEPT) -> Masks:
+    """Random scales of channels; other experts stay in each layer."""
+    generator = torch.Generator().manual_seed(1)
+    gates = torch.rand(shape, generator=generator) + 0.5
+    for row in gates:
+        row[torch.randperm(len(row), generator=generator)[kept:]] = 0.0
+    return {"experts": gates}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with each dense model, what was made of it, and its logits in transformers alone, which runs no code."""
+    folder = tmp_path_factory.mktemp("whole")
+    for family in STOCK:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(CASES[family]).save_pretrained(folder / f"dense-{family}")
+        source = open_source(str(folder / f"dense-{family}"))
+        gates = whole_gates((len(source.sizes.routed_layers), NUM_EXPERTS, CHANNELS))
+        export(source, gates, folder / family, head_unit="expert", provenance={})
+    save_file({"tokens": TOKENS}, folder / "tokens.safetensors")
+    command = [sys.executable, "-I", "-c", LOAD.replace(", trust_remote_code=True", ""), *STOCK]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def _route_by_hand(model: Any, open_LE: torch.Tensor) -> None:
+    """Give each router of a stock model −∞ for the closed experts, before its softmax."""
+    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    for router, open_E in zip(routers, open_LE, strict=True):
+
+        def route(x: torch.Tensor, router: Any = router, open_E: torch.Tensor = open_E) -> tuple[torch.Tensor, ...]:
+            logits = torch.nn.functional.linear(x.flatten(0, -2), router.weight).masked_fill(~open_E, -torch.inf)
+            shares, ids = logits.softmax(-1).topk(router.top_k)
+            if getattr(router, "norm_topk_prob", model.config.model_type == "mixtral"):
+                shares = shares / shares.sum(-1, keepdim=True)
+            return logits, shares * getattr(router, "routed_scaling_factor", 1.0), ids
+
+        router.forward = route
+
+
+@pytest.mark.parametrize("family", STOCK)
+def test_gated_equals_exported_equals_the_dense_model_routed_by_hand(family: str, made: Path) -> None:
+    source = open_source(str(made / f"dense-{family}"))
+    gates, _ = read_masks(made / family / "ddp_masks.safetensors")
+    by_hand: Any = AutoModelForCausalLM.from_pretrained(source.folder).eval()
+    routed = [layer.mlp.experts for layer in by_hand.model.layers if hasattr(layer.mlp, "experts")]
+    with torch.no_grad():
+        for experts, gates_EC in zip(routed, gates["experts"], strict=True):
+            experts.down_proj.mul_(gates_EC[:, None])
+        unrouted = by_hand(TOKENS).logits
+        _route_by_hand(by_hand, (gates["experts"] > 0).any(-1))
+        expected = by_hand(TOKENS).logits
+        gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "expert")
+        dense = gated.model(TOKENS).logits
+        with gated.masks(gates):
+            masked = gated.model(TOKENS).logits
+        torch.testing.assert_close(gated.model(TOKENS).logits, dense)  # routers are whole again
+    assert (expected - unrouted).abs().max() > 0.05  # that closed experts are not chosen matters
+    torch.testing.assert_close(masked, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(load_file(made / "logits.safetensors")[family], expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", STOCK)
+def test_what_is_written_is_a_stock_checkpoint(family: str, made: Path) -> None:
+    """Its config is the dense model's but for the number of experts; nothing in the folder is code."""
+    before, after = (json.loads((made / name / "config.json").read_text()) for name in (f"dense-{family}", family))
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert len(changed) == 1 and after[changed.pop()] == KEPT and list(before) == list(after)
+    assert not list((made / family).glob("*.py"))
+    checkpoint, dense = read_checkpoint(made / family), load_model(open_source(str(made / f"dense-{family}")), "auto")
+    assert is_pruned(made / family) and not is_pruned(made / f"dense-{family}")
+    layers = [row for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes)]
+    gates, _ = read_masks(made / family / "ddp_masks.safetensors")
+    assert layers == [tuple(row) for row in (gates["experts"] > 0).sum(-1).tolist()]
+    assert units(checkpoint)[0] == ("experts", len(layers) * NUM_EXPERTS, len(layers) * KEPT)
+    assert checkpoint.num_parameters + removed_parameters(checkpoint) == dense.num_parameters()  # type: ignore[operator]
+    _, flops, _ = footprint(checkpoint)
+    assert flops[1] == flops[2]  # a token is sent to as many experts as before
+    card = (made / family / "README.md").read_text()
+    assert "stock checkpoint with fewer experts" in card and "trust" not in card
+    gather(checkpoint)  # for the report
+
+
+def test_a_gone_expert_gets_no_token_and_weights_learn_around_it(made: Path) -> None:
+    """Choices are counted under the dense model's numbers, and rows of the router learn where experts are open."""
+    source = open_source(str(made / "dense-olmoe"))
+    gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, "expert")
+    gates = whole_gates(gated.shapes["experts"])
+    counts = torch.zeros(gated.shapes["experts"][:2], dtype=torch.int64)
+    routers = [gated.model.get_submodule(f"model.layers.{layer}.mlp.gate").weight for layer in range(3)]
+    for weight in routers:
+        weight.requires_grad_()
+    with gated.masks(gates), gated.counting(counts):
+        gated.model(TOKENS).logits.square().mean().backward()
+    is_open = gates["experts"].any(-1)
+    assert not counts[~is_open].any() and counts.sum(1).tolist() == [TOKENS.numel() * 3] * 3
+    for weight, open_E in zip(routers, is_open, strict=True):
+        assert weight.grad is not None and weight.grad[open_E].any(-1).all() and not weight.grad[~open_E].any()
+
+
+@pytest.mark.usefixtures("cache", "no_pictures")
+@pytest.mark.parametrize("learn", ["scales", "full"])
+@pytest.mark.parametrize("budget", [("--sparsity", "0.3"), ("--sparsity", "0.4", "--budget", "params")], ids=" ".join)
+def test_prune_recover_and_prune_channels_too(
+    learn: str, budget: tuple[str, ...], tiny_experts: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """Of 5 experts 3 stay in each layer, which is all that 70 % allow."""
+    result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--learn", learn)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "3 of 5 experts of each layer stay, whole" in result.stdout
+    checkpoint = read_checkpoint(tmp_path / "pruned")
+    assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
+    assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
+    stated = checkpoint.provenance["perplexity"]
+    assert _perplexity(tmp_path / "pruned", tiny_text) == pytest.approx(stated["pruned"], rel=1e-4)
+    if learn == "full" or len(budget) > 2:
+        return
+    weights = [tmp_path / name / "model.safetensors" for name in ("pruned", "again", "recovered")]
+    masks = tmp_path / "pruned" / "ddp_masks.safetensors"
+    apply_masks(str(tiny_experts), masks, tmp_path / "again", overwrite=False)
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    arguments = ["recover", str(tmp_path / "pruned"), "--tokens", "64", "-o", str(tmp_path / "recovered")]
+    assert (result := CliRunner().invoke(main, arguments)).exit_code == 0, (result.output, result.exception)
+    assert read_checkpoint(tmp_path / "recovered").stock == checkpoint.stock
+    assert weights[2].read_bytes() != weights[0].read_bytes()
+    result = prune(tmp_path / "recovered", tiny_text, tmp_path / "channels", "--sparsity", "0.4")
+    assert result.exit_code == 0, (result.output, result.exception)
+    ragged = read_checkpoint(tmp_path / "channels")
+    widths = [layer.expert_intermediate_sizes for layer in ragged.layers]
+    assert not ragged.stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
+
+
+def _perplexity(folder: Path, text: Path) -> float:
+    """Return the perplexity of a stock folder on the text that `runs.prune` held out, by stock classes."""
+    blocks = load_blocks(
+        str(text), load_tokenizer(str(folder)), seq_len=16, train_blocks=12, heldout_blocks=16, min_train_blocks=2,
+        seed=0, text_column="",
+    ).heldout  # fmt: skip
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder).eval()(blocks).logits[:, :-1]
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten()).exp())
+
+
+def test_a_score_keeps_the_experts_that_are_worth_most_together() -> None:
+    """Not the one with the best channel; of the second layer, which is worth more in all, no more than of the first."""
+    scores = torch.tensor([[[9.0, 0.0], [5.0, 5.0], [6.0, 5.0], [1.0, 1.0]], [[20.0, 21.0], [30.0, 1.0]] * 2])
+    gates = choose({"experts": scores}, 0.7, "global", whole_experts=True)["experts"]
+    assert gates.tolist() == [[[0, 0], [1, 1], [1, 1], [0, 0]], [[1, 1], [0, 0], [1, 1], [0, 0]]]
+
+
+@pytest.mark.usefixtures("cache")
+def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Every method keeps whole experts, equally many; what cannot is a cell with the reason."""
+    (tmp_path / "test.txt").write_text("The quick brown fox jumps over lazy clouds. " * 200)
+    (tmp_path / "r.toml").write_text("whole_experts = true\nsteps = 4\nbatch_size = 2\nseq_len = 16\nsparsity = 0.4")
+    names = ["experts-reap", "experts-reap+scales", "fisher", "ours", "paper", "ours-expert"]
+    result = CliRunner().invoke(
+        main,
+        ["study", "methods", str(tiny_experts), "--data", str(tiny_text), "--test", str(tmp_path / "test.txt"), "-o",
+         str(tmp_path / "study"), "--recipe", str(tmp_path / "r.toml"), "--methods", ",".join(names), "--sparsity",
+         "0.4", "--samples", "3"],
+    )  # fmt: skip
+    assert result.exit_code == 0, (result.output, result.exception)
+    for name in names[:4]:
+        masks = tmp_path / "study" / "cells" / f"{name}_0.4_0.safetensors"
+        apply_masks(str(tiny_experts), masks, tmp_path / name, overwrite=False)
+        assert read_checkpoint(tmp_path / name).stock
+    assert "controller is 'alm'; where whole experts go, it must be 'gradual'" in result.stdout
+    assert "scope is 'expert'" in result.stdout
+
+
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "fewer than a token is sent to": (["--sparsity", "0.7"], ["1 of 5 experts", "2 to 4 stay", "sent to 2"]),
+    "none goes": (["--sparsity", "1e-12"], ["5 of 5 experts"]),
+    "the paper's search": (["--controller", "alm"], ["controller is 'alm'", "'gradual'"]),
+    "a budget in each expert": (["--scope", "expert"], ["scope is 'expert'", "'global'"]),
+    "in measured time": (["--budget", "latency"], ["budget is 'latency'", "'units'"]),
+    "widths in blocks": (["--align", "16"], ["align is 16"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_whole_experts_cannot_do(case: str, tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
+    options, words = REFUSED[case]
+    assert_refused(prune(tiny_experts, tiny_text, tmp_path / "out", "--whole-experts", *options), 2, *words)
+
+
+def test_a_dense_model_has_none(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    result = prune(tiny_model, tiny_text, tmp_path / "out", "--whole-experts")
+    assert_refused(result, 2, "no mixture of experts", "no whole experts")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [("deepseek_v2", {"n_group": 2}, "experts in groups"), ("deepseek", {}, "no stock class in transformers")],
+)
+def test_models_whose_experts_cannot_go(family: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    register_deepseek()
+    AutoModelForCausalLM.from_config(CASES[family]).save_pretrained(tmp_path / "dense")
+    _edit(tmp_path / "dense", **changes)
+    with pytest.raises(SettingError, match=reason):
+        export(open_source(str(tmp_path / "dense")), whole_gates((2, 8, CHANNELS)), tmp_path / "out",
+               head_unit="expert", provenance={})  # fmt: skip
+
+
+def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
+    source = open_source(str(made / "dense-olmoe"))
+    for change in ((0, slice(None), 3), (0, slice(None))):  # a part of each expert, all of one layer's
+        gates = whole_gates((3, NUM_EXPERTS, CHANNELS))
+        gates["experts"][change] = 0.0
+        with pytest.raises(CheckpointError, match="do not keep whole experts"):
+            export(source, gates, tmp_path / "out", head_unit="expert", provenance={})
+    masks = made / "olmoe" / "ddp_masks.safetensors"
+    with pytest.raises(SettingError, match="whose channels all stay; leave --align out"):
+        apply_masks(str(source.folder), masks, tmp_path / "out", overwrite=False, align=8)
+    with pytest.raises(SettingError, match=r"2 of 8 experts .* 3 to 7 stay"):
+        export(source, whole_gates((3, 8, CHANNELS), 2), tmp_path / "out", head_unit="expert", provenance={})
+
+
+def test_masks_of_another_folder_are_noticed(made: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made / "mixtral", tmp_path / "pruned"))
+    shutil.copy(made / "qwen3_moe" / "ddp_masks.safetensors", folder)
+    with pytest.raises(CheckpointError, match="keep other experts of layer 1"):
+        read_checkpoint(folder)
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
