@@ -65,6 +65,11 @@ def _check_fraction(name: str, value: float) -> None:
         raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
 
 
+def _check_suits_raw_masks(recipe: "Recipe") -> None:
+    if recipe.alm.raw_masks and (recipe.polish or recipe.align > 1 or recipe.tp > 1):
+        raise SettingError("raw_masks meets no exact widths and learns no longer; leave out polish, align and tp")
+
+
 def _check_suits_whole_experts(recipe: "Recipe") -> None:
     for name, allowed in WITH_WHOLE_EXPERTS.items():
         if (given := getattr(recipe, name)) not in allowed:
@@ -248,9 +253,8 @@ class Recipe(LearningSettings):
         for name in ("steps", "align", "tp", "context_length", "concurrency"):
             _at_least(name, getattr(self, name), 1)
         _at_least("recover", self.recover, 0)
-        if self.alm.raw_masks and (self.polish or self.align > 1 or self.tp > 1):
-            raise SettingError("raw_masks meets no exact widths and learns no longer; leave out polish, align and tp")
         _check_fraction("polish", self.polish)
+        _check_suits_raw_masks(self)
         if self.whole_experts:
             _check_suits_whole_experts(self)
 
