@@ -4,9 +4,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0+cpu
-# Two processes of one thread each: most of a test is start-up, which uses one. A file stays in one of them: its engine
-# starts once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+# Processes of one thread each, one more than cores that are there: most of a test is start-up, which waits and uses one. A
+# file stays in one of them: its engine starts once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
 
 .PHONY: install demo check test gpu gpu-tests gpu-kernel gpu-step gpu-serve lint clean
 

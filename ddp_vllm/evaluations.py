@@ -149,8 +149,9 @@ def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tup
     interval each task is given one more row lost and one more won (Bonett and Price, J. Educ. Behav. Stat. 37, 2012):
     a few rows that all changed alike, or not at all, are no proof that others would.
     """
+    in_words = [name for name, task in TASKS.items() if task.is_generated]
     ours, theirs = (
-        {name: rows for name, rows in each["ddp_vllm"].get("answers", {}).items() if name in ACCURACY}
+        {name: rows for name, rows in each["ddp_vllm"].get("answers", {}).items() if name not in in_words}
         for each in (results, dense)
     )
     numbers, others = ({name: len(rows) for name, rows in each.items()} for each in (ours, theirs))

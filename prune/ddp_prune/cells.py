@@ -139,12 +139,16 @@ class Cells:
             if path.exists():
                 yield f"{name}: measured before"
                 continue
-            recipe, gated = self.study.recipe_of(row, sparsity, seed), self.gated  # loaded before the clock runs
+            gated, reason = self.gated, ""  # loaded before the clock runs
+            try:
+                recipe = self.study.recipe_of(row, sparsity, seed)
+            except SettingError as error:  # what a row changes does not suit the study's recipe
+                recipe, reason = self.study.recipe, str(error)
             heldout = _read(dataclasses.replace(self.study.recipe, seed=seed), self.tokenizer).heldout
             set_seed(seed)
             forget_peak(self.accelerator.device)
             began, cpu = time.perf_counter(), time.process_time()
-            masks, found = self.masks(row, recipe, scores)
+            masks, found = ({}, {"reason": reason}) if reason else self.masks(row, recipe, scores)
             found |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
             if masks:
                 found["peak_bytes"] = peak_bytes(self.accelerator.device)

@@ -118,12 +118,18 @@ class Study:
         for name, needed in {"budget": "units", "align": 1, "tp": 1, "shard": False}.items():
             if (given := getattr(self.recipe, name)) != needed:
                 raise SettingError(f"{name} is {given!r}; methods are compared by equal units, with {needed!r}")
+        if self.table == "data" and not self.methods and not self.other_data:
+            raise SettingError(f"data is {self.recipe.data} alone; give --data several times, once for each text")
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        if self.recipe.whole_experts:  # a row that these do not suit is a cell with the reason
+            dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, whole_experts=False))
+            return
         for row, sparsity, seed in itertools.product(self.rows, self.sparsities, self.seeds):
             data = self.recipe_of(row, sparsity, seed).data
             if any(self.test.resolve() == Path(name).resolve() for name in sources_of(data)):
                 raise SettingError(f"{self.test} is learned on; give another text to judge by")
-        if self.table == "data" and not self.methods and not self.other_data:
-            raise SettingError(f"data is {self.recipe.data} alone; give --data several times, once for each text")
 
     @property
     def rows(self) -> list[Row]:

@@ -83,7 +83,8 @@ def test_a_task_of_a_hub_model_is_found_again(tmp_path: Path, monkeypatch: pytes
         return object(), {}
 
     def simple_evaluate(**_: object) -> dict[str, object]:
-        return {"results": {"piqa": {"acc_norm,none": 1.0}}, "config": {}, "samples": {"piqa": [{"acc_norm": 1.0}]}}
+        samples = {"piqa": [{"acc_norm": 1.0, "filter": "none"}]}
+        return {"results": {"piqa": {"acc_norm,none": 1.0}}, "config": {}, "samples": samples}
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(evaluate, "run_alone", lambda function, *arguments: function(*arguments))

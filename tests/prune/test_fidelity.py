@@ -42,15 +42,14 @@ def pruned(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
     return tmp_path / "pruned"
 
 
-def test_a_pruned_folder_says_how_near_it_is(pruned: Path) -> None:
-    quality = api.inspect(pruned)["perplexity"]
-    near = quality["agreement"]["pruned"]
+def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """In conversations only what the assistant says counts, and what was found stands on the page of compare.
+
+    What `prune` found on the text that it held out stands in the folder.
+    """
+    near = api.inspect(pruned)["perplexity"]["agreement"]["pruned"]
     assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
     assert "same likeliest token" in (pruned / "report.html").read_text()
-
-
-def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """In conversations only what the assistant says counts, and what was found stands on the page of compare."""
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
     chats.write_text((json.dumps({"conversations": turns}) + "\n") * 400)

@@ -188,7 +188,7 @@ def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -
     """Every method keeps whole experts, equally many; what cannot is a cell with the reason."""
     (tmp_path / "test.txt").write_text("The quick brown fox jumps over lazy clouds. " * 200)
     (tmp_path / "r.toml").write_text("whole_experts = true\nsteps = 4\nbatch_size = 2\nseq_len = 16\nsparsity = 0.4")
-    names = ["experts-reap", "experts-reap+scales", "fisher", "ours", "paper", "ours-expert"]
+    names = ["experts-reap", "experts-reap+scales", "fisher", "ours", "paper", "ours+scope=expert"]
     result = CliRunner().invoke(
         main,
         ["study", "methods", str(tiny_experts), "--data", str(tiny_text), "--test", str(tmp_path / "test.txt"), "-o",
