@@ -335,9 +335,12 @@ def eval(
     from ddp_vllm.evaluations import against_output, default_output
     from ddp_vllm.output import make_folder
 
+    with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
     if texts:
+        if not with_tasks:
+            _check_left_out("--tasks beside --text", "backend", "data", "limit", "batch_size", "model_args")
         _check_text(model, texts, against, output, options)
-        if click.get_current_context().get_parameter_source("tasks") is not ParameterSource.COMMANDLINE:
+        if not with_tasks:
             return
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
     if any(len(pair) != 2 for pair in pairs):

@@ -98,7 +98,7 @@ def _print_quality(provenance: Mapping[str, Any], console: Console) -> None:
     if quality := provenance.get("perplexity"):
         _say(console, "held-out perplexity", f"{perplexities(quality)} ({quality['tokens']:,} tokens)")
         if near := fidelity(quality):
-            _say(console, "and there", near)
+            _say(console, "beside dense", near)
     if promised := prediction(provenance):
         _say(console, "predicted", promised)
     for kind, change in provenance.get("rounding", {}).items():

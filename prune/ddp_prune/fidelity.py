@@ -9,14 +9,14 @@ from ddp_prune.devices import make_accelerator
 from ddp_prune.documents import content_of
 from ddp_prune.exam import Exam
 from ddp_prune.model import Source, load_model, open_pruned, open_source
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.facts import describe_model, is_pruned, local_folder
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import local_provenance
+from ddp_vllm.origins import bare_name, local_provenance
 from ddp_vllm.results import write_results
 
 TOKENS, FEWEST = 16_384, 8  # of each text, in at least so many blocks: intervals are over these
@@ -31,7 +31,7 @@ class FidelitySettings:
     """Files or hub datasets as `prune` takes them; in conversations only what an assistant says counts."""
     against: str = ""
     """The model to compare with; empty: the dense model that a pruned folder was cut from."""
-    max_length: int = 512
+    max_length: int = 2048
     """Tokens of a block; a model sees no further back."""
     dtype: str = "auto"
 
@@ -41,6 +41,9 @@ class FidelitySettings:
             raise SettingError(f"--max-length {self.max_length} is below 16")
         if not self.texts:
             raise SettingError("--text names no text; give a file or a hub dataset")
+        names = list(map(bare_name, self.texts))
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise SettingError(f"two texts are called {repeated}; rename one, or results cannot tell them apart")
 
 
 def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[str], None]) -> dict[str, Any]:
@@ -72,7 +75,8 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
         "model": describe_model(settings.model).to_json(),
         "against": describe_model(str(dense.folder)).to_json(),
         "texts": {
-            _label(name): exam.perplexity(name) | ({"sha256": content_of(Path(name))} if Path(name).is_file() else {})
+            bare_name(name): exam.perplexity(name)
+            | ({"sha256": content_of(Path(name))} if Path(name).is_file() else {})
             for name in settings.texts
         },
     }
@@ -107,7 +111,3 @@ def _read(name: str, tokenizer: Any, length: int) -> Blocks:
     if not counts.any():
         raise TextError(f"{name} has no block of {length:,} tokens that counts; give more text, or lower --max-length")
     return Blocks(train=blocks.train[counts], scored=blocks.scored[counts], heldout=blocks.heldout, found=blocks.found)
-
-
-def _label(name: str) -> str:
-    return ",".join(Path(source).name if Path(source).exists() else source for source in sources_of(name))

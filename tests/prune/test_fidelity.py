@@ -87,11 +87,14 @@ def test_only_scored_tokens_count(tiny_model: Path) -> None:
 def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")
+    twin = tmp_path / "elsewhere" / short.name
     for words, reason in (
         ([str(pruned), "--text", str(short)], "give more text, or lower --max-length"),
         ([str(tiny_model), "--text", str(short)], "name one with --against"),
         ([str(pruned), "--text", str(short), "--max-length", "3"], "below 16"),
         ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
+        ([str(pruned), "--text", str(short), "--limit", "3"], "--limit does nothing without --tasks beside --text"),
+        ([str(pruned), "--text", str(short), "--text", str(twin)], "two texts are called short.txt"),
     ):
         refused = CliRunner().invoke(main, ["eval", *words])
         assert_refused(refused, refused.exit_code, reason)
