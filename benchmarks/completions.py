@@ -4,7 +4,8 @@
 
 Each model goes on greedily from the signature and docstring of functions of Python's own standard library. It counts if
 the function that it wrote, up to the first line that is not indented, has a body and compiles. The functions are the
-first of each module that has one, in the order of the alphabet: nobody picked them. The last line on stdout is JSON.
+first of each module that has one, in the order of the alphabet: nobody picked them. A prompt ends with the line break
+after the docstring, as those of HumanEval do. The last line on stdout is JSON.
 """
 
 import ast
@@ -54,7 +55,7 @@ def prompts_of(library: Path, number: int) -> Iterator[str]:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and not node.decorator_list:
                 head = text.splitlines()[node.lineno - 1 : node.body[0].end_lineno]
                 if len(head) < 20 and len(node.body) > 1:
-                    yield "\n".join(head)
+                    yield "\n".join(head) + "\n"
                     number -= 1
                     break
 
