@@ -31,7 +31,7 @@ from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, fingerprint
 from ddp_prune.study import MASKS, Row, Study, read_test_blocks
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
+from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import LearningWeights
@@ -58,7 +58,7 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
     shapes = weight_shapes(source)
     for sparsity in study.sparsities:
         suited_pools(dataclasses.replace(study.recipe, sparsity=sparsity, scope="global"), source, shapes)
-    test = read_test_blocks(study.test, tokenizer, detokenise=study.detokenise)
+    test = read_test_blocks(study.test, tokenizer, detokenise=study.detokenise, length=study.test_length)
     blocks = _read(study.recipe, tokenizer)
     first = study.sparsities[0], study.seeds[0]
     texts = [_read(study.recipe_of(row, *first), tokenizer) for row in study.rows if "data" in row.changes]
@@ -184,10 +184,10 @@ class Cells:
             return self.read(Path(row.name), recipe.sparsity)
         if reason := self.unfit(row, recipe):
             return {}, {"reason": reason}
-        text = _read(recipe, self.tokenizer).train
+        text = _read(recipe, self.tokenizer)
         if not isinstance(row.method, Score):
             return self.learn(row, recipe, text)
-        read = text[: self.study.samples]
+        read = text.train[: self.study.samples]
         if not scores:
             scores |= row.method.score(self.gated, read)
         scope = recipe.scope if "scope" in row.changes else row.method.scope
@@ -218,7 +218,7 @@ class Cells:
         fits = recipe.learn != "full" or fits_learning(num_weights, self.accelerator, LEARNING_BYTES + 2)
         return "" if fits else "memory does not hold weights that learn and a second model to learn from"
 
-    def learn(self, row: Row, recipe: Recipe, text: torch.Tensor) -> tuple[Masks, Facts]:
+    def learn(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
         """Return the gates that a search or a second run ends with; interrupted, the same call goes on."""
         path, start = self.of(row.name, recipe.sparsity, recipe.seed), Masks()
         if row.before:
@@ -232,14 +232,15 @@ class Cells:
             return trainer
 
         make = row.method.trainer if isinstance(row.method, Search) else go_on
-        facts = fingerprint([text], weight_files(self.source.folder), companions(self.source.folder))
+        facts = fingerprint([text.train], weight_files(self.source.folder), companions(self.source.folder))
         run, weights, teacher = RunState(path.with_suffix(""), recipe, learned_from=facts), None, None
         with run.locked():
             if recipe.learn == "full":
                 teacher = load(self.source, recipe, self.accelerator)
                 weights = LearningWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
-            learned = train(self.gated, text, recipe, *means, make=make)
+            scored = counting(text, recipe.learn_from, recipe.data, lambda _line: None)
+            learned = train(self.gated, text.train, recipe, *means, make=make, scored=scored)
             took = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
                 weights.finish()

@@ -237,6 +237,9 @@ def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
 @click.option("--samples", type=int, default=64, show_default=True, help="Sequences that scores are computed on.")
 @click.option("--polish", is_flag=True, help="Let the scales of what a score keeps learn too, in a row of its own.")
 @click.option("--detokenise", is_flag=True, help="Undo WikiText's spacing in the test text, as lm-eval does.")
+@click.option(
+    "--test-length", default=512, show_default=True, help="Tokens of a window of the test text; the paper's are 128."
+)
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 def study(

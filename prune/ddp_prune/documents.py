@@ -1,7 +1,8 @@
 """Rows of any supported text as documents: a file or a hub dataset in, one text a row out.
 
 A local file may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst; any other name is a dataset
-of the hub, which is streamed. A row has a text, or a conversation, which the tokenizer's chat template makes a text.
+of the hub, which is streamed. A row has a text, or a conversation, which the tokenizer's chat template makes a text. So
+has a row with an instruction and what was answered.
 """
 
 import glob
@@ -33,6 +34,8 @@ LONGEST_RENDERING = 10.0
 """Seconds a chat template may take for one conversation; real ones take a millisecond."""
 LARGEST_RENDERING = 1 << 28
 """Bytes of memory a chat template may take for one conversation."""
+INSTRUCTION = (("instruction", "prompt"), ("response", "output", "completion"), ("context", "input"))
+"""Columns of what is asked, answered, and given beside the question; the first that says something is taken."""
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
@@ -126,11 +129,12 @@ def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
     if isinstance(row.get("text"), str):
         return str(row["text"])
     turns = row.get("conversations") or row.get("messages")
-    if turns is None:
+    if turns is None and (turns := _instruction(row)) is None:
         if row.keys() & {"text", "conversations", "messages"}:
             return ""
         raise TextError(
-            f"{data} has no column text, conversations or messages, only {', '.join(row)}; name one with --text-column"
+            f"{data} has no column text, conversations or messages, nor instruction and response, only "
+            f"{', '.join(row)}; name one with --text-column"
         )
     said = [(turn.get("from") or turn.get("role"), _words(turn.get("value") or turn.get("content"))) for turn in turns]
     messages = [{"role": ROLES.get(speaker, "user"), "content": words} for speaker, words in said if words]
@@ -144,6 +148,18 @@ def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
                 if turns := arrange(marked):
                     return str(by_template(tokenizer, turns))
     return "\n\n".join(message["content"] for message in messages)
+
+
+def _instruction(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the two turns of a row as Dolly, Alpaca or a table of prompts has it, none if one is silent; None if it is
+    no such row."""
+    asked, answered, given = (next((row[name] for name in names if row.get(name)), None) for names in INSTRUCTION)
+    if not all(row.keys() & set(names) for names in INSTRUCTION[:2]):
+        return None
+    if not isinstance(asked, str) or not isinstance(answered, str):
+        return []
+    question = f"{asked}\n\n{given}" if isinstance(given, str) else asked
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
 
 
 def by_template(tokenizer: Any, turns: list[Any], **options: Any) -> Any:

@@ -43,7 +43,7 @@ from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.recover import recover
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.speed import predicted, with_profile
-from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
@@ -128,6 +128,7 @@ class Pruning:
         )
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)
+        self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
         self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files)
 
     def say(self, line: str) -> None:
@@ -200,7 +201,10 @@ class Pruning:
             weights = LearningWeights(gated.model, accelerator)
         phase = partial(_phase, recipe, 1.0 - self.pools[0].keep_ratio)
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
-            learned = train(gated, self.blocks.train, recipe, accelerator, run, report, weights, dense_model, branches)
+            learned = train(
+                gated, self.blocks.train, recipe, accelerator, run, report, weights, dense_model, branches,
+                scored=self.scored,
+            )  # fmt: skip
         become = weights.finish() if weights else None
         with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
             exam.take("pruned", gated.model)

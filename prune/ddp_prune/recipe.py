@@ -132,6 +132,10 @@ class LearningSettings:
     """Sequences of the text that are never trained on; their perplexity is reported."""
     distillation: float = 2.0
     """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
+    learn_from: str = "auto"
+    """Tokens whose cross-entropy counts: `assistant` those of its turns in conversations, and all of other text; `all`.
+    `auto` is `all` while masks learn, but `assistant` in a recovery of a model with a chat template. The teacher
+    teaches on every token."""
 
     micro_batch_size: int = 0
     """Sequences a forward pass; 0 chooses. It keeps about 8,192 tokens in flight, 1,024 on a CPU, fewer where memory is
@@ -308,9 +312,6 @@ class RecoveryRecipe(LearningSettings):
     """AdamW's highest rate; 0 chooses by method and hidden size."""
     warmup: float = 0.1
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
-    learn_from: str = "auto"
-    """Tokens whose cross-entropy counts: `assistant` those of its turns in conversations, and all of other text; `all`.
-    `auto` is `assistant` for a model with a chat template. The teacher teaches on every token."""
     watch: str = ""
     """Text of another kind, named as `data`, on which nothing is learned; it is said if the model gets worse there."""
 

@@ -31,7 +31,7 @@ from ddp_prune.model import Source, check_index, check_spares_source, companions
 from ddp_prune.progress import StepProgress, show
 from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.trainer import Batches
 from ddp_prune.weight_trainer import WeightTrainer
@@ -146,7 +146,7 @@ class Recovery:
         size = (self.recipe.batch_size, self.recipe.seq_len)
         chance = torch.Generator().manual_seed(self.recipe.seed)
         blocks = torch.randint(self.dense.config.vocab_size, size, generator=chance)
-        self._give(blocks, torch.ones_like(blocks, dtype=torch.bool))
+        self._give(blocks, None)
         steps = max(1, int(60.0 * self.recipe.minutes / self.trainer.seconds_a_step()))
         return dataclasses.replace(self.recipe, tokens=steps * blocks.numel())
 
@@ -170,13 +170,8 @@ class Recovery:
         )
         if len(texts) == 1:
             self.say("no text of another kind is watched; --watch names one, to hear if the model gets worse there")
-        everything = torch.ones_like(blocks.scored)
-        self.blocks = blocks.train, everything if recipe.learn_from == "all" else blocks.scored
-        if blocks.scored.all() and recipe.learn_from == "assistant":
-            self.say(f"no conversations are told apart in {recipe.data}, so all of it counts; add some after a comma")
-        elif not self.blocks[1][:, 1:].any():
-            raise TextError(f"{recipe.data} holds nothing that an assistant says; try --learn-from all")
-        learned_from = fingerprint([*self.blocks, *texts.values()], *self.files)
+        self.blocks = blocks.train, counting(blocks, recipe.learn_from, recipe.data, self.say)
+        learned_from = fingerprint([blocks.train, *texts.values()], *self.files)
         learned_from["asked"] = decisive(self.asked.to_dict())
         main = self.accelerator.is_main_process
         self.run = RunState(output, recipe, learned_from=learned_from, writes=main, say=self.say)
@@ -210,12 +205,12 @@ class Recovery:
         self.become = self.trainer.weights.finish()
         self.exam.take("recovered", self.model)
 
-    def _give(self, blocks: torch.Tensor, scored: torch.Tensor) -> None:
+    def _give(self, blocks: torch.Tensor, scored: torch.Tensor | None) -> None:
         """Let the trainer learn from these blocks, as many at once as memory holds."""
-        batches = Batches(blocks, self.recipe, self.accelerator)
+        batches = Batches(blocks, self.recipe, self.accelerator, scored)
         fit_batches(self, batches, self.recipe, self.accelerator, self.say)
         fit_attention(self.dense, self.recipe.seq_len, self.accelerator.device)
-        self.trainer.read(batches, scored, self.recipe)
+        self.trainer.read(batches, self.recipe)
 
     def write(self, output: Path, *, overwrite: bool) -> None:
         """Write the checkpoint with what is known of it, say what came of it, and forget the run."""

@@ -22,6 +22,7 @@ from ddp_vllm.errors import SettingError, TextError
 from ddp_vllm.pages.tables import TABLES
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
+TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
 MASKS = ".safetensors"  # a file of masks is a row too
 CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "learn")  # settings that a row may have
 OF_SCORES = ("data", "scope")  # those that a score heeds
@@ -105,11 +106,15 @@ class Study:
     """Let the scales of what each score keeps learn too, in a row of its own."""
     detokenise: bool = False
     """Undo WikiText's spacing in the test text, as lm-eval does."""
+    test_length: int = TEST_LENGTH
+    """Tokens of a window of the test text; 128 in the paper's perplexities."""
 
     def __post_init__(self) -> None:
         """Check what does not depend on the model. Raises: SettingError."""
         if not (self.sparsities and self.seeds and self.samples > 0):
             raise SettingError("sparsities, seeds or samples are none; give at least one of each")
+        if not 8 <= self.test_length <= TEST_TOKENS:
+            raise SettingError(f"test_length is {self.test_length}; it must be at least 8 and at most {TEST_TOKENS:,}")
         if self.table not in TABLES:
             raise SettingError(f"table is {self.table!r}; it must be one of {', '.join(TABLES)}")
         for data in self.other_data:
@@ -162,7 +167,8 @@ class Study:
         """Return the settings that all cells of a folder share."""
         recipe = {name: value for name, value in self.recipe.to_dict().items() if name not in ("sparsity", "seed")}
         del recipe["alm"]["raw_masks"]  # `recipe_of` lets none through
-        return {**recipe, "test": str(self.test), "samples": self.samples, "detokenise": self.detokenise}
+        own = {name: getattr(self, name) for name in ("samples", "detokenise", "test_length")}
+        return {**recipe, "test": str(self.test), **own}
 
     def command(self, row: Row, sparsity: float, seed: int, output: Path) -> str:
         """Return the command that fills one cell again."""
@@ -171,13 +177,13 @@ class Study:
         words += ["--methods", row.name, "--sparsity", f"{sparsity:g}", "--seeds", str(seed)]
         words += ["--steps", str(recipe.steps), "--batch-size", str(recipe.batch_size)]
         words += ["--seq-len", str(recipe.seq_len), "--samples", str(self.samples)]
-        words += ["--detokenise"] * self.detokenise
+        words += ["--test-length", str(self.test_length), *["--detokenise"] * self.detokenise]
         words += [*(["--recipe", str(self.recipe_file)] if self.recipe_file else []), "-o", str(output)]
         return shlex.join(words)
 
 
-def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool) -> torch.Tensor:
-    """Return the first tokens of a text, int64 [TEST_BLOCKS, TEST_LENGTH]; fewer blocks of a short text.
+def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool, length: int = TEST_LENGTH) -> torch.Tensor:
+    """Return the first TEST_TOKENS tokens of a text, int64 [num_blocks, length]; fewer blocks of a short text.
 
     Raises: TextError if it cannot be read or has no block.
     """
@@ -190,7 +196,7 @@ def read_test_blocks(path: Path, tokenizer: Any, *, detokenise: bool) -> torch.T
 
         text = wikitext_detokenizer({"page": text})
     ids = tokenizer(text, verbose=False)["input_ids"]
-    num_blocks = min(TEST_BLOCKS, len(ids) // TEST_LENGTH)
+    num_blocks = min(TEST_TOKENS, len(ids)) // length
     if not num_blocks:
-        raise TextError(f"{path} has {len(ids)} tokens; to judge by it takes {TEST_LENGTH:,}, better 16 times as many")
-    return torch.tensor(ids[: num_blocks * TEST_LENGTH]).view(num_blocks, TEST_LENGTH)
+        raise TextError(f"{path} has {len(ids)} tokens; to judge by it takes {length:,}, better {TEST_TOKENS:,}")
+    return torch.tensor(ids[: num_blocks * length]).view(num_blocks, length)

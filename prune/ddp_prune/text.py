@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,22 @@ def load_blocks(
         heldout=tokens[:heldout_blocks],
         found=blocks.size,
     )
+
+
+def counting(blocks: Blocks, learn_from: str, data: str, say: Callable[[str], None]) -> torch.Tensor | None:
+    """Return which tokens' cross-entropy counts, bool [num_blocks, seq_len]; None where all do.
+
+    learn_from: `assistant` or else all, as in a `Recipe`. `say` takes a line for the user.
+    Raises: TextError if none would count.
+    """
+    if learn_from != "assistant":
+        return None
+    if blocks.scored.all():
+        say(f"no conversations are told apart in {data}, so all of it counts; add some after a comma")
+        return None
+    if not blocks.scored[:, 1:].any():
+        raise TextError(f"{data} holds nothing that an assistant says; try --learn-from all")
+    return blocks.scored
 
 
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:

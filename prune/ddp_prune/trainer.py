@@ -57,15 +57,32 @@ def sequences_at_once(recipe: Recipe | RecoveryRecipe, accelerator: Accelerator)
 class Batches:
     """Deterministic micro-batches; which sequences make a step does not depend on the number of processes."""
 
-    def __init__(self, blocks: torch.Tensor, recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> None:
-        """blocks: int64 [num_blocks, seq_len]."""
-        self.blocks, self.size, self.accelerator = blocks, recipe.batch_size, accelerator
+    def __init__(
+        self,
+        blocks: torch.Tensor,
+        recipe: Recipe | RecoveryRecipe,
+        accelerator: Accelerator,
+        scored: torch.Tensor | None = None,
+    ) -> None:
+        """blocks: int64 [num_blocks, seq_len]. scored: bool as blocks, tokens whose cross-entropy counts; None: all."""
+        self.blocks, self.size, self.accelerator, self.scored = blocks, recipe.batch_size, accelerator, scored
         self.micro = sequences_at_once(recipe, accelerator)
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
     def numbers(self, step: int) -> list[int]:
         """Return the block numbers of a step, of all processes."""
         return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
+
+    def weights(self, step: int, numbers: list[int]) -> torch.Tensor | None:
+        """Return what the cross-entropy of each predicted token of the blocks `numbers` weighs; None where all count.
+
+        Float32 [B·(seq_len−1)]. Over a step of all processes their mean is 1, so the mean is that over what counts.
+        """
+        if self.scored is None:
+            return None
+        scored_N = self.scored[self.numbers(step), 1:]
+        share = max(1, int(scored_N.sum())) / scored_N.numel()
+        return (self.scored[numbers, 1:].flatten().float() / share).to(self.accelerator.device)
 
     def step(self, step: int) -> Iterator[list[int]]:
         """Yield the block numbers of this process's micro-batches."""
@@ -199,7 +216,9 @@ class Trainer:
             tokens = self.batches.blocks[numbers].to(self.accelerator.device)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            losses += self._backward(tokens, numbers, leaves, parts, routed.get("experts")) * (len(numbers) / size)
+            weights_N = self.batches.weights(step, numbers)
+            found = self._backward(tokens, numbers, weights_N, leaves, parts, routed.get("experts"))
+            losses += found * (len(numbers) / size)
             if self.weights:
                 self.weights.collect(len(numbers) / size)
             for kind, leaf in leaves.items():
@@ -215,7 +234,13 @@ class Trainer:
         return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
 
     def _backward(
-        self, tokens: torch.Tensor, numbers: list[int], leaves: Masks, squares: Masks, counts: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        numbers: list[int],
+        weights_N: torch.Tensor | None,
+        leaves: Masks,
+        squares: Masks,
+        counts: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run one micro-batch forward and backward into the leaves; return [CE, KL] in nats a token."""
         model: Any = self.gated.model
@@ -223,8 +248,9 @@ class Trainer:
         with self.gated.masks(leaves, squares, self.narrow):
             with self.gated.counting(counts):  # forward alone: checkpointed layers run again in backward
                 student = final_hidden(model, tokens)
+            head, labels_N = OutputHead.of(model), tokens[:, 1:].reshape(-1)
             loss, cross_entropy, divergence = distilled_loss(
-                student, teacher, OutputHead.of(model), tokens[:, 1:].reshape(-1), self.recipe.distillation
+                student, teacher, head, labels_N, self.recipe.distillation, weights_N=weights_N
             )
             loss.backward()
         return torch.tensor([cross_entropy, divergence], device=tokens.device)

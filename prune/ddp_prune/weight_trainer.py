@@ -23,9 +23,9 @@ class WeightTrainer:
         self.head, self.dense_head = OutputHead.of(student), OutputHead.of(dense)
         self.weights = LearningWeights(student, accelerator, recipe.method, recipe.rank)
 
-    def read(self, batches: Batches, scored: torch.Tensor, recipe: RecoveryRecipe) -> None:
-        """Learn from these blocks. scored: bool [num_blocks, seq_len], the tokens whose cross-entropy counts."""
-        self.batches, self.scored, self.recipe = batches, scored, recipe
+    def read(self, batches: Batches, recipe: RecoveryRecipe) -> None:
+        """Learn from these blocks."""
+        self.batches, self.recipe = batches, recipe
         self.teacher = Teacher(self.dense, batches) if recipe.distillation > 0 else None
 
     def seconds_a_step(self) -> float:
@@ -58,21 +58,20 @@ class WeightTrainer:
 
     def _gradients(self, step: int) -> tuple[float, float, float]:
         """Give the masters the gradient of a step; return CE and KL in nats a token, and the gradient's length."""
-        counted = max(1, int(self.scored[self.batches.numbers(step), 1:].sum()))
         losses = torch.zeros(2, device=self.accelerator.device)
         for numbers in self.batches.step(step):
-            losses += self._backward(numbers, counted)
+            losses += self._backward(step, numbers)
         cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
         return cross_entropy, divergence, self.weights.join()
 
-    def _backward(self, numbers: list[int], counted: int) -> torch.Tensor:
+    def _backward(self, step: int, numbers: list[int]) -> torch.Tensor:
         """Add one micro-batch's part of the step's gradient to the masters'; return its part of [CE, KL]."""
         tokens = self.batches.blocks[numbers].to(self.accelerator.device)
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
         student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
-        share, num_tokens = len(numbers) / self.batches.size, self.batches.size * (tokens.shape[1] - 1)
+        share = len(numbers) / self.batches.size
         # every token has something to learn of the teacher, but only those that count of the text itself
-        weights = self.scored[numbers, 1:].flatten().to(student.device).float() * (num_tokens / counted)
+        weights = self.batches.weights(step, numbers)
         loss, cross_entropy, divergence = distilled_loss(
             student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, weights
         )

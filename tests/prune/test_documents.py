@@ -242,7 +242,25 @@ def test_conversations_of_a_file_go_through_the_chat_template(
     assert "<user>hello\n\ndocument" in found and "cat" not in found
 
 
-@pytest.mark.parametrize("row", [{"text": None, "id": 1}, {"conversations": None}, {"messages": []}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "add", "context": "2 and 3", "response": "5", "category": "sums"},
+        {"instruction": "add", "input": "2 and 3", "output": "5"},
+        {"prompt": "add\n\n2 and 3", "completion": "5"},
+    ],
+)
+def test_an_instruction_and_its_answer_are_a_conversation(row: dict[str, Any], tokenizer: Any) -> None:
+    tokenizer.chat_template = LENIENT
+    found = document(row, tokenizer, "asked.jsonl")
+    assert found == f"<user>add\n\n2 and 3<assistant>{BEGIN}5{END}"
+    bare = {name: text for name, text in row.items() if name not in ("context", "input")}
+    assert _plain(document(bare, tokenizer, "asked.jsonl")).endswith("<assistant>5")
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": None, "id": 1}, {"conversations": None}, {"messages": []}, {"prompt": "a", "response": ""}]
+)
 def test_a_row_may_be_empty(row: dict[str, Any], tokenizer: Any) -> None:
     assert document(row, tokenizer, "a.jsonl") == ""
 

@@ -22,8 +22,8 @@ FLAGS = {
     cli.prune: [
         "--activation-checkpointing", "--align", "--batch", "--batch-size", "--budget", "--concurrency", "--context",
         "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--group",
-        "--head-unit", "--heldout-blocks", "--learn", "--micro-batch-size", "--other-machine", "--output",
-        "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
+        "--head-unit", "--heldout-blocks", "--learn", "--learn-from", "--micro-batch-size", "--other-machine",
+        "--output", "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
         "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
         "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker",
         "--whole-experts", "-o",
@@ -36,7 +36,7 @@ FLAGS = {
     ],
     cli.study: [
         "--batch-size", "--data", "--detokenise", "--methods", "--output", "--polish", "--recipe", "--samples",
-        "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "-o",
+        "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
     cli.quantize: ["--output", "--overwrite", "--scheme", "-o"],

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -190,52 +189,6 @@ def test_what_is_watched_is_nothing_that_weights_learn_on(
     assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data learns")
     short = write_texts("short.jsonl", ["a fox"])
     assert_refused(recover(pruned, tmp_path / "again", "--watch", str(short)), 4, str(short), "more text")
-
-
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
-
-
-def test_in_conversations_the_assistants_words_count_and_the_end_of_its_turn(
-    tokenizer: Any, load: Callable[..., Any], tmp_path: Path
-) -> None:
-    tokenizer.chat_template = TEMPLATE
-    turns = [("user", "how many foxes"), ("assistant", "nine foxes jump"), ("user", "why"), ("assistant", "clouds")]
-    rows = [{"messages": [{"role": role, "content": f"{said} {i}"} for role, said in turns]} for i in range(60)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    blocks = load(tmp_path / "chat.jsonl", tokenizer)
-    stream = [(int(n), bool(s)) for n, s in zip(blocks.train.flatten(), blocks.scored.flatten(), strict=True)]
-    said = "".join(tokenizer.decode([number]) if scored else "|" for number, scored in stream)
-    answers = {part for part in said.split("|") if part}
-    assert {f"nine foxes jump {i}<eos>" for i in range(10, 20)} & answers
-    assert all(
-        part.removesuffix("<eos>").rpartition(" ")[0] in ("nine foxes jump", "clouds")
-        for part in answers
-        if "<eos>" in part and part[0] in "nc"
-    )
-    assert not any("how" in part or "why" in part or "assistant" in part for part in answers)
-
-
-def test_all_counts_of_other_text_and_of_conversations_without_a_template(
-    load: Callable[..., Any], tmp_path: Path
-) -> None:
-    rows = [{"text": f"a fox and {number} clouds"} for number in range(60)]
-    turns = [{"role": "user", "content": "why do foxes jump"}, {"role": "assistant", "content": "clouds"}]
-    rows += [{"messages": [*turns, {"role": "user", "content": str(number)}]} for number in range(60)]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert load(tmp_path / "mixed.jsonl").scored.all()
-
-
-def test_a_piece_from_the_midst_of_an_answer_counts(tokenizer: Any) -> None:
-    from ddp_prune.documents import BEGIN, END
-    from ddp_prune.text import cut, pack
-
-    text = f"<user>tell me{'':5}<assistant>{BEGIN}{'words and more ' * 20}{END}<eos><user>thanks<eos>"
-    first, *middle, last = cut(text, 60)
-    assert len(middle) > 2 and cut(middle[0], 60) == [middle[0]]
-    assert (pack([middle[0]], tokenizer, 1000)[:-1] >= 0).all()
-    for piece in (first, last):
-        scored = pack([piece], tokenizer, 1000) >= 0
-        assert scored.any() and not scored.all()
 
 
 def test_answers_are_the_likeliest_tokens_whatever_the_models_own_settings(pruned: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ddp_prune.methods import BY_DEFAULT, METHODS
 from ddp_prune.methods.method import Score, choose, even_support
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
+from ddp_prune.text import load_tokenizer
 from ddp_vllm.cli import main
 from ddp_vllm.pages.tables import TABLES, chains
 
@@ -165,6 +166,7 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {  # options, exit code, 
     "no text of a row": (["--methods", "ours+data=none.txt"], 4, ["none.txt"]),
     "texts that take turns in a row": (["--data", "a.txt,b.txt"], 2, ["'a.txt,b.txt'"]),
     "missing masks": (["--methods", "none.safetensors"], 2, ["'none.safetensors'"]),
+    "windows of nothing": (["--test-length", "4"], 2, ["test_length is 4"]),
     "no number": (["--seeds", "one"], 2, ["seeds is 'one'"]),
     "no sparsity": (["--sparsity", "0"], 2, ["sparsity is 0"]),
     "nothing is kept": (["--sparsity", "0.4,0.99"], 2, ["keeps 0 of 12 attn units"]),
@@ -187,6 +189,12 @@ def test_bad_input(
     Path("align.toml").write_text("align = 32")
     assert_refused(methods(tiny_model, tiny_text, test_text, tmp_path / "out", *options), code, *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_windows_of_any_length_hold_the_same_tokens(tiny_model: Path, test_text: Path) -> None:
+    read = partial(study.read_test_blocks, test_text, load_tokenizer(str(tiny_model)), detokenise=False)
+    default, short = read(), read(length=128)
+    assert short.shape[1] == 128 and torch.equal(short.flatten()[: default.numel()], default.flatten())
 
 
 def test_a_folder_holds_one_study(tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path) -> None:
