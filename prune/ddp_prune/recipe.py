@@ -33,7 +33,7 @@ CHOICES = {
 WITH_WHOLE_EXPERTS = {  # what else a recipe may say: the paper's search closes channels, and all layers keep as many
     "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
 }  # fmt: skip
-FAMILY_POLISH = 0.4  # of the polish of one size alone: five sizes then cost 1.3 times the largest
+FAMILY_STEPS = 1.3  # of all sizes together, of those of the largest cut alone: what sizes share between their polishes
 INHERITED = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
 """Settings that a recovery takes over from the run that learned the masks, where none are given."""
 
@@ -348,11 +348,14 @@ def family(last: Recipe, sizes: Sequence[float]) -> list[Recipe]:
     """Return the recipes of all sizes, rising, that one search passes on its way to `last`, the largest cut.
 
     The search has as many steps as that of `last` alone, shared out by what each size removes more than the one before.
+    Every size polishes as long, so that all together cost FAMILY_STEPS of `last` alone.
     Raises: SettingError if a size is left without steps.
     """
     if last.controller != "gradual":
         raise SettingError(f"controller is {last.controller!r}, which passes no sizes on its way; give one size")
-    polish, recipes, before, done = max(1, round(FAMILY_POLISH * last.polish_steps)), [], 0.0, 0
+    left = FAMILY_STEPS * last.steps - last.search_steps
+    polish = max(1, min(last.polish_steps, int(left / len(sizes))))
+    recipes, before, done = [], 0.0, 0
     for size in sizes:
         removed, in_all = (1 - 1 / each if last.speedup else each for each in (size, sizes[-1]))
         end = round(last.search_steps * removed / in_all)

@@ -30,7 +30,12 @@ def test_the_steps_of_a_family_are_those_of_its_largest_cut_and_short_polishes()
     assert [recipe.search_steps for recipe in recipes] == [130, 260, 390, 520, 650]
     assert [recipe.after_steps for recipe in recipes] == [0, 130, 260, 390, 520]
     assert [recipe.after for recipe in recipes] == [0.0, *sizes[:-1]] and [each.size for each in recipes] == sizes
-    assert sum(recipe.steps - recipe.after_steps for recipe in recipes) <= 1.36 * last.steps
+    assert sum(recipe.steps - recipe.after_steps for recipe in recipes) == 1.3 * last.steps
+    two = family(last, [0.2, 0.5])
+    assert [recipe.polish_steps for recipe in two] == [325, 325] and two[-1].search_steps == last.search_steps
+    assert [recipe.polish_steps for recipe in family(Recipe(model="m", sparsity=0.5, polish=0.1), sizes[-2:])] == [
+        100
+    ] * 2
     with pytest.raises(SettingError, match=r"leaves none for sparsity 0\.1"):
         family(Recipe(model="m", sparsity=0.5, steps=3), sizes)
     assert len(load_recipes(None, {"model": "m", "sparsity": 0.2})) == 1
