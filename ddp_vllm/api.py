@@ -76,7 +76,7 @@ def plan(model: str, *, output: PathLike = "pruned", recipe: PathLike | None = N
 
 
 def _recipes(model: str, recipe: PathLike | None, settings: dict[str, Any]) -> Any:
-    return _part("ddp_prune.recipe").load_recipes(Path(recipe) if recipe else None, settings | {"model": model})
+    return _part("ddp_prune.read_recipe").load_recipes(Path(recipe) if recipe else None, settings | {"model": model})
 
 
 def _prune(recipes: Any, output: Path, *, overwrite: bool, tracker: str | None, verbose: bool) -> list[Checkpoint]:
@@ -107,7 +107,7 @@ def recover(
     provenance = local_provenance(Path(model) / MASKS_FILE)
     cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     before = provenance.get("recipe", {}) | cut_from
-    load = _part("ddp_prune.recipe").load_recovery
+    load = _part("ddp_prune.read_recipe").load_recovery
     found = load(Path(recipe) if recipe else None, settings | {"model": str(model)}, before)
     _learning("ddp_prune.recover").recover_alone(found, output, overwrite=overwrite, console=_console(verbose))
     return read_checkpoint(output)
@@ -157,7 +157,7 @@ def study(
     recipe: a TOML file with settings. settings: any field of a `Study` (`methods`, `other_data`, `samples`, `polish`,
     `detokenise`, `test_length`) or of a `Recipe` (`data`, `steps`, …).
     """
-    found = _part("ddp_prune.recipe").load_recipe
+    found = _part("ddp_prune.read_recipe").load_recipe
     sizes = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,)
     try:
         orders = tuple(map(int, seeds.split(","))) if isinstance(seeds, str) else tuple(seeds)

@@ -18,7 +18,8 @@ import click
 
 import ddp_vllm
 from ddp_prune.cli import GROUPS, NO_OPTION, SIZES, Grouped, field_docs, group_of
-from ddp_prune.recipe import CHOICES, INHERITED, AlmSettings, LearningSettings, Recipe, RecoveryRecipe
+from ddp_prune.read_recipe import INHERITED
+from ddp_prune.recipe import CHOICES, AlmSettings, LearningSettings, Recipe, RecoveryRecipe
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
 

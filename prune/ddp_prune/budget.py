@@ -227,6 +227,8 @@ def make_pools(
         "tables": {},
     }
     blocks = _blocks(units, sizes, config, recipe, shares_kv=shares_kv)
+    if recipe.attention_sparsity and "attn" not in units:
+        raise SettingError("attention_sparsity is set, but no attention is pruned in this model; leave it out")
     if recipe.budget == "units":
         pools = [
             Pool(
@@ -235,7 +237,7 @@ def make_pools(
                 costs={kind: torch.ones(shape[0], dtype=torch.float64)},
                 opening={},
                 blocks={kind: blocks[kind]} if kind in blocks else {},
-                kept=round((1.0 - recipe.sparsity) * math.prod(shape)),
+                kept=round((1.0 - recipe.removed(kind)) * math.prod(shape)),
                 **common,
             )
             for kind, shape in units.items()

@@ -15,7 +15,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddp_prune.recipe import CHOICES, INHERITED, Recipe, RecoveryRecipe
+from ddp_prune.read_recipe import INHERITED
+from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe
 from ddp_vllm import api
 from ddp_vllm.errors import SettingError
 from ddp_vllm.pages.tables import TABLES
@@ -23,7 +24,9 @@ from ddp_vllm.pages.tables import TABLES
 ALIASES = {  # field -> another name of its option: that of 0.1, or that of the same thing in `profile`
     "scope": "--group", "context_length": "--context", "concurrency": "--batch"
 }  # fmt: skip
-NO_OPTION = {"model", "target", "alm", "in_family", "after", "after_steps"}  # argument, three options, a table, sizes
+NO_OPTION = {  # argument, three options, a table, sizes; what only a recipe has
+    "model", "target", "alm", "in_family", "after", "after_steps", "masks_every",
+}  # fmt: skip
 SIZES = {"sparsity", "speedup"}  # of which there may be several
 TARGETS = {  # budget -> help of its option
     "params": "Instead of a fraction: parameters of the whole model, as 5.5B.",
@@ -34,8 +37,8 @@ TARGETS = {  # budget -> help of its option
 
 GROUPS = {  # what an option is about -> its fields; all others are about the run
     "Budget": (
-        "sparsity", "target", *(f"target_{budget.replace('-', '_')}" for budget in TARGETS), "speedup", "budget",
-        "scope", "context_length", "concurrency", "phase", "profile", "other_machine",
+        "sparsity", "attention_sparsity", "target", *(f"target_{budget.replace('-', '_')}" for budget in TARGETS),
+        "speedup", "budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine",
     ),
     "Shape": ("whole_experts", "head_unit", "align", "quant_friendly", "tp"),
     "Text": ("data", "text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),

@@ -199,7 +199,7 @@ class Pruning:
         if recipe.learn == "full":
             dense_model = load(source, recipe, accelerator)
             weights = LearningWeights(gated.model, accelerator)
-        phase = partial(_phase, recipe, 1.0 - self.pools[0].keep_ratio)
+        phase = partial(_phase, recipe, {pool.name: 1.0 - pool.keep_ratio for pool in self.pools})
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
             learned = train(
                 gated, self.blocks.train, recipe, accelerator, run, report, weights, dense_model, branches,
@@ -237,7 +237,7 @@ class Pruning:
                 **judged,
                 "learned_from": self.learned_from,
             },
-            evidence={"z": learned.z, "saliency": learned.saliency},
+            evidence={"z": learned.z, "saliency": learned.saliency, **learned.passed},
             overwrite=overwrite,
             extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
             become=become,
@@ -323,10 +323,11 @@ def routing(learned: Learned, routed_layers: tuple[int, ...]) -> dict[str, Any]:
     return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
 
 
-def _phase(recipe: Recipe, wanted: float, metrics: dict[str, float]) -> tuple[str, str]:
+def _phase(recipe: Recipe, wanted: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
     """Return what a step was part of, and how far the gates are."""
-    shares = {name: value for name, value in metrics.items() if name.endswith("_sparsity")}
-    sparsity = ", ".join(f"{name.removesuffix('_sparsity')} {value:.1%}" for name, value in shares.items())
+    shares = {name.removesuffix("_sparsity"): value for name, value in metrics.items() if name.endswith("_sparsity")}
+    goals = {name: f" of {share:.0%}" for name, share in wanted.items()}
+    sparsity = ", ".join(f"{name} {value:.1%}{goals.get(name, '')}" for name, value in shares.items())
     annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
     phase = "search" if metrics["step"] <= recipe.search_steps else "polish"
-    return phase, f"sparsity {sparsity} of {wanted:.0%} {annealed}"
+    return phase, f"sparsity {sparsity} {annealed}"

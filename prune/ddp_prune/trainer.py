@@ -28,6 +28,7 @@ TEACHER_CACHE_BYTES = 4 << 30  # of a process's host memory, for hidden states o
 KEPT_FLOOR = 0.05  # lowest scale of a unit that stays; at 0 it would be lost to the budget
 PRIOR_PRECISION = 50.0  # of scales before any token is seen: within 0.14 of 1. 10 did worse on other text (log 36)
 PRIOR_SHARE = 1 / 20  # of the run's tokens, taken for seen already, with every scale at 1
+PASSED = "after_"  # and the number of a step: gates that are kept of it
 REVIVED = 0.5  # scale of a unit that comes back because rounding needs it, if the search left it none
 
 
@@ -41,6 +42,8 @@ class Learned:
     """The logits of the gates before rounding and polish."""
     saliency: Masks
     """Float32 as the gates: what closing an open one would cost, or opening a closed one gain (squared gradients)."""
+    passed: dict[str, Masks]
+    """The gates after some steps, as `after_100`; as many as the recipe asks for."""
     rounding: dict[str, dict[str, float]]
     """What the rounding changed, a module type: raw sparsity, units revived, units dropped."""
     routed: Masks
@@ -143,6 +146,7 @@ class Trainer:
         self.weights: LearningWeights | None = None  # that learn beside the gates
         self.searched_z: Masks = {}  # empty while searching
         self.rounding: dict[str, dict[str, float]] = {}
+        self.passed: dict[str, Masks] = {}
 
     def learn_weights(self, weights: LearningWeights, dense: Any) -> None:
         """Let the weights of the gated model learn too; `dense` is another copy of it, which stays the teacher."""
@@ -187,6 +191,8 @@ class Trainer:
             flat = recipe.search_steps if recipe.in_family else 0  # the rate of a size does not hang on later ones
             rate = rate_of(step, recipe.steps, highest_rate("full", self.gated.sizes.hidden_size), WARMUP, flat)
             self.weights.move(rate, self.weights.join())
+        if recipe.masks_every and (step + 1) % recipe.masks_every == 0:
+            self.passed[f"{PASSED}{step + 1}"] = {k: m.detach().float().cpu() for k, m in self.forward_masks().items()}
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
 
@@ -327,6 +333,7 @@ class Trainer:
             gates={kind: mask.float().cpu() for kind, mask in masks.items()},
             z={kind: value.float().cpu() for kind, value in self.searched_z.items()},
             saliency={kind: self._worth(kind, mask).cpu() for kind, mask in masks.items()},
+            passed=self.passed,
             rounding=self.rounding,
             routed={kind: counts.cpu() for kind, counts in self.routed.items()},
         )
@@ -344,6 +351,9 @@ class Trainer:
             self.weights.restore(step, tensors)
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
+            if part.startswith(PASSED):
+                self.passed.setdefault(part, {})[kind] = value
+                continue
             if part not in parts:
                 continue  # a weight's
             if kind in parts[part]:
@@ -360,6 +370,7 @@ class Trainer:
             "support": self.support,
             "routed": self.routed,
             "searched_z": self.searched_z,
+            **self.passed,
         }
 
 

@@ -11,7 +11,8 @@ from latency_profiles import written
 from runs import SMALL, assert_refused, prune, weights
 
 from ddp_prune.export import read_masks
-from ddp_prune.recipe import Recipe, family, load_recipes
+from ddp_prune.read_recipe import family, load_recipes
+from ddp_prune.recipe import Recipe
 from ddp_prune.trainer import Trainer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main

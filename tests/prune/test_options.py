@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 from runs import SMALL, assert_refused, prune
 
-from ddp_prune import cli, recipe
-from ddp_prune.recipe import CHOICES, Recipe, load_recipes
+from ddp_prune import cli, read_recipe
+from ddp_prune.read_recipe import load_recipes
+from ddp_prune.recipe import CHOICES, Recipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
@@ -20,7 +21,8 @@ from ddp_vllm.errors import SettingError
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 FLAGS = {
     cli.prune: [
-        "--activation-checkpointing", "--align", "--batch", "--batch-size", "--budget", "--concurrency", "--context",
+        "--activation-checkpointing", "--align", "--attention-sparsity", "--batch", "--batch-size", "--budget",
+        "--concurrency", "--context",
         "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--group",
         "--head-unit", "--heldout-blocks", "--learn", "--learn-from", "--micro-batch-size", "--other-machine",
         "--output", "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
@@ -99,7 +101,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         seen.extend(load_recipes(*arguments))  # type: ignore[arg-type]
         raise SettingError("enough")
 
-    monkeypatch.setattr(recipe, "load_recipes", keep)
+    monkeypatch.setattr(read_recipe, "load_recipes", keep)
     (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
     more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")

@@ -125,6 +125,14 @@ def test_units_stay_exact_for_each_module_type() -> None:
         assert int(support["attn"].sum()) == heads and int(support["mlp"].sum()) == 173
 
 
+def test_attention_of_a_mixture_has_no_sparsity_of_its_own() -> None:
+    with pytest.raises(SettingError, match="no attention is pruned"):
+        _pools(MOE, attention_sparsity=0.2)
+    for budget in ({"budget": "params"}, {"budget": "latency", "sparsity": 0.0, "speedup": 1.2}):
+        with pytest.raises(SettingError, match="stands beside a sparsity"):
+            _pools(attention_sparsity=0.2, **budget)
+
+
 @pytest.mark.parametrize("sparsity", [0.001, 0.999])
 def test_a_budget_that_removes_all_or_nothing_is_refused(sparsity: float) -> None:
     with pytest.raises(SettingError, match=r"keeps \d+ of 12 attn units"):

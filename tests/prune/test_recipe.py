@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddp_prune.recipe import AlmSettings, Recipe, load_recipe
+from ddp_prune.read_recipe import load_recipe
+from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_vllm.errors import SettingError
 
 GIVEN = {"model": "m", "sparsity": 0.2}
@@ -47,6 +48,9 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("controller", "pid", "gradual, alm"),
     ("controller", "feedback", "gradual, alm"),
     ("alm", 0.1, "must be a AlmSettings"),
+    ("attention_sparsity", 1.0, "below 1"),
+    ("attention_sparsity", -0.2, "at least 0"),
+    ("masks_every", -1, "at least 0"),
     ("target", 5.5e9, "give one"),
     ("tp", 0, "at least 1"),
     ("context_length", 0, "at least 1"),

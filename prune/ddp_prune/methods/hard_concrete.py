@@ -55,7 +55,7 @@ class HardConcrete(AlmTrainer):
     def round(self) -> None:
         for kind, z in self.z.items():
             self.searched_z[kind] = z.detach().clone()
-            self.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.sparsity) * z.numel()))
+            self.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.removed(kind)) * z.numel()))
 
     def state(self) -> dict[str, torch.Tensor]:
         return super().state() | {"noise": self.noise.get_state()}
