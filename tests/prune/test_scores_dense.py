@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods import depth, fisher, flap, llm_pruner, lorap, magnitude, slimllm, tyr, wanda_sp
+from ddp_prune.methods import depth, fisher, flap, llm_pruner, lorap, loraprune, magnitude, slimllm, tyr, wanda_sp
 from ddp_vllm.families import dimensions_of, family_of
 
 BLOCKS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -97,13 +98,13 @@ def test_flap(gated: GatedModel, seen: Seen) -> None:
     torch.testing.assert_close(scores["attn"][0], heads.view(HEADS, SIZE).sum(1), rtol=1e-4, atol=1e-5)
 
 
-def weight_gradients(gated: GatedModel, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_gradients(gated: GatedModel, name: str, blocks: torch.Tensor = BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean over blocks of a weight's gradient and of its square, by the stock loss."""
     model: Any = gated.model
     weight = model.get_submodule(f"model.layers.0.{name}").weight.requires_grad_()
     found = [
         torch.autograd.grad(F.cross_entropy(model(tokens).logits[0, :-1], tokens[0, 1:]), weight)[0]
-        for tokens in BLOCKS.split(1)
+        for tokens in blocks.split(1)
     ]
     weight.requires_grad_(False)
     return torch.stack(found).mean(0), torch.stack(found).square().mean(0)
@@ -125,6 +126,26 @@ def test_llm_pruner(mixed: bool, gated: GatedModel) -> None:
     group = group + value("self_attn.k_proj")[4:].sum() + value("self_attn.v_proj")[4:].sum()
     torch.testing.assert_close(scores["attn"][0, 1], group, rtol=1e-4, atol=1e-7)
     assert not any(p.requires_grad or p.grad is not None for p in gated.model.parameters())
+
+
+def test_loraprune_at_its_first_step(gated: GatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B is 0 then, so the estimate is s·g·Aᵀ·A; of an A that is the identity it is the gradient itself."""
+
+    def identity(weight: torch.Tensor, _: torch.Generator) -> loraprune.Addition:
+        return nn.Parameter(torch.zeros_like(weight)), nn.Parameter(torch.eye(weight.shape[1]))
+
+    def value(name: str, dim: int) -> torch.Tensor:
+        weight = gated.model.get_submodule(f"model.layers.0.{name}").weight
+        sums = (weight * weight_gradients(gated, name, BLOCKS[:1])[0]).abs().sum(dim)
+        return sums / sums.norm()
+
+    monkeypatch.setattr(loraprune, "_addition", identity)
+    scores = loraprune.score(gated, BLOCKS[:1])
+    channels = value("mlp.gate_proj", 1) + value("mlp.up_proj", 1) + value("mlp.down_proj", 0)
+    torch.testing.assert_close(scores["mlp"][0], channels, rtol=1e-4, atol=1e-7)
+    inputs = [value(f"self_attn.{name}_proj", 1).view(HEADS, -1).sum(1) for name in "qkv"]
+    heads = sum(inputs) + value("self_attn.o_proj", 0).view(HEADS, -1).sum(1)
+    torch.testing.assert_close(scores["attn"][0], heads, rtol=1e-4, atol=1e-7)
 
 
 def lorap_norms(seen: Seen) -> torch.Tensor:
@@ -216,7 +237,7 @@ def test_influence_is_how_far_a_layer_turns_its_input() -> None:
 SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [wanda_sp.score, slimllm.score, llm_pruner.mixed]
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", [*SCORES, loraprune.score])
 def test_a_score_leaves_the_model_as_it_was(score: Callable[[GatedModel, torch.Tensor], Masks]) -> None:
     gated = make(LlamaConfig, "kv-group")
     model: Any = gated.model
