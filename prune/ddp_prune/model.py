@@ -85,7 +85,9 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     """
     folder, config = checkpoint.folder, checkpoint.config
     if config.get("quantization_config"):
-        raise CheckpointError(f"{folder} is quantised, and such weights cannot learn; recover first, then quantise")
+        raise CheckpointError(
+            f"{folder} is quantised; give the folder it was made of: recover or measure that, then quantise"
+        )
     own = dict(config, model_type=dense_type(config))
     for key in ("model_type", "vocab_size", "tie_word_embeddings"):
         if (ours := own.get(key)) != (theirs := dense.config.get(key)):
