@@ -28,6 +28,8 @@ from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.study import TEST_BLOCKS, TEST_LENGTH
 from ddp_prune.text import load_tokenizer, pack
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.manifest import sha256
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import write_text
 from study import print_result
 
@@ -82,7 +84,8 @@ class Judge:
 
     def losses(self, folder: Path | None) -> dict[str, float]:
         """Return the mean loss of each text by a pruned model, or by the dense one; kept beside the results."""
-        kept = self.output / f"{folder.resolve().name if folder else 'dense'}.losses.json"
+        mark = f"{folder.resolve().name}-{sha256(folder / MASKS_FILE)[:8]}" if folder else "dense"
+        kept = self.output / f"{mark}.losses.json"
         found: dict[str, float] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
         if found.keys() != self.texts.keys():
             source = open_pruned(read_checkpoint(folder), self.source) if folder else self.source
