@@ -8,7 +8,7 @@ TORCH := torch==2.13.0+cpu
 # file stays in one of them: its engine starts once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
 
-.PHONY: install demo check test gpu gpu-tests gpu-kernel gpu-step gpu-serve lint clean
+.PHONY: install demo check test test-all gpu gpu-tests gpu-kernel gpu-step gpu-serve lint clean
 
 install: .venv/.installed
 
@@ -30,9 +30,13 @@ lint: install
 
 # The fast loop: lint, types, tests without vLLM.
 check: lint
-	$(PYTEST) -m "not vllm and not gpu and not real_model"
+	$(PYTEST) -m "not vllm and not gpu and not real_model and not nightly"
 
 test: lint
+	$(PYTEST) -m "not nightly"
+
+# With the long tests: fuzzing, a busy server, experts made of a dense model.
+test-all: lint
 	$(PYTEST)
 
 # What only a machine with a GPU can say, in an environment where `pip install ".[prune,serve,eval,dev]"` was run. One
@@ -53,7 +57,7 @@ gpu-kernel:
 
 # 8,192 tokens a step, as `prune` has in flight; cases in turn, since twelve at once fit no GPU
 gpu-step:
-	$(PYTHON) benchmarks/step_cost.py $(MODEL) --device cuda --batch-size 4 --seq-len 2048 --one-at-a-time \
+	$(PYTHON) benchmarks/lab/step_cost.py $(MODEL) --device cuda --batch-size 4 --seq-len 2048 --one-at-a-time \
 		> gpu-results/step_cost.txt
 
 gpu-serve:

@@ -61,6 +61,7 @@ def test_mutations_repeat_by_their_seed(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
+@pytest.mark.nightly
 def test_a_few_hundred_mutations_find_nothing() -> None:
     """Seeds past those of the run in docs/measured.md."""
     command = [sys.executable, str(SCRIPT), "--first", "1000000", "--last", "1000300"]

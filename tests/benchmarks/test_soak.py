@@ -15,6 +15,7 @@ def test_a_fault_is_seen() -> None:
     assert judged("invalid", [1, 2], [1, 2]) and judged("whole", 500, 500) and judged("stream", "TimeoutError: ", [1])
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 def test_answers_of_a_busy_server_equal_those_to_single_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""What `benchmarks/upcycle.py` promises, on a tiny random Llama."""
+"""What `benchmarks/lab/upcycle.py` promises, on a tiny random Llama."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import upcycle
 from upcycle import Plan, deal_channels, moved_on, split, to_qwen2_moe, train
+
+pytestmark = pytest.mark.nightly
 
 HIDDEN, CHANNELS, LAYERS = 32, 52, 2
 PLAN = Plan(num_experts=4, num_chosen=2, shared_size=20, steps=60, learning_rate=3e-3)  # 8 channels an expert

@@ -1,6 +1,6 @@
 """How much faster is a pruned model in stock llama.cpp, and does it say there what it says in transformers?
 
-    python benchmarks/llama_cpp.py MODEL --pruned DIR,DIR --test FILE [--types F16,Q8_0] [--rounds 5] [--threads 2]
+    python benchmarks/lab/llama_cpp.py MODEL --pruned DIR,DIR --test FILE [--types F16,Q8_0] [--rounds 5] [--threads 2]
 
 Every model is exported in every type, and each file has a server of its own, with llama.cpp's defaults. In a round each
 server reads a prompt and goes on from it, one after the other; before the first round each does so once unmeasured.

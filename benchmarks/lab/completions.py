@@ -1,6 +1,6 @@
 """Does a pruned code model still write Python that compiles?
 
-    python benchmarks/completions.py MODEL --pruned DIR,DIR [--prompts 40]
+    python benchmarks/lab/completions.py MODEL --pruned DIR,DIR [--prompts 40]
 
 Each model goes on greedily from the signature and docstring of functions of Python's own standard library. It counts if
 the function that it wrote, up to the first line that is not indented, has a body and compiles. The functions are the

@@ -1,6 +1,6 @@
 """How much of what pruning lost does recovery give back, by method and by the minute?
 
-    python benchmarks/recovery.py MODEL --pruned DIR,DIR --data TEXT --tests WIKITEXT,C4,CHAT --detokenise \\
+    python benchmarks/lab/recovery.py MODEL --pruned DIR,DIR --data TEXT --tests WIKITEXT,C4,CHAT --detokenise \\
         --methods full,lora --minutes 10,60 -o FOLDER
 
 Each pruned folder is recovered from MODEL by the verb that users run, each method for each number of minutes, one after

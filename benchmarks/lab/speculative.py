@@ -1,6 +1,6 @@
 """Does a pruned model, drafting for its own dense parent, make it answer faster, and does it answer the same?
 
-    python benchmarks/speculative.py MODEL --draft PRUNED [--draft PRUNED…] [--tokens 3] [--pairs 3] [-- VLLM ARGUMENTS]
+    python benchmarks/lab/speculative.py MODEL --draft PRUNED [--draft PRUNED…] [--tokens 3] [--pairs 3] [-- ARGUMENTS]
 
 Real `vllm serve`, one server at a time in rotating order: the dense model alone, then with each draft
 (`--speculative-config '{"model": PRUNED, "method": "draft_model", "num_speculative_tokens": 3}'`). Questions are

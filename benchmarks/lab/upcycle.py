@@ -1,6 +1,6 @@
 """Can a small mixture of experts with real language in it be made of a dense model, for want of a pretrained one?
 
-    python benchmarks/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw --detokenise]
+    python benchmarks/lab/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw --detokenise]
 
 No pretrained mixture of experts can be had from a package registry; this makes one of SmolLM2-135M. Of each MLP the
 channels of most energy become a shared expert that sees every token. The others are dealt out to the routed experts,
@@ -315,7 +315,7 @@ def card(result: dict[str, Any], parent: str) -> str:
     shares = ", ".join(f"{name} {share:.1%}" for name, share in result["routing"].items())
     return f"""# An upcycled mixture of experts
 
-A Qwen2-MoE made of {parent} by `benchmarks/upcycle.py` of ddp-vllm. Of each MLP the {plan.shared_size} channels of
+A Qwen2-MoE made of {parent} by `benchmarks/lab/upcycle.py` of ddp-vllm. Of each MLP the {plan.shared_size} channels of
 most energy are a shared expert; the others are dealt out to {plan.num_experts} routed experts, each to one, of which
 a token sees {plan.num_chosen}. MLPs and routers then learned {plan.steps} steps of {plan.batch_size}×{SEQ_LEN} tokens
 from the parent. It is for testing the pruning and serving of mixtures of experts. It knows no more than its parent and

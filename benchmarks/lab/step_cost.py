@@ -1,6 +1,6 @@
 """What does a step of mask learning cost, next to a forward, a LoRA step and full fine-tuning?
 
-    python benchmarks/step_cost.py MODEL [--device cuda] [--batch-size 2] [--seq-len 256] [--rounds 7] [--threads 1]
+    python benchmarks/lab/step_cost.py MODEL [--device cuda] [--batch-size 2] [--seq-len 256] [--rounds 7] [--threads 1]
 
 Every case lives in a process of its own, loads the same weights and reads the same number of tokens. In each round
 every case does one step, so that what else the machine does hits all of them. Reported are medians over rounds, their
