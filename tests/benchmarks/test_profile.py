@@ -20,6 +20,33 @@ from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.latency import Workload, shapes_of
 
 ENGINE = ("--enforce-eager", "--dtype", "float32")
+DEEPSEEK_MOE = {  # as deepseek-ai/deepseek-moe-16b-base publishes it, but small
+    "architectures": ["DeepseekForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekConfig",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
+    },
+    "model_type": "deepseek",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+}
 COUNT_OUTPUTS = """
 import json, os, sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -126,6 +153,20 @@ def test_a_batch_that_the_kv_cache_does_not_hold_is_refused(tiny: Path, monkeypa
     many = dataclasses.replace(settings, engine_arguments=(*ENGINE, "--max-num-seqs", "4"))
     with pytest.raises(SettingError, match="let vLLM run 4 sequences at once, and a batch of 8"):
         compare_steps(many, say=lambda line: None)
+
+
+@pytest.mark.vllm
+def test_deepseek_moe_of_the_paper_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has its model class, and neither vLLM nor transformers has its configuration. One of the shapes."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setattr(profile, "shapes_of", lambda *given: {"experts 16": shapes_of(*given)["experts 16"]})
+    folder = tmp_path / "deepseek-moe"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_MOE))
+    settings = ProfileSettings(model=str(folder), batches=(2,), contexts=(24,), steps=12, engine_arguments=ENGINE)
+    run_profile(settings, tmp_path / "machine.json", overwrite=False, say=lambda line: None)
+    found = json.loads((tmp_path / "machine.json").read_text())
+    assert found["complete"] and [run["shape"] for run in found["times"]] == ["experts 16"] * 2
 
 
 def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> None:
