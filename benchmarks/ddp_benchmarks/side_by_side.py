@@ -6,6 +6,7 @@ side both meet the same minute, and two of the same model agree within 4 % (log 
 
 import contextlib
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -16,13 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ddp_benchmarks.engine import Engine, runs_on_cpu, vllm_command
+from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, runs_on_cpu, vllm_command
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.families import dimensions_of
 from ddp_vllm.latency import Workload, seconds_of
 from ddp_vllm.results import judge
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
+CPU_BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU
 TURN = 12  # steps that an engine takes in a row; after the first few its weights have come back into the caches
 
 
@@ -50,7 +54,7 @@ class StepSettings:
 class StepEngine(Engine):
     """A vLLM that takes steps when it is asked to (`steps.py`), ready inside the block.
 
-    Raises: ServingError when it dies, then and in `ask`.
+    Raises: ServingError when it dies, then and in `ask`; SettingError if it cannot run the largest batch at once.
     """
 
     streams = subprocess.PIPE
@@ -59,7 +63,9 @@ class StepEngine(Engine):
         self, model: str, arguments: Sequence[str], *, most: tuple[int, int], log: Path, together: int = 2
     ) -> None:
         """most: the largest batch and context it will be asked for. together: engines that are alive at once."""
-        self.model = model
+        self.model, self.most = model, most
+        value_bytes = 4 if any(word.endswith("float32") for word in arguments) else 2
+        self.cpu_defaults = CPU_DEFAULTS | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib(model, *most, value_bytes))}
         sizes = ["--max-num-seqs", str(most[0]), "--max-model-len", str(most[1]), "--no-enable-prefix-caching"]
         if not runs_on_cpu() and not any("gpu-memory-utilization" in word for word in arguments):
             sizes += ["--gpu-memory-utilization", f"{0.9 / together:.2f}"]  # they share the GPU
@@ -70,10 +76,27 @@ class StepEngine(Engine):
         super().__enter__()
         try:
             self.facts_of_model = self._answer()
+            self._check_most()
         except BaseException:
             self.stop()
             raise
         return self
+
+    def _check_most(self) -> None:
+        """Refuse a batch of which vLLM would run only a part at once. Raises: SettingError."""
+        batch, tokens = self.most
+        limits = self.ask("limits", tokens)
+        if limits["max_num_seqs"] < batch:
+            raise SettingError(
+                f"the engine arguments let vLLM run {limits['max_num_seqs']} sequences at once, and a batch of {batch} "
+                "is to be timed; leave out --max-num-seqs, or choose a smaller batch"
+            )
+        if limits["kv_cache"] < batch:
+            raise SettingError(
+                f"the KV cache of {self.describe()} holds {limits['kv_cache']} sequences of {tokens} tokens, and a "
+                f"batch of {batch} is to be timed; choose a smaller batch or context, or give the cache more memory "
+                "(VLLM_CPU_KVCACHE_SPACE in GiB on a CPU, --gpu-memory-utilization on a GPU)"
+            )
 
     def stop(self) -> None:
         super().stop()
@@ -98,6 +121,16 @@ class StepEngine(Engine):
             return json.loads(line)
         self.process.wait()
         raise ServingError(f"{self.describe()} {self.failure()}")
+
+
+def cache_gib(model: str, batch: int, context: int, value_bytes: int) -> int:
+    """Return the GiB of a KV cache that holds a batch of the dense model; 1 where the model's config is not here."""
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        return 1
+    sizes = dimensions_of(read_config(folder))
+    tokens = batch * (context + CPU_BLOCK) + CPU_BLOCK
+    return math.ceil(tokens * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim * value_bytes / 2**30)
 
 
 def most_of(batches: Sequence[int], contexts: Sequence[int], steps: int) -> tuple[int, int]:

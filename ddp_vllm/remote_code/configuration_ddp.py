@@ -155,6 +155,18 @@ class DeepseekConfig(LlamaConfig):
     norm_topk_prob: bool = False
 
 
+def register_deepseek_config() -> None:
+    """Let transformers' Auto classes read the config and the tokenizer of dense DeepSeekMoE (v1); safe to call again.
+
+    The published tokenizer_config.json names a Llama tokenizer, which reads its byte-level vocabulary without blanks;
+    transformers sets it aside for the later DeepSeeks, which it knows.
+    """
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    transformers.AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)
+    TOKENIZER_MAPPING_NAMES[DeepseekConfig.model_type] = "TokenizersBackend"
+
+
 class DDPDeepseekConfig(NonUniformConfig, DeepseekConfig):
     model_type = "ddp_deepseek"
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV2ForCausalLM,
     LlamaForCausalLM,
@@ -37,6 +36,7 @@ from .configuration_ddp import (
     DDPQwen2MoeConfig,
     DDPQwen3MoeConfig,
     DeepseekConfig,
+    register_deepseek_config,
 )
 from .files import WidthsError
 from .modeling_ddp import NonUniform
@@ -211,13 +211,6 @@ register_checkpoint_conversion_mapping("ddp_mixtral", [WeightRenaming(".block_sp
 
 
 def register_deepseek() -> None:
-    """Let transformers' Auto classes load dense DeepSeekMoE (v1) folders with the classes above; safe to call again.
-
-    The published tokenizer_config.json names a Llama tokenizer, which reads its byte-level vocabulary without blanks;
-    transformers sets it aside for the later DeepSeeks, which it knows.
-    """
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig, exist_ok=True)
+    """Let transformers' Auto classes load dense DeepSeekMoE (v1) folders with the classes above; safe to call again."""
+    register_deepseek_config()
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)
-    TOKENIZER_MAPPING_NAMES[DeepseekConfig.model_type] = "TokenizersBackend"

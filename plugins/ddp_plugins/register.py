@@ -53,7 +53,7 @@ def register_models() -> None:
     )
 
     from ddp_plugins.limits import Limits
-    from ddp_vllm.remote_code.configuration_ddp import CONFIGS
+    from ddp_vllm.remote_code.configuration_ddp import CONFIGS, register_deepseek_config
     from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
 
     class LatentAttention(ModelArchConfigConvertorBase):
@@ -63,6 +63,7 @@ def register_models() -> None:
             return self.hf_text_config.kv_lora_rank is not None
 
     MODEL_ARCH_CONFIG_CONVERTORS["ddp_deepseek_v2"] = LatentAttention
+    register_deepseek_config()  # vLLM has the dense model's class, but no configuration for it
     for config in CONFIGS:
         dense_type = config.model_type.removeprefix(MODEL_TYPE_PREFIX)
         tables: tuple[dict[str, Any], ...] = (_FLOAT16_NOT_SUPPORTED_MODELS, MODEL_ARCH_CONFIG_CONVERTORS)

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,54 @@ from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.latency import Workload, shapes_of
 
 ENGINE = ("--enforce-eager", "--dtype", "float32")
+DEEPSEEK_MOE = {  # as deepseek-ai/deepseek-moe-16b-base publishes it, but small
+    "architectures": ["DeepseekForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekConfig",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
+    },
+    "model_type": "deepseek",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+}
+COUNT_OUTPUTS = """
+import json, os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from ddp_benchmarks.steps import WARM_UP, Batch
+from vllm import EngineArgs, LLMEngine
+batch, prompt, steps = map(int, sys.argv[2:])
+engine = LLMEngine.from_engine_args(EngineArgs(
+    model=sys.argv[1], skip_tokenizer_init=True, max_num_seqs=batch, max_model_len=256, max_num_batched_tokens=1024,
+    enforce_eager=True, dtype="float32", enable_prefix_caching=True,
+))
+step, counts = engine.step, []
+engine.step = lambda: counts.append(step()) or counts[-1]
+timed = Batch(engine)
+for _ in range(2):
+    counts.clear()
+    timed.read(batch, prompt, steps)
+    prefill = [sum(map(len, counts[:-WARM_UP])), len(counts) - WARM_UP]
+    timed.step(steps)
+    print("counted", json.dumps([prefill, [len(each) for each in counts[-WARM_UP - steps:]]]))
+    timed.end()
+"""
 
 
 @pytest.mark.vllm
@@ -73,6 +123,50 @@ def test_steps_of_two_models_are_compared_side_by_side(
     broken = dataclasses.replace(settings, dense=str(tmp_path / "nothing"))
     with pytest.raises(ServingError, match=r"the engine of .*nothing ended with code 1"):
         compare_steps(broken, say=lambda line: None)
+
+
+@pytest.mark.vllm
+def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 prompts of 128 tokens are eight steps of prefill; the second round meets prompts it has seen before."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    command = [sys.executable, "-c", COUNT_OUTPUTS, str(tiny), "64", "128", "24"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rounds = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("counted")]
+    assert rounds == [[[64, 8], [64] * 27]] * 2, done.stderr[-2000:]
+
+
+@pytest.mark.vllm
+def test_a_batch_that_the_kv_cache_does_not_hold_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence needs one block of 128 tokens."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    work = Workload(phase="decode", batch=8, context=96)
+    arguments = (*ENGINE, "--num-gpu-blocks-override", "5")
+    settings = StepSettings(
+        dense=str(tiny), pruned=("other",), workload=work, rounds=1, steps=24, engine_arguments=arguments
+    )
+    with pytest.raises(SettingError, match=r"holds 5 sequences of 120 tokens, and a batch of 8 is to be timed; choose"):
+        compare_steps(settings, say=lambda line: None)
+    many = dataclasses.replace(settings, engine_arguments=(*ENGINE, "--max-num-seqs", "4"))
+    with pytest.raises(SettingError, match="let vLLM run 4 sequences at once, and a batch of 8"):
+        compare_steps(many, say=lambda line: None)
+
+
+@pytest.mark.vllm
+def test_deepseek_moe_of_the_paper_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has its model class, and neither vLLM nor transformers has its configuration. One of the shapes."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setattr(profile, "shapes_of", lambda *given: {"experts 16": shapes_of(*given)["experts 16"]})
+    folder = tmp_path / "deepseek-moe"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_MOE))
+    settings = ProfileSettings(model=str(folder), batches=(2,), contexts=(24,), steps=12, engine_arguments=ENGINE)
+    run_profile(settings, tmp_path / "machine.json", overwrite=False, say=lambda line: None)
+    found = json.loads((tmp_path / "machine.json").read_text())
+    assert found["complete"] and [run["shape"] for run in found["times"]] == ["experts 16"] * 2
 
 
 def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> None:
