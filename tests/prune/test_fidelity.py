@@ -16,6 +16,7 @@ from ddp_prune.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
+from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import text_table
 from ddp_vllm.pages.measurements import collect
 
@@ -82,6 +83,30 @@ def test_only_scored_tokens_count(tiny_model: Path) -> None:
     wanted = F.cross_entropy(logits, blocks[:, 5], reduction="none").tolist()
     assert exam.losses["a"]["dense"] == pytest.approx(wanted, rel=1e-4)
     assert exam.perplexity("a")["tokens"] == 2 and math.isfinite(exam.perplexity("a")["dense"])
+
+
+def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
+    """One block has a single counted token, another all of its own: the sum of losses is over the sum of tokens."""
+    from ddp_prune.model import load_model, open_source
+
+    model = load_model(open_source(str(tiny_model)), "float32")
+    blocks = torch.randint(1, 320, (3, 64), generator=torch.Generator().manual_seed(1))
+    scored = torch.ones_like(blocks, dtype=torch.bool)
+    scored[0] = scored[1] = False
+    scored[0, 5] = scored[1, 20] = True
+    exam = Exam({"a": blocks}, None, {"a": scored})
+    exam.read("dense", model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    exam.read("pruned", model)
+    with torch.no_grad():
+        logits = model(blocks).logits[:, :-1]
+    each = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")[scored[:, 1:].flatten()]
+    quality = exam.perplexity("a")
+    assert quality["tokens"] == len(each) == sum(quality["block_tokens"]) == 65
+    assert quality["pruned"] == pytest.approx(each.mean().exp().item(), rel=1e-4)
+    ratio = perplexity_ratio(quality)
+    assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
 
 
 def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
