@@ -16,7 +16,7 @@ from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.facts import describe_model
-from ddp_vllm.pages.compare import headline
+from ddp_vllm.pages.compare import headline, task_table
 from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
 from ddp_vllm.results import judge, verdicts
 
@@ -266,6 +266,37 @@ def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert not (tmp_path / "page.md").read_text().startswith("<")
+
+
+def test_a_page_whose_table_cannot_be_written_is_not_written_either(tmp_path: Path) -> None:
+    """Its name is as long as a file system allows, and that of the table is three characters longer."""
+    pruned = write_pruned(tmp_path / "half", write_dense(tmp_path / "base"))
+    (tmp_path / "pages").mkdir()
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "pages" / ("p" * 240))])
+    assert result.exit_code == 5 and "cannot be written" in result.stderr
+    assert list((tmp_path / "pages").iterdir()) == []
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "0", "nan", "inf"])
+def test_a_tolerance_that_is_no_factor_is_refused(tolerance: str, tmp_path: Path) -> None:
+    pruned = write_pruned(tmp_path / "half", "owner/dense")
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(page), "--tolerance", tolerance])
+    assert result.exit_code == 2 and f"--tolerance {tolerance} is no factor" in result.stderr
+    assert not page.exists()
+
+
+def test_what_a_pruned_model_cannot_do_is_not_said_of_an_unknown_dense_one(tmp_path: Path) -> None:
+    pruned = write_pruned(tmp_path / "half", "")
+    path = write_evaluation(pruned, 0.5)
+    content = json.loads(path.read_text())
+    scores = {"exact_match,flexible-extract": 0.0, "exact_match_stderr,flexible-extract": 0.0}
+    content["results"]["gsm8k"] = scores
+    path.write_text(json.dumps(content))
+    comparison = collect([pruned])
+    assert comparison.dense is None
+    rows = [row[0] for row in task_table(comparison).rows if str(row[0]).startswith("GSM8K")]
+    assert rows == ["GSM8K (exact match)"]
 
 
 def write_family(folder: Path, dense: str) -> list[Path]:
