@@ -51,8 +51,8 @@ class FidelitySettings:
 def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[str], None]) -> dict[str, Any]:
     """Let both models read every text, and return what came of it, which is written into the folder `output` too.
 
-    Raises: SettingError if no model to compare with is known; ModelError, CheckpointError, TextError; TrainingError if a
-        device runs out of memory.
+    Raises: SettingError if no model to compare with is known; ModelError, CheckpointError, TextError; TrainingError if
+        a device runs out of memory.
     """
     settings.check()
     dense = open_source(settings.against or _dense_of(settings.model))
