@@ -12,6 +12,7 @@ calls the same functions. A part, and torch with it, is imported when one of its
 import importlib
 import os
 from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from ddp_vllm.evaluations import default_output
 from ddp_vllm.manifest import check_manifest
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import local_provenance
-from ddp_vllm.output import check_file, check_output, make_folder
+from ddp_vllm.output import check_file, check_output
+from ddp_vllm.results import results_folder
 
 if TYPE_CHECKING:
     from ddp_vllm.latency import Profile
@@ -31,7 +33,7 @@ PathLike = str | Path
 
 
 def prune(
-    model: str,
+    model: PathLike,
     *,
     output: PathLike,
     recipe: PathLike | None = None,
@@ -53,7 +55,7 @@ def prune(
 
 
 def prune_sizes(
-    model: str,
+    model: PathLike,
     *,
     output: PathLike,
     recipe: PathLike | None = None,
@@ -70,13 +72,19 @@ def prune_sizes(
     return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)
 
 
-def plan(model: str, *, output: PathLike = "pruned", recipe: PathLike | None = None, **settings: Any) -> list[str]:
+def plan(model: PathLike, *, output: PathLike = "pruned", recipe: PathLike | None = None, **settings: Any) -> list[str]:
     """Say what `prune` would remove of the whole model, in what memory and time; a line each. Nothing is written."""
     return list(_learning("ddp_prune.plan").plan(_recipes(model, recipe, settings), Path(output)))
 
 
-def _recipes(model: str, recipe: PathLike | None, settings: dict[str, Any]) -> Any:
-    return _part("ddp_prune.read_recipe").load_recipes(Path(recipe) if recipe else None, settings | {"model": model})
+def _recipes(model: PathLike, recipe: PathLike | None, settings: dict[str, Any]) -> Any:
+    values = _written(settings | {"model": model})
+    return _part("ddp_prune.read_recipe").load_recipes(Path(recipe) if recipe else None, values)
+
+
+def _written(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with every path as its text, as recipes hold them."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
 
 def _prune(recipes: Any, output: Path, *, overwrite: bool, tracker: str | None, verbose: bool) -> list[Checkpoint]:
@@ -108,13 +116,13 @@ def recover(
     cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     before = provenance.get("recipe", {}) | cut_from
     load = _part("ddp_prune.read_recipe").load_recovery
-    found = load(Path(recipe) if recipe else None, settings | {"model": str(model)}, before)
+    found = load(Path(recipe) if recipe else None, _written(settings | {"model": model}), before)
     _learning("ddp_prune.recover").recover_alone(found, output, overwrite=overwrite, console=_console(verbose))
     return read_checkpoint(output)
 
 
 def apply(
-    model: str, masks: PathLike, *, output: PathLike, tp: int = 1, align: int = 1, overwrite: bool = False
+    model: PathLike, masks: PathLike, *, output: PathLike, tp: int = 1, align: int = 1, overwrite: bool = False
 ) -> Checkpoint:
     """Cut a dense model again from published masks alone; no text and no training needed.
 
@@ -123,7 +131,7 @@ def apply(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
-    _part("ddp_prune.export").apply_masks(model, Path(masks), output, tp=tp, align=align, overwrite=overwrite)
+    _part("ddp_prune.export").apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
     return read_checkpoint(output)
 
 
@@ -140,7 +148,7 @@ def quantize(model: PathLike, scheme: str, *, output: PathLike, overwrite: bool 
 
 def study(
     table: str,
-    model: str,
+    model: PathLike,
     *,
     output: PathLike,
     test: PathLike,
@@ -165,9 +173,11 @@ def study(
         raise SettingError(f"seeds is {seeds!r}; give numbers by commas, as 0,1,2") from None
     names = ("methods", "other_data", "samples", "polish", "detokenise", "test_length")
     own = {name: settings.pop(name) for name in names if name in settings}
+    if "other_data" in own:
+        own["other_data"] = tuple(map(str, own["other_data"]))
     file = Path(recipe) if recipe else None
     for size in sizes:
-        base = found(file, settings | {"model": model, "sparsity": size})
+        base = found(file, _written(settings | {"model": model, "sparsity": size}))
     asked = _learning("ddp_prune.study").Study(
         table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **own
     )
@@ -220,7 +230,7 @@ def report(folder: PathLike, *, output: PathLike | None = None) -> Path:
 
 
 def profile(
-    model: str,
+    model: PathLike,
     *,
     output: PathLike = "machine.json",
     overwrite: bool = False,
@@ -233,14 +243,14 @@ def profile(
     `Profile` that was written.
     """
     part, output = _part("ddp_benchmarks.profile"), Path(output)
-    part.run_profile(part.ProfileSettings(model=model, **settings), output, overwrite=overwrite, say=_say(verbose))
+    part.run_profile(part.ProfileSettings(model=str(model), **settings), output, overwrite=overwrite, say=_say(verbose))
     from ddp_vllm.latency import read_profile
 
     return read_profile(output)
 
 
 def bench(
-    dense: str,
+    dense: PathLike,
     pruned: PathLike | Sequence[PathLike],
     *,
     output: PathLike | None = None,
@@ -255,14 +265,15 @@ def bench(
     faster.
     """
     part = _part("ddp_benchmarks.sharegpt")
-    folders = (pruned,) if isinstance(pruned, str | Path) else pruned
-    chosen = part.Settings(dense=dense, pruned=tuple(map(str, folders)), **settings)
+    if settings.get("dataset"):
+        settings["dataset"] = Path(settings["dataset"])
+    chosen = part.Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **settings)
     file = part.results_file(chosen, Path(output) if output else None, overwrite=overwrite)
     return dict(part.run_benchmark(chosen, file, say=_say(verbose)))
 
 
 def evaluate(
-    model: str, *, tasks: str = "paper", output: PathLike | None = None, verbose: bool = False, **settings: Any
+    model: PathLike, *, tasks: str = "paper", output: PathLike | None = None, verbose: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """Evaluate a model, pruned or dense, on the paper's tasks through lm-eval, and return lm-eval's results.
 
@@ -270,27 +281,33 @@ def evaluate(
     settings: any field of `EvalSettings` (`limit`, `data`, `backend`, …). `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     part, choose = _part("ddp_benchmarks.evaluate"), _part("ddp_benchmarks.tasks").choose_tasks
-    folder = Path(output) if output else default_output(model)
-    chosen = part.EvalSettings(model=model, tasks=choose(tasks), output=folder, **settings)
+    folder = Path(output) if output else default_output(str(model))
+    data = tuple(map(Path, _several(settings.pop("data", ()))))
+    chosen = part.EvalSettings(model=str(model), tasks=choose(tasks), output=folder, data=data, **settings)
     chosen.check()
-    make_folder(folder)
-    return dict(part.evaluate(chosen, say=_say(verbose)))
+    with results_folder(folder):
+        return dict(part.evaluate(chosen, say=_say(verbose)))
 
 
 def evaluate_text(
-    model: str, texts: str | Sequence[str], *, output: PathLike | None = None, verbose: bool = False, **settings: Any
+    model: PathLike,
+    texts: PathLike | Sequence[PathLike],
+    *,
+    output: PathLike | None = None,
+    verbose: bool = False,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Compare a model with the dense one on text of your own: perplexity, KL, and how often both agree.
 
     texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the model's. settings:
     any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has what was found, text by text.
     """
-    part, folder = _learning("ddp_prune.fidelity"), Path(output) if output else default_output(model)
-    names = (texts,) if isinstance(texts, str) else tuple(texts)
-    chosen = part.FidelitySettings(model=model, texts=names, **settings)
+    part, folder = _learning("ddp_prune.fidelity"), Path(output) if output else default_output(str(model))
+    names = tuple(map(str, _several(texts)))
+    chosen = part.FidelitySettings(model=str(model), texts=names, **_written(settings))
     chosen.check()
-    make_folder(folder)
-    return dict(part.compare_on_text(chosen, folder, say=_say(verbose)))
+    with results_folder(folder):
+        return dict(part.compare_on_text(chosen, folder, say=_say(verbose)))
 
 
 def compare(
@@ -298,7 +315,7 @@ def compare(
     *,
     output: PathLike = "compare.html",
     results: Iterable[PathLike] = (),
-    dense: str | None = None,
+    dense: PathLike | None = None,
     tolerance: float | None = None,
     overwrite: bool = False,
 ) -> "Comparison":
@@ -308,6 +325,8 @@ def compare(
     that of the recipe. tolerance: say which model to take if perplexity may be so many times the dense one's. Returns
     the `Comparison`.
     """
+    if tolerance is not None and not 0 < tolerance < inf:
+        raise SettingError(f"--tolerance {tolerance:g} is no factor of perplexity; give a number above 0, such as 1.05")
     page = Path(output)
     markdown = page.with_suffix(".md")
     if markdown == page:
@@ -317,9 +336,13 @@ def compare(
     from ddp_vllm.pages.compare import write_comparison
     from ddp_vllm.pages.measurements import collect
 
-    comparison = collect([*map(Path, folders)], results=[*map(Path, results)], dense=dense)
+    comparison = collect([*map(Path, folders)], results=[*map(Path, results)], dense=str(dense) if dense else None)
     write_comparison(comparison, page, markdown, tolerance)
     return comparison
+
+
+def _several(paths: PathLike | Iterable[PathLike]) -> Iterable[PathLike]:
+    return (paths,) if isinstance(paths, str | Path) else paths
 
 
 def _part(module: str) -> Any:

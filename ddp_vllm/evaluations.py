@@ -1,8 +1,8 @@
 """The paper's tasks, and how lm-eval's results on them are read: by `eval`, which writes them, and by `compare`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf, sqrt
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
@@ -11,7 +11,7 @@ from ddp_vllm.errors import TextError
 from ddp_vllm.facts import FACTS
 from ddp_vllm.machine import PLACE
 from ddp_vllm.masks import QUALITY
-from ddp_vllm.results import judge
+from ddp_vllm.results import t_quantile
 from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, TEXT, Number, SchemaError, check
 
 EVALUATION = {
@@ -181,17 +181,35 @@ def in_points(difference: float, half_width: float) -> str:
     return f"cannot tell: between {100 * worse:.1f} points worse and {100 * better:.1f} better; use more rows"
 
 
+def mean_loss(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> tuple[float, float | None]:
+    """Return the mean loss per token over blocks of text and its standard error; None for a single block.
+
+    block_losses: the mean loss of each block, or a difference of two. block_tokens: the tokens that each mean is over;
+    None: equally many in each block. The mean m = Σ n·l / Σ n is a ratio of two sums over B blocks, so its variance is
+    B/(B − 1) · Σ n²(l − m)² / (Σ n)² (delta method; Cochran, Sampling Techniques, Eq. 2.39).
+    """
+    tokens = [1] * len(block_losses) if block_tokens is None else block_tokens
+    pairs, total, blocks = list(zip(tokens, block_losses, strict=True)), sum(tokens), len(block_losses)
+    mean = sum(n * loss for n, loss in pairs) / total
+    if blocks < 2:
+        return mean, None
+    return mean, sqrt(blocks / (blocks - 1) * sum((n * (loss - mean)) ** 2 for n, loss in pairs)) / total
+
+
 def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] | None:
     """Return perplexity over the dense model's, with a 95 % interval by Student t over blocks of text; None if unknown.
 
-    quality: what `prune` and `eval --text` store of a text.
+    quality: what `prune` and `eval --text` store of a text. Both models read the same blocks, so `mean_loss` is taken
+    of the blocks' differences.
     """
-    losses = quality.get("block_losses") or {}
-    last = losses.get("recovered") or losses.get("pruned")
-    if not last or len(last) != len(losses.get("dense", ())):
+    losses, tokens = quality.get("block_losses") or {}, quality.get("block_tokens")
+    dense, last = losses.get("dense"), losses.get("recovered") or losses.get("pruned")
+    if not dense or not last or {len(last), len(tokens or last)} != {len(dense)}:
         return None
-    verdict = judge([exp(loss) for loss in losses["dense"]], [exp(loss) for loss in last])
-    return verdict.ratio, verdict.low, verdict.high
+    middle, error = mean_loss([after - before for before, after in zip(dense, last, strict=True)], tokens)
+    reach = inf if error is None else t_quantile(len(last) - 1) * error
+    ratio, low, high = (exp(each) if each < 700 else inf for each in (middle, middle - reach, middle + reach))
+    return ratio, low, high
 
 
 def fidelity(quality: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from gguf.utility import LocalTensor, SafetensorsLocal
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.facts import is_pruned
 from ddp_vllm.gguf_tokenizer import add_tokenizer
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
@@ -116,6 +117,11 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     if config.get("quantization_config"):
         return "it is quantised already; export the folder it was made of"
     if checkpoint.widths.table.has_experts:
+        if checkpoint.stock or not is_pruned(checkpoint.folder):
+            return (
+                f"export writes models without routed experts alone; this is a stock {model_type} checkpoint, which "
+                "llama.cpp's own convert_hf_to_gguf.py converts"
+            )
         return "it has no graph for experts of different widths; serve the model with vLLM"
     lacks = None
     if model_type not in FITS:

@@ -23,7 +23,8 @@ _LOSSES = {str: [Number(-700, 700)]}  # nats a token, of which the exponent is a
 _MEASURED = Number(0, float("inf"))
 QUALITY = {
     "dense": _MEASURED, "pruned": _MEASURED, "recovered?": _MEASURED, "tokens": COUNT,
-    "block_losses?": (None, _LOSSES), "agreement?": {str: {"kl": _MEASURED, "top1": Number(0, 1)}},
+    "block_losses?": (None, _LOSSES), "block_tokens?": (None, [Number(1, 1e9, whole=True)]),
+    "agreement?": {str: {"kl": _MEASURED, "top1": Number(0, 1)}},
 }  # fmt: skip
 _RECIPE = {
     "model?": TEXT, "sparsity?": (None, Number(0, 1)), "context_length?": Number(1, 1 << 40, whole=True),
@@ -112,7 +113,8 @@ def check_provenance(provenance: Any) -> None:
             raise SchemaError("the answers of its provenance are not one a prompt")
     for name, quality in {"": provenance.get("perplexity"), **recovery.get("watched", {})}.items():
         losses = (quality or {}).get("block_losses") or {}
-        if len({len(each) for each in losses.values()}) > 1 or [] in losses.values():
+        counted = [tokens for tokens in [(quality or {}).get("block_tokens")] if tokens is not None]
+        if len({*map(len, losses.values()), *map(len, counted)}) > 1 or [] in losses.values():
             raise SchemaError(f"its perplexity{' on ' * bool(name)}{name} is not of the same blocks for each model")
     if not all(re.fullmatch("0|[1-9][0-9]{0,4}", layer) for layer in provenance.get("routing", {}).get("chosen", {})):
         raise SchemaError("its routing names a layer that is no number")

@@ -53,7 +53,7 @@ def push(
 
 
 def publish(
-    folder: Path,
+    folder: str | Path,
     repository: str,
     *,
     private: bool = False,
@@ -70,9 +70,16 @@ def publish(
         OutputError if the hub does.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if not REPOSITORY.fullmatch(repository):
-        raise SettingError(f"{repository} is no OWNER/NAME of letters, digits, '-', '_' and '.'")
+    try:
+        validate_repo_id(repository)
+        fault = "" if REPOSITORY.fullmatch(repository) else "it must be OWNER/NAME"
+    except HFValidationError as error:
+        fault = str(error).partition(f": {repository!r}")[0]
+    if fault:
+        raise SettingError(f"{repository} is no name of a repository ({fault}); give OWNER/NAME, as me/llama-pruned")
+    folder = Path(folder)
     hashes, checkpoint = check_manifest(folder), read_checkpoint(folder)
     card = model_card(
         checkpoint, repository.partition("/")[2], repository, license_name=license_name, base_model=base_model

@@ -6,8 +6,10 @@ It asks that the log ratios of the pairs are independent and roughly normal; it 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from math import exp, inf, log, sqrt
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -16,7 +18,7 @@ from typing import Any
 from ddp_vllm.errors import TextError
 from ddp_vllm.facts import FACTS
 from ddp_vllm.machine import PLACE
-from ddp_vllm.output import write_text
+from ddp_vllm.output import make_folder, write_text, writing
 from ddp_vllm.remote_code.files import read_json, short
 from ddp_vllm.schema import COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check
 
@@ -202,6 +204,46 @@ def measured_on(results: Mapping[str, Any]) -> str:
 def write_results(results: Mapping[str, Any], output: Path) -> None:
     """Replace `output` in one step; readers see the old results or the new. Raises: OutputError."""
     write_text(json.dumps(results, indent=1, ensure_ascii=False), output)
+
+
+def write_new_results(results: Mapping[str, Any], folder: Path, kind: str, started: str) -> Path:
+    """Write results into a file of their own, `KIND_STARTED.json`, and return its path. Raises: OutputError.
+
+    Results that another evaluation wrote in the same second stay: the name is claimed by making the file, and a name
+    that is taken gets a number.
+    """
+    name = f"{kind}_{started.replace(':', '-')}"
+    for number in count(1):
+        path = folder / (f"{name}.json" if number == 1 else f"{name}_{number}.json")
+        with writing(path):
+            try:
+                path.touch(exist_ok=False)
+            except FileExistsError:
+                continue
+        break
+    try:
+        write_results(results, path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+@contextmanager
+def results_folder(folder: Path) -> Iterator[None]:
+    """Make a folder for the results of the block, before any work is done. Raises: OutputError.
+
+    Where the block fails before it has written anything, the folder is removed again, with the parents made for it.
+    """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # of a folder that holds results
+            for each in made:
+                each.rmdir()
+        raise
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The public names: which there are, that they load nothing before they are used, and that their page says the same."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,17 @@ def test_the_public_names_are_these() -> None:
     }
     with pytest.raises(AttributeError, match="no attribute 'prnue'"):
         ddp_vllm.prnue  # noqa: B018
+
+
+def test_every_path_may_be_a_text_or_a_path() -> None:
+    """Of each function, the arguments that are a folder, a file, or a model, which may be either."""
+    places = ("model", "output", "recipe", "masks", "folder", "folders", "results", "dense", "pruned", "texts", "test")
+    for name in ddp_vllm.__all__:
+        function = getattr(ddp_vllm, name)
+        for each in (inspect.signature(function).parameters.values() if inspect.isfunction(function) else ()):
+            kind = str(each.annotation)
+            both = "PathLike" in kind or ("str" in kind and "Path" in kind)
+            assert both or each.name not in places, f"{name}({each.name}: {kind})"
 
 
 def test_importing_loads_nothing_heavy() -> None:

@@ -89,7 +89,7 @@ def _ask_vllm(folder: Path, dtype: str, prompts: list[list[int]], tokens: int, t
     (tmp / "request.json").write_text(json.dumps(request))
     script = Path(__file__).with_name("chain_in_vllm.py")
     command = [sys.executable, str(script), str(tmp / "request.json"), str(tmp / "answer.json")]
-    done = subprocess.run(command, env=os.environ | VLLM_ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | VLLM_ENVIRONMENT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads((tmp / "answer.json").read_text())
 

@@ -267,7 +267,7 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": 100}, "a sliding window of 100 tokens"),
     ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "positions of type yarn"),
-    ("olmoe", {"head_dim": None, "num_experts": 4, "num_experts_per_tok": 2}, "experts of different widths"),
+    ("olmoe", {"head_dim": None, "num_experts": 4, "num_experts_per_tok": 2}, "convert_hf_to_gguf.py converts"),
 ]
 
 

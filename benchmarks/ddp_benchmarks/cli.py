@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -333,7 +334,7 @@ def eval(
     from ddp_benchmarks.tables import plain_console, print_quality
     from ddp_benchmarks.tasks import choose_tasks
     from ddp_vllm.evaluations import against_output, default_output
-    from ddp_vllm.output import make_folder
+    from ddp_vllm.results import results_folder
 
     with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
     if texts:
@@ -352,10 +353,11 @@ def eval(
         folder = chosen or default_output(each)
         settings.append(EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options))
         settings[-1].check()
-    for one in settings:
-        make_folder(one.output)
     console = plain_console()
-    with terminable():
+    with ExitStack() as stack:
+        for one in settings:
+            stack.enter_context(results_folder(one.output))
+        stack.enter_context(terminable())
         found = [evaluate(one, say=partial(console.print, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")

@@ -25,9 +25,9 @@ from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, Te
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.facts import describe_model, local_folder
 from ddp_vllm.families import register_pruned
-from ddp_vllm.machine import today, versions
+from ddp_vllm.machine import versions
 from ddp_vllm.remote_code.files import read_json
-from ddp_vllm.results import write_results
+from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check
 
 _PER_TASK = (
@@ -109,7 +109,7 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
         "mean_accuracy": mean_accuracy(merged),
         "answers": answers,  # of each row of a task, by its metric: 1 right, 0 wrong
     }
-    write_results(merged, settings.output / f"results_{today().replace(':', '-')}.json")
+    write_new_results(merged, settings.output, "results", merged["ddp_vllm"]["started"])
     return merged
 
 

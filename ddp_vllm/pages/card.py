@@ -191,4 +191,4 @@ def _perplexity(checkpoint: Checkpoint) -> str:
         "learned, when this folder was written. Errors are standard errors over the blocks, those of a ratio over the "
         "blocks' differences."
     )
-    return f"{stated} {how}\n\n{markdown_table(perplexity_table(losses, quality.get('agreement')))}"
+    return f"{stated} {how}\n\n{markdown_table(perplexity_table(losses, quality))}"

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points
-from ddp_vllm.output import write_text
+from ddp_vllm.output import atomic_file, sync, writing
 from ddp_vllm.pages.measurements import (
     Comparison,
     Entry,
@@ -39,8 +39,12 @@ _ENGINE_FACTS = (  # fact, heading, divisor, decimals
 def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
     """Write the page twice; `tolerance` as in `choice`. Raises: OutputError."""
     page = replace(page_of(comparison, tolerance), links=_reports(comparison, html.parent))
-    write_text(to_html(page), html)
-    write_text(to_markdown(page), markdown)
+    with writing(html):
+        html.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(markdown) as table, atomic_file(html) as whole:  # both are on the disk before either appears
+            for text, temporary in ((to_markdown(page), table), (to_html(page), whole)):
+                temporary.write_text(text, encoding="utf-8")
+                sync(temporary)
 
 
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
@@ -178,7 +182,7 @@ def task_table(comparison: Comparison) -> Table:
     """Every task with its standard error, one column a model."""
     scores = [task_scores(entry) for entry in comparison.entries]
     rows = [
-        [f"{task.heading} ({task.metric.replace('_', ' ')}){_beyond(name, scores)}"]
+        [f"{task.heading} ({task.metric.replace('_', ' ')}){_beyond(name, scores[0]) if comparison.dense else ''}"]
         + [_score(name, found.get(name)) for found in scores]
         for name, task in TASKS.items()
         if any(name in found for found in scores)
@@ -186,9 +190,9 @@ def task_table(comparison: Comparison) -> Table:
     return Table(headings=["", *map(_column, comparison.entries)], rows=rows)
 
 
-def _beyond(name: str, scores: Sequence[Mapping[str, tuple[float, float | None]]]) -> str:
+def _beyond(name: str, dense: Mapping[str, tuple[float, float | None]]) -> str:
     """Say of a task that models answer in words that the dense one cannot do it: then nothing there can be lost."""
-    value, error = scores[0].get(name) or (1.0, None)
+    value, error = dense.get(name) or (1.0, None)
     return ", which the dense model cannot do" if TASKS[name].is_generated and value < CAN + 2 * (error or 0) else ""
 
 

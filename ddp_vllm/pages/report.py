@@ -80,11 +80,11 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
             f"that were not learned on, by {learned_on} and what was left of it. Errors are over blocks; the ratio's "
             "is that of the blocks' differences, for both models read the same ones."
         )
-        table = perplexity_table(losses, provenance["perplexity"].get("agreement"))
+        table = perplexity_table(losses, provenance["perplexity"])
         sections.append(Section(heading="Perplexity on held-out text", table=table, remark=remark))
     for name, losses_there in evidence.watched.items():
-        near = recovery["watched"][name].get("agreement")
-        heading, watched = f"Perplexity on {bare_names(name.split(','))}", perplexity_table(losses_there, near)
+        watched = perplexity_table(losses_there, recovery["watched"][name])
+        heading = f"Perplexity on {bare_names(name.split(','))}"
         sections.append(
             Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
         )

@@ -1,12 +1,12 @@
 """What was removed from a checkpoint: units, parameters, FLOPs and KV cache, and what to know about its routing."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import exp, prod, sqrt
-from statistics import fmean, stdev
+from math import exp, prod
 from typing import Any
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
+from ddp_vllm.evaluations import mean_loss
 from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Workload
 from ddp_vllm.pages.page import Table
@@ -201,23 +201,24 @@ def perplexities(quality: Mapping[str, Any]) -> str:
     return " → ".join(f"{who} {quality[who]:.2f}" for who in ("dense", "pruned", "recovered") if who in quality)
 
 
-def perplexity_table(
-    losses: Mapping[str, Sequence[float]], agreement: Mapping[str, Mapping[str, float]] | None = None
-) -> Table:
+def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str, Any]) -> Table:
     """Return perplexities with standard errors over the held-out blocks; ratios' from the blocks' differences.
 
-    agreement: of each model with the dense one, if known: KL in nats a token, and how often the likeliest is the same.
+    losses: of each block, by model. quality: what `prune` and `recover` store of the text: the tokens of each block,
+    and the agreement of each model with the dense one (KL in nats per token, and how often the likeliest is the same).
     """
+    agreement = quality.get("agreement")
     rows, lines = [], dict(losses)
     for name in list(losses)[1:]:
         pairs = zip(losses["dense"], losses[name], strict=True)
         lines[f"{name} / dense"] = [after - before for before, after in pairs]
     for label, values in lines.items():
-        value = exp(fmean(values))
-        error = value * stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+        mean, error = mean_loss(values, quality.get("block_tokens"))
+        value = exp(mean)
         found = (agreement or {}).get(label)
         near = [f"{found['kl']:.3f}", f"{found['top1']:.1%}"] if found else ["–", "–"]
-        rows.append([label, f"{value:.2f}", "–" if error is None else f"± {error:.2f}", *(near if agreement else [])])
+        spread = "–" if error is None else f"± {value * error:.2f}"
+        rows.append([label, f"{value:.2f}", spread, *(near if agreement else [])])
     headings = [
         "",
         "perplexity",

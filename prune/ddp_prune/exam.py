@@ -1,6 +1,5 @@
 """What the dense, the pruned and the recovered model make of held-out text, and of ten prompts that nobody picked."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import GenerationConfig
 from ddp_prune.devices import checkpoint_layers
 from ddp_prune.documents import by_template
 from ddp_prune.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
+from ddp_vllm.evaluations import mean_loss
 
 PROMPTS = (  # a question of each kind that people ask first, written down before any model had answered
     "What are the three primary colors?",
@@ -73,13 +73,19 @@ class Exam:
 
     def perplexity(self, text: str) -> dict[str, Any]:
         """Return the perplexity of a text by each model, how near it is to the first, and what it is made of."""
-        found: dict[str, Any] = {who: perplexity_of(values) for who, values in self.losses[text].items()}
-        tokens = int(self._counting(text).sum()) if text in self.scored else self.texts[text].numel()
-        return found | {"tokens": tokens, "block_losses": self.losses[text], "agreement": self.agreements[text]}
+        losses, counted = self.losses[text], self._counted(text)
+        found: dict[str, Any] = {who: perplexity_of(values, counted) for who, values in losses.items()}
+        found |= {"tokens": sum(counted) if text in self.scored else self.texts[text].numel()}
+        return found | {"block_losses": losses, "block_tokens": counted, "agreement": self.agreements[text]}
 
     def _counting(self, text: str) -> torch.Tensor:
         """Return which predicted tokens count, bool [num_blocks, seq_len − 1]."""
         return self.scored.get(text, torch.ones_like(self.texts[text], dtype=torch.bool))[:, 1:]
+
+    def _counted(self, text: str) -> list[int]:
+        """Return how many predicted tokens of each block count."""
+        counted: list[int] = self._counting(text).sum(1).tolist()
+        return counted
 
     def said(self) -> dict[str, Any]:
         """Return prompts and answers."""
@@ -88,13 +94,14 @@ class Exam:
     def sentences(self) -> Iterator[str]:
         """Yield what came of the recovery, a line a text, and what got worse."""
         for name, by in self.losses.items():
-            dense, pruned, recovered = (statistics.fmean(by[who]) for who in ("dense", "pruned", "recovered"))
+            counted = self._counted(name)
+            dense, pruned, recovered = (mean_loss(by[who], counted)[0] for who in ("dense", "pruned", "recovered"))
             back = f", {(pruned - recovered) / (pruned - dense):.0%} of what was lost" if pruned > dense + 0.01 else ""
-            values = " → ".join(f"{who} {perplexity_of(by[who]):.2f}" for who in by)
+            values = " → ".join(f"{who} {perplexity_of(by[who], counted):.2f}" for who in by)
             yield f"perplexity on held-out text of {name}: {values}{back}"
-            gains = [after - before for after, before in zip(by["recovered"], by["pruned"], strict=True)]
-            error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-            if statistics.fmean(gains) > 2 * error:
+            rises = [after - before for after, before in zip(by["recovered"], by["pruned"], strict=True)]
+            rise, error = mean_loss(rises, counted)
+            if rise > 2 * (error or 0.0):
                 yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
 
 

@@ -5,19 +5,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp_prune.devices import make_accelerator
 from ddp_prune.documents import content_of
 from ddp_prune.exam import Exam
 from ddp_prune.model import Source, load_model, open_pruned, open_source
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import ModelError, SettingError, TextError
+from ddp_vllm.errors import ModelError, SettingError, TextError, TrainingError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.facts import describe_model, is_pruned, local_folder
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import bare_name, local_provenance
-from ddp_vllm.results import write_results
+from ddp_vllm.results import write_new_results
 
 TOKENS, FEWEST = 16_384, 8  # of each text, in at least so many blocks: intervals are over these
 
@@ -49,7 +51,8 @@ class FidelitySettings:
 def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[str], None]) -> dict[str, Any]:
     """Let both models read every text, and return what came of it, which is written into the folder `output` too.
 
-    Raises: SettingError if no model to compare with is known; ModelError, CheckpointError, TextError.
+    Raises: SettingError if no model to compare with is known; ModelError, CheckpointError, TextError; TrainingError if
+        a device runs out of memory.
     """
     settings.check()
     dense = open_source(settings.against or _dense_of(settings.model))
@@ -61,11 +64,17 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     texts = {name: blocks.train for name, blocks in read.items()}
     exam = Exam(texts, tokenizer, {name: blocks.scored for name, blocks in read.items()})
     device = make_accelerator(output, None).device
-    for who, source in (("dense", dense), ("pruned", own)):
-        say(f"{source.folder.name} reads")
-        model = load_model(source, settings.dtype, device)
-        exam.read(who, model)
-        del model
+    try:
+        for who, source in (("dense", dense), ("pruned", own)):
+            say(f"{source.folder.name} reads")
+            model = load_model(source, settings.dtype, device)
+            exam.read(who, model)
+            del model
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
+            "memory of the device; free it of other processes, or lower --max-length"
+        ) from error
     found: dict[str, Any] = {
         "format": FIDELITY_FORMAT,
         "started": today(),
@@ -80,7 +89,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
             for name in settings.texts
         },
     }
-    write_results(found, output / f"text_{found['started'].replace(':', '-')}.json")
+    write_new_results(found, output, "text", found["started"])
     return found
 
 

@@ -4,7 +4,6 @@ Legend: B sequences of a batch, N predicted tokens, H hidden size, V vocabulary.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_prune.gates import GatedModel, Masks
+from ddp_vllm.evaluations import mean_loss
 
 # Of one float32 copy of logits; logits and probabilities of student and teacher are four. Smaller chunks are slower on
 # a CPU (log 54); a GPU wants some 300 tokens a product to be busy with arithmetic rather than with reading the head.
@@ -208,7 +208,7 @@ def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> 
     return perplexity_of(block_losses(gated, masks, blocks))
 
 
-def perplexity_of(block_losses: Sequence[float]) -> float:
-    """Return exp of the mean loss in nats a token; infinite where a float cannot hold it."""
-    mean = statistics.fmean(block_losses)
+def perplexity_of(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> float:
+    """Return exp of the `mean_loss` in nats per token; infinite where a float cannot hold it."""
+    mean, _ = mean_loss(block_losses, block_tokens)
     return math.exp(mean) if mean < 700 else math.inf

@@ -54,7 +54,7 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: C
     """Write the model in `folder`, pruned or dense, with quantised weights; all else is copied.
 
     say: is told first which layers a kernel takes more slowly, a line each.
-    Raises: CheckpointError if it is quantised already; SettingError for a mixture of experts, and for widths that no
+    Raises: CheckpointError if it is quantised already; SettingError for routed experts, and for widths that no
         kernel takes; OutputError as `atomic_folder`; ModuleNotFoundError without llm-compressor; DdpError if that
         fails.
     """
@@ -74,7 +74,16 @@ def _open(folder: Path) -> Checkpoint:
     if checkpoint.config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantised already; quantise the folder it was made of")
     if checkpoint.widths.table.has_experts:
-        raise SettingError("experts of different widths are served unquantised only; quantise a dense model")
+        if checkpoint.stock or not is_pruned(folder):  # transformers keeps its experts in one tensor, no module
+            raise SettingError(
+                f"{folder} has routed experts, which quantize would leave as they are: it rounds linear layers alone. It "
+                f"is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
+                f"vllm serve {folder} --quantization fp8"
+            )
+        raise SettingError(
+            f"{folder} has experts of different widths, which are served unquantized only; prune the dense model with "
+            "--whole-experts, which leaves a stock checkpoint"
+        )
     return checkpoint
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ddp_prune.model import open_source
 from ddp_prune.recipe import Recipe
 from ddp_vllm.api import profile as measure
 from ddp_vllm.cache import cache_folder
@@ -19,20 +20,23 @@ from ddp_vllm.remote_code.widths import LayerWidths
 def with_profile(recipe: Recipe, *, verbose: bool) -> Recipe:
     """Return the recipe with the profile that its budget needs; without one it is measured, and kept for other runs.
 
-    Raises: SettingError for a profile of another machine; ServingError if measuring fails.
+    It is kept by the model's config, which is all that an engine without weights is built from: a copy elsewhere finds
+    it again, and a folder that holds another model since does not.
+    Raises: ModelError; SettingError for a profile of another machine; ServingError if measuring fails.
     """
     if recipe.budget != "latency":
         return recipe
     if not recipe.profile:
-        work, here = recipe.workload, hardware()
+        work, here, source = recipe.workload, hardware(), open_source(recipe.model)
         facts = json.dumps(
-            [FORMAT, recipe.model, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()]
+            [FORMAT, source.config, work.batch, work.context, here["cpu"], here["cores"], here["gpus"], versions()],
+            sort_keys=True,
         )
         path = cache_folder() / "profiles" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
         if not _is_measured(path):
             make_folder(path.parent)
             there = {"batches": (work.batch,), "contexts": (work.context,)}
-            measure(recipe.model, output=path, overwrite=True, verbose=verbose, **there)
+            measure(source.folder, output=path, overwrite=True, verbose=verbose, **there)
         recipe = dataclasses.replace(recipe, profile=str(path))
     profile = read_profile(Path(recipe.profile))
     if not recipe.other_machine:

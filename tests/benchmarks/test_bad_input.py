@@ -154,15 +154,16 @@ def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 
 _WAIT = """
-import signal, sys, time
+import os, signal, sys
 from ddp_benchmarks.processes import terminable
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
 with terminable():
     try:
         print("ready", flush=True)
-        time.sleep(2)
+        os.read(0, 1)  # until the test closes it
     except KeyboardInterrupt:
-        time.sleep(0.5)  # stopping an engine; the shell's signal comes after the kernel's
+        print("stopping", flush=True)
+        os.read(0, 1)  # stopping an engine; the shell's signal comes after the kernel's
         print("stopped", flush=True)
 """
 
@@ -170,20 +171,21 @@ with terminable():
 @pytest.mark.parametrize(
     ("before", "number", "said"),
     [
-        ("SIG_DFL", signal.SIGTERM, "stopped\n"),
-        ("SIG_DFL", signal.SIGHUP, "stopped\n"),
+        ("SIG_DFL", signal.SIGTERM, "stopping\n"),
+        ("SIG_DFL", signal.SIGHUP, "stopping\n"),
         ("SIG_IGN", signal.SIGHUP, ""),  # nohup
     ],
 )
 def test_a_lost_terminal_stops_the_engine_unless_ignored(before: str, number: int, said: str) -> None:
     command = [sys.executable, "-c", _WAIT, before]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout and run.stdout.readline() == "ready\n"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdin and run.stdout and run.stdout.readline() == "ready\n"
         run.send_signal(number)
+        assert not said or run.stdout.readline() == said
         if number == signal.SIGHUP:
-            time.sleep(0.2)
             run.send_signal(number)
-        assert run.stdout.read() == said
+        run.stdin.close()
+        assert run.stdout.read() == said.replace("stopping", "stopped")
     assert run.returncode == 0
 
 
@@ -200,7 +202,7 @@ with terminable():
 def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
     command = tmp_path / "command"
     command.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {tmp_path}/stopped; exit 1' TERM\ntouch {tmp_path}/up\n"
-                       "for i in $(seq 200); do sleep 0.1; done\n")  # fmt: skip
+                       "for i in $(seq 6000); do sleep 0.1; done\n")  # fmt: skip
     command.chmod(0o755)
     script = [sys.executable, "-c", _DEMO, str(command)]
     with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
@@ -213,7 +215,7 @@ def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
 
 def test_a_group_ends_whole_even_if_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STOP_SECONDS", 0.3)
-    script = "trap '' TERM; (trap '' TERM; sleep 60) & sleep 60; sleep 60"
+    script = "trap '' TERM; (trap '' TERM; sleep 3600) & sleep 3600; sleep 3600"
     process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
     while len(list(group_members(process.pid))) < 3:
         time.sleep(0.02)

@@ -235,6 +235,18 @@ def test_bad_input_has_its_exit_code(
     assert reason in output.stderr
 
 
+def test_refused_rows_leave_no_folder_behind(tiny: Path, tmp_path: Path) -> None:
+    """They are read in the process that evaluates, after the folder of the results was made."""
+    pytest.importorskip("lm_eval")
+    file = tmp_path / "data" / "piqa_val.jsonl"
+    file.parent.mkdir()
+    file.write_text("{}\n")
+    for more in ([], ["-o", str(tmp_path / "new" / "out")]):
+        output = run(str(tiny), "--tasks", "piqa", "--data", str(file), *more, home=tmp_path / "hf")
+        assert output.returncode == 4 and "no field 'goal'" in output.stderr, output.stderr[-2000:]
+    assert not (tiny / "eval").exists() and not (tmp_path / "new").exists()
+
+
 def test_answers_in_words(tiny: Path, tmp_path: Path) -> None:
     """They count by lm-eval's filter, and not among the nine tasks of the mean."""
     pytest.importorskip("immutabledict")
@@ -246,5 +258,7 @@ def test_answers_in_words(tiny: Path, tmp_path: Path) -> None:
                "--against", str(tiny), home=tmp_path / "hf")  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "GSM8K" in done.stdout
-    (results,) = (json.loads(each.read_text()) for each in (tmp_path / "out").glob("results_*.json"))
-    assert len(results["ddp_vllm"]["answers"]["gsm8k"]) == 2 and results["ddp_vllm"]["mean_accuracy"] is None
+    both = [json.loads(each.read_text()) for each in (tmp_path / "out").glob("results_*.json")]
+    assert len(both) == 2  # of MODEL and of --against, which are one model here and share a folder
+    for results in both:
+        assert len(results["ddp_vllm"]["answers"]["gsm8k"]) == 2 and results["ddp_vllm"]["mean_accuracy"] is None

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+PATIENCE = 600  # seconds, for a busy machine
 ENGINE = """
 import sys, time
 from ddp_benchmarks.engine import Engine
 with Engine([], module="started"):
-    time.sleep(600)
+    time.sleep(3600)
 """
 EVAL = """
 import runpy, sys
@@ -25,15 +26,16 @@ if __name__ == "__main__":
 """
 STARTED = """
 import os, subprocess, time
-child = subprocess.Popen(["/bin/sleep", "600"])  # as an engine has its core
+child = subprocess.Popen(["/bin/sleep", "3600"])  # as an engine has its core
 with open(os.environ["STARTED"], "w") as file:
     file.write(f"{os.getpid()} {child.pid}")
-time.sleep(600)
+time.sleep(3600)
 """
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """Return a condition's value once it holds; what waits here sleeps six times as long unless it is killed."""
+    deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.05)
@@ -64,7 +66,7 @@ def test_what_a_killed_command_started_is_killed_too(
         process.kill()
         process.wait()
     try:
-        wait_for(lambda: not is_alive(leader) and not is_alive(child), seconds=5)
+        wait_for(lambda: not is_alive(leader) and not is_alive(child))
     finally:
         for number in filter(is_alive, (leader, child)):
             os.kill(int(number), signal.SIGKILL)
@@ -96,12 +98,12 @@ def test_prune_that_is_killed_while_it_measures_the_machine_leaves_no_engine(
 
     started: list[str] = []
     try:
-        started = wait_for(engines, seconds=180)
+        started = wait_for(engines)
     finally:
         process.kill()
         process.wait()
     try:
-        wait_for(lambda: not any(map(is_alive, started)), seconds=5)
+        wait_for(lambda: not any(map(is_alive, started)))
     finally:
         for number in filter(is_alive, started):
             os.kill(int(number), signal.SIGKILL)

@@ -118,7 +118,7 @@ def test_steps_of_two_models_are_compared_side_by_side(
         dense=str(tiny), pruned=(str(other),), workload=work, rounds=3, steps=24, engine_arguments=ENGINE
     )
     found = compare_steps(settings, say=lambda line: None)
-    assert all(len(each) == 3 and 0 < min(each) < 10 for each in found["seconds"].values())
+    assert all(len(each) == 3 and min(each) > 0 for each in found["seconds"].values())
     assert found["settings"]["workload"] == {"phase": "decode", "batch": 2, "context": 48}
     broken = dataclasses.replace(settings, dense=str(tmp_path / "nothing"))
     with pytest.raises(ServingError, match=r"the engine of .*nothing ended with code 1"):

@@ -1,6 +1,8 @@
 """Whose results are these: by the folder they lie in, by the resolved folder they store, by a name only elsewhere."""
 
 import json
+import math
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,11 @@ from written_folders import MACHINE, write_bench, write_evaluation, write_masks,
 
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
+from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.facts import describe_model
-from ddp_vllm.pages.compare import headline
+from ddp_vllm.pages.compare import headline, task_table
 from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
-from ddp_vllm.results import verdicts
+from ddp_vllm.results import judge, verdicts
 
 HALF = [(1, 5), (1, 9)]
 FASTER, SLOWER = [(1.0, 1.5), (1.0, 1.52)], [(1.0, 0.5), (1.0, 0.52)]
@@ -265,6 +268,37 @@ def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
     assert not (tmp_path / "page.md").read_text().startswith("<")
 
 
+def test_a_page_whose_table_cannot_be_written_is_not_written_either(tmp_path: Path) -> None:
+    """Its name is as long as a file system allows, and that of the table is three characters longer."""
+    pruned = write_pruned(tmp_path / "half", write_dense(tmp_path / "base"))
+    (tmp_path / "pages").mkdir()
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "pages" / ("p" * 240))])
+    assert result.exit_code == 5 and "cannot be written" in result.stderr
+    assert list((tmp_path / "pages").iterdir()) == []
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "0", "nan", "inf"])
+def test_a_tolerance_that_is_no_factor_is_refused(tolerance: str, tmp_path: Path) -> None:
+    pruned = write_pruned(tmp_path / "half", "owner/dense")
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(page), "--tolerance", tolerance])
+    assert result.exit_code == 2 and f"--tolerance {tolerance} is no factor" in result.stderr
+    assert not page.exists()
+
+
+def test_what_a_pruned_model_cannot_do_is_not_said_of_an_unknown_dense_one(tmp_path: Path) -> None:
+    pruned = write_pruned(tmp_path / "half", "")
+    path = write_evaluation(pruned, 0.5)
+    content = json.loads(path.read_text())
+    scores = {"exact_match,flexible-extract": 0.0, "exact_match_stderr,flexible-extract": 0.0}
+    content["results"]["gsm8k"] = scores
+    path.write_text(json.dumps(content))
+    comparison = collect([pruned])
+    assert comparison.dense is None
+    rows = [row[0] for row in task_table(comparison).rows if str(row[0]).startswith("GSM8K")]
+    assert rows == ["GSM8K (exact match)"]
+
+
 def write_family(folder: Path, dense: str) -> list[Path]:
     """Three sizes, each slower to fall behind than the next, with what a budget in measured time promised."""
     found = []
@@ -278,6 +312,26 @@ def write_family(folder: Path, dense: str) -> list[Path]:
         write_masks(size, {}, {"recipe": recipe, "perplexity": quality, "latency": latency})
         found.append(size)
     return found
+
+
+def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight() -> None:
+    """Of 400 drawn texts, whose blocks hold 1 to 500 counted tokens, about 95 % of intervals hold the true ratio."""
+    chance, inside = random.Random(0), 0
+    for _ in range(400):
+        tokens = [chance.choice((1, 20, 100, 500)) for _ in range(48)]
+        dense = [chance.gauss(3.0, 0.5) for _ in tokens]
+        pruned = [loss + chance.gauss(0.2, 1.0 / n**0.5) for loss, n in zip(dense, tokens, strict=True)]
+        losses = {"dense": dense, "pruned": pruned}
+        ratio = perplexity_ratio({"block_losses": losses, "block_tokens": tokens})
+        assert ratio
+        inside += ratio[1] <= math.exp(0.2) <= ratio[2]
+    assert 0.91 < inside / 400 < 0.98
+    alike = perplexity_ratio({"block_losses": losses, "block_tokens": [7] * len(tokens)})
+    assert alike == pytest.approx(perplexity_ratio({"block_losses": losses}))
+    paired = judge([math.exp(loss) for loss in dense], [math.exp(loss) for loss in pruned])
+    assert alike == pytest.approx((paired.ratio, paired.low, paired.high))
+    assert perplexity_ratio({"block_losses": losses, "block_tokens": [7]}) is None
+    assert perplexity_ratio({"block_losses": {"dense": [1.0], "pruned": [1.5]}}) == (math.exp(0.5), 0.0, math.inf)
 
 
 def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path) -> None:

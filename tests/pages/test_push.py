@@ -114,8 +114,8 @@ def test_the_hubs_refusal_is_one_line(pruned: Path, hub: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("tiny", None, "no OWNER/NAME"),
-        ("me/ti ny", None, "no OWNER/NAME"),
+        ("tiny", None, "give OWNER/NAME"),
+        *((name, None, "give OWNER/NAME") for name in ("me/ti ny", "../x", "me/..", "me/a--b", "me/x.git", "me/x-")),
         ("me/tiny", "changed", "config.json was changed"),
         ("me/tiny", "manifest", "no manifest that can be read"),
     ],

@@ -60,7 +60,7 @@ def serve_in_new_process(
             start_new_session=True,
         )
         try:
-            process.wait(timeout=600)
+            process.wait(timeout=1800)
         finally:
             _end_group(process)
     assert process.returncode == 0, (folder / "log.txt").read_text()[-5000:]

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
-
-settings.register_profile("patient", deadline=None)  # what is slow beside other jobs is not wrong
-settings.load_profile("patient")
 
 SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} clouds drift by."
 

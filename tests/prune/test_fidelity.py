@@ -16,6 +16,7 @@ from ddp_prune.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
+from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import text_table
 from ddp_vllm.pages.measurements import collect
 
@@ -84,6 +85,61 @@ def test_only_scored_tokens_count(tiny_model: Path) -> None:
     assert exam.perplexity("a")["tokens"] == 2 and math.isfinite(exam.perplexity("a")["dense"])
 
 
+def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
+    """One block has a single counted token, another all of its own: the sum of losses is over the sum of tokens."""
+    from ddp_prune.model import load_model, open_source
+
+    model = load_model(open_source(str(tiny_model)), "float32")
+    blocks = torch.randint(1, 320, (3, 64), generator=torch.Generator().manual_seed(1))
+    scored = torch.ones_like(blocks, dtype=torch.bool)
+    scored[0] = scored[1] = False
+    scored[0, 5] = scored[1, 20] = True
+    exam = Exam({"a": blocks}, None, {"a": scored})
+    exam.read("dense", model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    exam.read("pruned", model)
+    with torch.no_grad():
+        logits = model(blocks).logits[:, :-1]
+    each = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")[scored[:, 1:].flatten()]
+    quality = exam.perplexity("a")
+    assert quality["tokens"] == len(each) == sum(quality["block_tokens"]) == 65
+    assert quality["pruned"] == pytest.approx(each.mean().exp().item(), rel=1e-4)
+    ratio = perplexity_ratio(quality)
+    assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "where", ["transformers.AutoModelForCausalLM.from_pretrained", "transformers.models.llama.LlamaModel.forward"]
+)
+def test_text_that_a_device_cannot_hold(
+    where: str, pruned: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is made where torch makes it, in loading and in reading: no GPU runs in these tests."""
+
+    def run_out(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(where, run_out)
+    refused = CliRunner().invoke(main, ["eval", str(pruned), "--max-length", "16", "--text", str(tiny_text)])
+    assert_refused(refused, 6, str(pruned), "memory of the device", "--max-length")
+    assert not (pruned / "eval").exists()
+
+
+def test_two_evaluations_in_one_second_keep_their_results(
+    pruned: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands still, so both start in the same second; the page shows the later one."""
+    monkeypatch.setattr("ddp_prune.fidelity.today", lambda: "2026-01-31T12:00:00Z")
+    output = pruned / "eval"
+    for length in (16, 24):
+        api.evaluate_text(pruned, [tiny_text], output=output, max_length=length)
+    files = sorted(output.iterdir())
+    assert [json.loads(file.read_text())["settings"]["max_length"] for file in files] == [16, 24]
+    shown = collect([pruned]).pruned[0].texts[tiny_text.name]
+    assert shown["tokens"] == json.loads(files[1].read_text())["texts"][tiny_text.name]["tokens"]
+
+
 def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")
@@ -98,7 +154,7 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     ):
         refused = CliRunner().invoke(main, ["eval", *words])
         assert_refused(refused, refused.exit_code, reason)
-        assert refused.exit_code
+        assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
     refused = CliRunner().invoke(main, ["eval", str(pruned), "--text", str(short)])
     assert_refused(refused, 2, "which is not here; name it with --against")

@@ -24,14 +24,15 @@ TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "learn": "sc
 def test_a_model_goes_through_all_functions_without_a_word(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pruned = ddp_vllm.prune(str(tiny_model), sparsity=0.4, output=tmp_path / "pruned", data=str(tiny_text), **TINY)
+    pruned = ddp_vllm.prune(tiny_model, sparsity=0.4, output=tmp_path / "pruned", data=tiny_text, **TINY)
     assert isinstance(pruned, ddp_vllm.Checkpoint) and pruned.folder == tmp_path / "pruned"
     recovered = ddp_vllm.recover(pruned.folder, output=tmp_path / "recovered", tokens=64)
     assert recovered.layers == pruned.layers and "recovered" in recovered.provenance["perplexity"]
-    again = ddp_vllm.apply(str(tiny_model), pruned.folder / "ddp_masks.safetensors", output=str(tmp_path / "again"))
+    again = ddp_vllm.apply(tiny_model, pruned.folder / "ddp_masks.safetensors", output=str(tmp_path / "again"))
     assert again.layers == ddp_vllm.read(str(pruned.folder)).layers == pruned.layers
     facts = ddp_vllm.inspect(pruned.folder)
     assert facts["parameters"] == pruned.num_parameters and facts["recipe"]["steps"] == 6 and len(facts["layers"]) == 3
+    assert "config.json" in ddp_vllm.publish(str(pruned.folder), "me/tiny", dry_run=True)
     assert ddp_vllm.report(pruned.folder, output=tmp_path / "page") == tmp_path / "page" / "report.html"
     page = ddp_vllm.compare([pruned.folder, tmp_path / "recovered"], output=tmp_path / "compare.html")
     assert len(page.pruned) == 2 and (tmp_path / "compare.md").exists()

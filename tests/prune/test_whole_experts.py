@@ -116,6 +116,25 @@ def test_what_is_written_is_a_stock_checkpoint(family: str, made: Path) -> None:
     gather(checkpoint)  # for the report
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("quantize", "--scheme", "FP8"), "is a stock {} checkpoint, so let vLLM quantize it"),
+        (("export",), "is a stock {} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"),
+    ],
+)
+@pytest.mark.parametrize("folder", ["{}", "dense-{}"])
+@pytest.mark.parametrize("family", ["olmoe", "mixtral"])
+def test_what_a_stock_checkpoint_is_refused_for(
+    family: str, folder: str, command: tuple[str, ...], said: str, made: Path, tmp_path: Path
+) -> None:
+    """Its experts are whole and alike, so nothing is said of different widths."""
+    words = [*command, str(made / folder.format(family)), "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, words)
+    assert_refused(result, result.exit_code, said.format(family))
+    assert result.exit_code in (2, 3) and "different widths" not in result.stderr
+
+
 def test_a_gone_expert_gets_no_token_and_weights_learn_around_it(made: Path) -> None:
     """Choices are counted under the dense model's numbers, and rows of the router learn where experts are open."""
     source = open_source(str(made / "dense-olmoe"))

@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "micro_batch_size": 1,
 }  # fmt: skip
 SLOW_TO_IMPORT = ["ddp_prune.pipeline", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
-PATIENCE = 240  # seconds
+PATIENCE = 1200  # seconds, for a busy machine
 
 
 def launch(folder: Path, function: Callable[..., None], *arguments: Any) -> list[tuple[int | None, str, str]]:
