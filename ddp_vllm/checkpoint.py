@@ -5,6 +5,7 @@ A pruned checkpoint is a normal Hugging Face folder. What makes it ours is in `c
 Nothing here imports torch.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,7 +16,7 @@ from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import dense_layers, dimensions_of, family_of, pruned_config
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
-from ddp_vllm.remote_code.files import WidthsError, checked_tensors
+from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, check_sizes
 
 
@@ -59,10 +60,29 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read ({error}); download it or run ddp-vllm apply again") from error
 
 
+def check_links(folder: Path) -> None:
+    """Refuse a model's folder with a link out of it, because the link's target would be read, copied and published.
+
+    Links to other files of the folder are allowed, and those of a hub snapshot to the hub's own blobs.
+    `read_config` and `read_checkpoint` call this before anybody reads another file of a folder that somebody else made.
+    Raises: CheckpointError.
+    """
+    home = folder.resolve()
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    for place, folders, files_there in os.walk(home):
+        for path in (Path(place, name) for name in (*folders, *files_there)):
+            if path.is_symlink() and not any(Path(os.path.realpath(path)).is_relative_to(each) for each in homes):
+                raise CheckpointError(
+                    f"{folder}: {short(str(path.relative_to(home)))} is a link out of the model's folder; put the file "
+                    "itself there, or remove the link"
+                )
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config of a dense model. Raises: ModelError if it is missing or no object."""
+    """Return the config of a model. Raises: ModelError if it is missing or no object; and as `check_links`."""
     try:
         config = read_json(folder / "config.json")
+        check_links(folder)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     if not isinstance(config, dict):
@@ -75,10 +95,12 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
 
     dense: take a dense model's folder too, with the widths that its config states.
     Raises: CheckpointError if it is no pruned checkpoint, if its widths are negative, fractional or above the dense
-        ones, if a tensor is missing or has another shape than its widths ask for, or if its index points elsewhere;
+        ones, if a tensor is missing or has another shape than its widths ask for, if its index points elsewhere, or as
+        `check_links`;
         ModelError for a dense model of no supported family.
     """
     config = read_json(folder / "config.json")
+    check_links(folder)
     provenance = read_provenance(folder / MASKS_FILE)
     stock = config if isinstance(config, dict) and "ddp_layers" not in config and "experts" in provenance else None
     if (dense or stock) and isinstance(config, dict) and "ddp_layers" not in config:

@@ -222,11 +222,6 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
         raise ModelError(str(error)) from None
     num_heads = config["num_attention_heads"]
     num_kv_heads = dense_kv_heads(config)
-    if num_heads % num_kv_heads:
-        raise ModelError(
-            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}; "
-            "download the model again"
-        )
     num_experts = count_experts(config)
     if num_experts:
         try:

@@ -48,6 +48,7 @@ NEEDED = dict.fromkeys(("hidden_size", "max_position_embeddings", "vocab_size"),
     "rms_norm_eps": Number(0, 1), "hidden_act?": NAME, "rope_theta?": (None, _FACTOR),
     "rope_parameters?": (None, _STATED), "rope_scaling?": (None, _STATED),
 }  # fmt: skip
+AGAIN = "copy the folder again, whole"
 FACTORS = "rope_freqs.weight"  # in the file; in a folder they follow from the config
 
 
@@ -92,13 +93,14 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
         with atomic_file(output) as temporary, closing(gguf.GGUFWriter(None, graph)) as writer:
             _add_sizes(writer, checkpoint, widths)
             writer.add_file_type(gguf.LlamaFileType["ALL_F32" if type_name == "F32" else f"MOSTLY_{type_name}"])
-            with reading(f"the tokenizer of {folder}", ModelError, "copy the folder again, whole"):
+            with reading(f"the tokenizer of {folder}", ModelError, AGAIN):
                 add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
                 as_given = np.dtype(np.float32)  # the type says how it is stored
                 writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
             writer.write_header_to_file(temporary)
-            writer.write_kv_data_to_file()
+            with reading(f"the tokenizer of {folder}", ModelError, AGAIN, how=" as text", but=(OSError,)):
+                writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for array in _arrays(checkpoint, widths, tensors):
                 writer.write_tensor_data(array)

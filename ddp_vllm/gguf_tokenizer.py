@@ -5,6 +5,7 @@ converter guesses the name from what a test sentence becomes. Here the rules in 
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import gguf
 
 from ddp_vllm.checkpoint import read_json
 from ddp_vllm.errors import ModelError
+from ddp_vllm.remote_code.files import short
+from ddp_vllm.schema import NAME, Number, check
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTE_LEVEL = {  # the rules that cut, in order, and whether merges are skipped for words of the vocabulary -> name
@@ -22,6 +25,16 @@ BYTE_LEVEL = {  # the rules that cut, in order, and whether merges are skipped f
 }
 SENTENCEPIECE = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
 """What Llama 2's tokenizer does to text, and llama.cpp's of the same kind."""
+_STEP, _ID = {"type": NAME}, Number(0, 10_000_000, whole=True)
+TOKENIZER = {  # what is written into the file, or decides what is
+    "model": {
+        "type": NAME, "vocab": {str: _ID}, "merges": [(NAME, [NAME, 2])],
+        "byte_fallback?": (None, bool), "ignore_merges?": (None, bool),
+    },
+    "added_tokens?": (None, [{"id": _ID, "content": NAME, "special": bool}]),
+    "normalizer?": (None, {**_STEP, "normalizers?": [_STEP]}),
+    "pre_tokenizer?": (None, {**_STEP, "pretokenizers?": [_STEP]}),
+}  # fmt: skip
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -30,9 +43,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json; save its tokenizer there with transformers' save_pretrained")
     tokenizer = read_json(folder / "tokenizer.json")
+    check(tokenizer, {"model": {"type": NAME}}, "tokenizer.json")
     model = tokenizer["model"]
-    if model.get("type") != "BPE":
-        raise _refusal(folder, f"is of type {model.get('type')}")
+    if model["type"] != "BPE":
+        raise _refusal(folder, f"is of type {short(model['type'])}")
+    check(tokenizer, TOKENIZER, "tokenizer.json")
     tokens, kinds = _tokens(folder, tokenizer, vocab_size)
     if model.get("byte_fallback"):
         _check_sentencepiece(folder, tokenizer)
@@ -90,16 +105,30 @@ def _check_sentencepiece(folder: Path, tokenizer: dict[str, Any]) -> None:
 def _tokens(folder: Path, tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[gguf.TokenType]]:
     """Return the text and the kind of each row of the embeddings; rows without a token are unused."""
     model = tokenizer["model"]
-    found = {index: (token, gguf.TokenType.NORMAL) for token, index in model["vocab"].items()}
-    if model.get("byte_fallback"):
-        found |= {i: (token, gguf.TokenType.BYTE) for i, (token, _) in found.items() if _BYTE.fullmatch(token)}
-    for token in tokenizer.get("added_tokens", []):
-        kind = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
-        found[token["id"]] = (token["content"], kind)
-    if max(found) >= vocab_size:
-        raise ModelError(f"{folder} has token {max(found)}, but embeddings of {vocab_size}; copy it whole again")
-    rows = [found.get(index, (f"[PAD{index}]", gguf.TokenType.UNUSED)) for index in range(vocab_size)]
-    return [token for token, _ in rows], [kind for _, kind in rows]
+    added = {each["content"]: each for each in tokenizer.get("added_tokens") or ()}
+    numbers: dict[str, int] = model["vocab"] | {text: each["id"] for text, each in added.items()}
+    texts = {number: text for text, number in numbers.items()}
+    moved = [text for text in added if model["vocab"].get(text, numbers[text]) != numbers[text]]
+    if wrong := moved or [text for text, number in numbers.items() if texts[number] != text]:
+        raise ModelError(
+            f"{folder / 'tokenizer.json'} gives {short(wrong[0])} two numbers, or its number to two tokens; copy the "
+            "folder again, whole"
+        )
+    if not model["vocab"] or max(texts) >= vocab_size:
+        most = f"token {max(texts)}" if model["vocab"] else "no token in its vocabulary"
+        raise ModelError(f"{folder} has {most}, but embeddings of {vocab_size}; copy it whole again")
+    rows = [texts.get(index, f"[PAD{index}]") for index in range(vocab_size)]
+    return rows, [_kind(text, numbers, added, bool(model.get("byte_fallback"))) for text in rows]
+
+
+def _kind(
+    text: str, numbers: Mapping[str, int], added: Mapping[str, dict[str, Any]], has_bytes: bool
+) -> gguf.TokenType:
+    if text in added:
+        return gguf.TokenType.CONTROL if added[text]["special"] else gguf.TokenType.USER_DEFINED
+    if text not in numbers:
+        return gguf.TokenType.UNUSED
+    return gguf.TokenType.BYTE if has_bytes and _BYTE.fullmatch(text) else gguf.TokenType.NORMAL
 
 
 def _scores(tokens: list[str], merges: list[str | list[str]]) -> list[float]:

@@ -1,6 +1,7 @@
 """A pruned checkpoint is checked before a weight is loaded."""
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -272,6 +273,44 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     ),
     "masks file broken": (lambda f: (f / "ddp_masks.safetensors").write_bytes(b"no"), ["ddp_masks.safetensors"]),
 }
+
+
+NO_MODEL_HAS: list[tuple[str, Any, str]] = [  # field of config.json, a value, what the line must say of it
+    ("rms_norm_eps", math.inf, "rms_norm_eps is inf, not a number in 0…1"),
+    ("rms_norm_eps", -1e-6, "rms_norm_eps"),
+    ("rms_norm_eps", "1e-6", "rms_norm_eps"),
+    ("rms_norm_eps", True, "rms_norm_eps"),
+    ("rope_theta", 1, "rope_theta is 1, not a number in 10…1e+12"),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 1}, "rope_parameters.rope_theta is 1"),
+    ("rope_parameters", {"full_attention": {"rope_theta": math.nan}}, "rope_parameters.full_attention.rope_theta"),
+    ("rope_parameters", [1], "rope_parameters is [1], no object"),
+    ("rope_scaling", {"rope_type": "linear", "factor": 0}, "rope_scaling.factor is 0"),
+    ("rope_scaling", {"type": "longrope", "short_factor": [1.0, 0.0]}, "rope_scaling.short_factor"),
+    ("rope_scaling", {"rope_type": 7}, "rope_scaling.rope_type is 7"),
+    ("partial_rotary_factor", 2, "partial_rotary_factor"),
+    ("attn_logit_softcapping", 0, "attn_logit_softcapping"),
+    ("attention_multiplier", -1.0, "attention_multiplier"),
+    ("query_pre_attn_scalar", math.nan, "query_pre_attn_scalar"),
+    ("dtype", True, "dtype is True, not auto or bfloat16"),
+    ("torch_dtype", "int8", "torch_dtype is 'int8'"),
+    ("hidden_act", 5, "hidden_act is 5, not a name"),
+    ("tie_word_embeddings", "no", "tie_word_embeddings is 'no', not true or false"),
+    ("attention_bias", 1, "attention_bias is 1"),
+    ("no_rope_layers", [True, 0, 1], "no_rope_layers"),
+    ("head_dim", 5, "rotated in pairs"),
+    ("num_key_value_heads", 3, "no multiple of num_key_value_heads 3"),
+    ("pad_token_id", 10, "pad_token_id is 10, none of 10 tokens"),
+    ("max_window_layers", "x", "max_window_layers is 'x'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), NO_MODEL_HAS, ids=lambda each: str(each)[:40])
+def test_a_number_that_no_model_has_is_refused(name: str, value: Any, said: str, folder: Path) -> None:
+    """Before, `inspect` took most of them, and a forward pass made something else of each."""
+    _edit(folder, lambda config: config.update({name: value}))
+    result = CliRunner().invoke(main, ["inspect", str(folder)])
+    assert result.exit_code == 7 and result.stderr.count("\n") == 1, result.output
+    assert said in result.stderr, result.stderr
 
 
 def test_reads_a_sound_checkpoint(folder: Path) -> None:

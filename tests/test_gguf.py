@@ -318,6 +318,38 @@ def test_other_refusals(tmp_path: Path) -> None:
     refused(tmp_path, 7, "config.json is missing")
 
 
+BROKEN: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [  # what is broken, how, what the line must say
+    ("a text that is a number", lambda t: t["added_tokens"][0].update(content=5), "added_tokens[0].content is 5"),
+    ("a negative number", lambda t: t["model"]["vocab"].update({"a": -1}), "model.vocab.a is -1"),
+    ("a number that is none", lambda t: t["added_tokens"][0].update(id=True), "added_tokens[0].id is True"),
+    ("no vocabulary", lambda t: t["model"].update(vocab={}), "no token in its vocabulary"),
+    ("a vocabulary that is a list", lambda t: t["model"].update(vocab=[]), "model.vocab is []"),
+    ("one number for two tokens", lambda t: t["model"]["vocab"].update({"a": 7, "b": 7}), "its number to two tokens"),
+    ("two numbers for one token", lambda t: t["added_tokens"][0].update(content="a"), "gives 'a' two numbers"),
+    ("a merge of three", lambda t: t["model"]["merges"].insert(0, ["a", "b", "c"]), "model.merges[0]"),
+    ("a number beyond the embeddings", lambda t: t["model"]["vocab"].update({"a": 900}), "has token 900"),
+    ("no merges", lambda t: t["model"].pop("merges"), "model lacks merges"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "said"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_a_broken_tokenizer_is_refused(break_it: Callable[[dict[str, Any]], Any], said: str, tmp_path: Path) -> None:
+    """Before, a text that is a number was a traceback, and a negative number or no vocabulary went into the file."""
+    save_model(tmp_path, "Llama", NOTHING_AT_THE_ENDS)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    break_it(tokenizer)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    refused(tmp_path, 3, "tokenizer", said)
+
+
+@pytest.mark.parametrize("template", ["\ud800", [{"name": 5, "template": "x"}], [{"name": "default", "template": 5}]])
+def test_a_chat_template_that_is_no_text_is_refused(template: Any, tmp_path: Path) -> None:
+    save_model(tmp_path, "Llama", NOTHING_AT_THE_ENDS)
+    (tmp_path / "chat_template.jinja").unlink()
+    edit(tmp_path / "tokenizer_config.json", chat_template=template)
+    refused(tmp_path, 3, "the tokenizer of")
+
+
 def graph(file: Path) -> Any:
     return gguf.GGUFReader(file).fields["general.architecture"].contents()
 

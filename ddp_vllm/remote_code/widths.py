@@ -15,7 +15,7 @@ This file travels inside checkpoints: standard library, `tensors` and `files` on
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .files import WidthsError, short
@@ -23,21 +23,40 @@ from .tensors import TABLES, TensorTable, dense_type, layer_modules
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
-_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", *EXPERT_COUNT_KEYS)
+_GROUPS = ("n_group", "topk_group", "n_shared_experts")
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", *EXPERT_COUNT_KEYS, *_GROUPS)
 _LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # all of them, or no latent attention
-_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
+_SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
 _HIGHEST = {  # what a config may state at most, far above any model: lists are made as long before weights are seen
     **dict.fromkeys(_COUNTS, 10_000), **dict.fromkeys(_SIZES, 10_000_000),
     **dict.fromkeys(("head_dim", *_LATENT, "q_lora_rank"), 100_000), "ddp_pad_channels_to": 4096,
     **dict.fromkeys(("sliding_window", "max_position_embeddings"), 1 << 40),
-    **dict.fromkeys(("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq"), 10_000),
+    **dict.fromkeys(("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "max_window_layers"), 10_000),
 }  # fmt: skip
 _POSITIVE = ("hidden_size", "vocab_size")  # where others may be 0 for none
-_LISTS = {"mlp_only_layers": int, "layer_types": str}
+_LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str}
+_NUMBERS = {  # what a forward pass computes with, anywhere in a config -> the least and the most that it may be
+    "rms_norm_eps": (0, 1), "partial_rotary_factor": (0.01, 1), "attention_dropout": (0, 1),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (10, 1e12)),
+    "original_max_position_embeddings": (1, 1 << 40),
+    **dict.fromkeys(("factor", "attention_factor", "short_factor", "long_factor", "beta_fast", "beta_slow",
+                     "low_freq_factor", "high_freq_factor"), (1e-6, 1e6)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (0, 1e6)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
+                     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+                     "routed_scaling_factor", "clip_qkv"), (1e-9, 1e9)),
+}  # fmt: skip
+_ROPE = ("rope_parameters", "rope_scaling")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
+_NAMES: dict[str, tuple[str, ...] | None] = {  # what a config may name -> the names, or None for any
+    **dict.fromkeys(("dtype", "torch_dtype"), ("auto", "bfloat16", "float16", "float32", "float64")),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "topk_method", "scoring_func", "rope_type", "type"), None),
+}
 _TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(\w+)")
 _PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4 bits, NVFP4
 _FLOATS = {"BF16", "F16", "F32", "F64"} | {f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")}
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_OUTSIDE = {EMBEDDING: ("vocabulary", "hidden"), HEAD: ("vocabulary", "hidden"), NORM: ("hidden",)}
 _COMPUTED = "self_attn.rotary_emb"  # its frequencies are on disk in old checkpoints, and read by nobody
 
 
@@ -165,6 +184,86 @@ def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
     for name, kind in _LISTS.items():
         if (values := config.get(name)) and not (isinstance(values, list | tuple) and {*map(type, values)} == {kind}):
             raise WidthsError(f"config.json: {name} is {short(values)}, no list of {kind.__name__}; download it again")
+    for place, values in _objects(config):
+        for name in (name for name in (*_NUMBERS, *_NAMES, *_FLAGS) if values.get(name) is not None):
+            if wanted := _fault(name, values[name]):
+                raise WidthsError(
+                    f"config.json: {place}{name} is {short(values[name])}, {wanted}; download the model again"
+                )
+    for fits, fault in _relations(config):
+        if not fits:
+            raise WidthsError(f"config.json: {fault}; download the model again")
+
+
+def _objects(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a config and its settings of rotary positions, of all layers or by their type. Raises: WidthsError."""
+    yield "", config
+    for key in _ROPE:
+        if (rope := config.get(key)) is not None:
+            if not isinstance(rope, Mapping):
+                raise WidthsError(f"config.json: {key} is {short(rope)}, no object; download the model again")
+            yield f"{key}.", rope
+            yield from ((f"{key}.{kind}.", each) for kind, each in rope.items() if isinstance(each, Mapping))
+
+
+def _fault(name: str, value: Any) -> str:
+    """Return what a value must be if it is something else."""
+    if name in _FLAGS:
+        return "" if isinstance(value, bool) else "not true or false"
+    if name in _NAMES:
+        known = _NAMES[name]
+        said = str(value).removeprefix("torch.")  # transformers' configs hold the type itself
+        fits = isinstance(value, str) if known is None else said in known
+        return "" if fits else f"not {'a name' if known is None else ' or '.join(known)}"
+    low, high = _NUMBERS[name]
+    numbers = value if isinstance(value, list) and name.endswith("_factor") else [value]
+    fits = all(type(each) in (int, float) and low <= each <= high for each in numbers)
+    return "" if fits else f"not a number in {low:g}…{high:g}"
+
+
+def _relations(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yield what must hold between fields, and the sentence for where it does not."""
+    heads, kv_heads, experts = config["num_attention_heads"], dense_kv_heads(config), count_experts(config)
+    yield heads % kv_heads == 0, f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+    if config.get("kv_lora_rank") or config.get("head_dim") or config.get("hidden_size"):
+        rotated = config["qk_rope_head_dim"] if config.get("kv_lora_rank") else head_dim(config)
+        yield rotated > 0 and rotated % 2 == 0, f"{rotated} numbers of a head are rotated in pairs, which is odd or 0"
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    yield chosen <= groups, f"topk_group {chosen} is more than n_group {groups}"
+    yield experts % groups == 0, f"{experts} experts are no multiple of n_group {groups}"
+    padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size") or 0
+    fits = padding is None or (type(padding) is int and -vocabulary <= padding < vocabulary)
+    yield fits or not vocabulary, f"pad_token_id is {short(padding)}, none of {vocabulary} tokens"
+
+
+def lengths_of(config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the lengths that `tensors.SHAPES` names.
+
+    0: the model has no such module. None: the config does not state it, and it is not checked.
+    """
+
+    def stated(key: str) -> int | None:
+        return (config[key] or 0) if key in config else None
+
+    heads, latent, hidden = config["num_attention_heads"], config.get("kv_lora_rank"), config.get("hidden_size")
+    head = head_dim(config) if config.get("head_dim") or hidden else None
+    found: dict[str, int | None] = {
+        "one": 1, "hidden": hidden, "head": head, "channels": config["intermediate_size"],
+        "experts": count_experts(config), "queries": head and heads * head, "values": head and heads * head,
+        "keys": head and dense_kv_heads(config) * head, "shared": stated("shared_expert_intermediate_size"),
+    }  # fmt: skip
+    if "n_shared_experts" in config:
+        found["shared"] = (config["n_shared_experts"] or 0) * dense_expert_size(config)
+    if latent:
+        rotated, plain, values = (config[key] for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        rank = found["query_rank"] = stated("q_lora_rank")
+        queries = heads * (plain + rotated)
+        found |= {
+            "queries": None if rank is None else 0 if rank else queries, "latent_queries": queries,
+            "latent": latent, "latent_and_rotated": latent + rotated, "keys_and_values": heads * (plain + values),
+            "values": heads * values,
+        }  # fmt: skip
+    return found
 
 
 def check_routing(config: Mapping[str, Any]) -> None:
@@ -256,6 +355,8 @@ class ModelWidths:
     hidden_size: int | None = None
     """None: not checked, nor is what follows."""
     vocab_size: int | None = None
+    lengths: Mapping[str, int | None] = field(default_factory=dict)
+    """As `lengths_of` returns them."""
     is_tied: bool = True
     """The output head is the embedding, and need not be on disk."""
     biased: frozenset[str] = frozenset()
@@ -275,6 +376,7 @@ class ModelWidths:
             head_dim=head_dim(config),
             hidden_size=config.get("hidden_size"),
             vocab_size=config.get("vocab_size"),
+            lengths=lengths_of(config),
             is_tied=bool(config.get("tie_word_embeddings", table.is_tied)),
             biased=_biased(table, config),
             is_quantised=bool(config.get("quantization_config")),
@@ -320,25 +422,39 @@ class ModelWidths:
                     "config.json and the weights are of different checkpoints"
                 )
             if not self.is_quantised and self.hidden_size:
-                self._check_plain(name, shape, dtype, length)
+                self._check_known(name, dtype)
+            if self.hidden_size:
+                self._check_shape(name, shape, length)
             yield name
 
-    def _check_plain(self, name: str, shape: Sequence[int], dtype: str, length: int | None) -> None:
-        """Refuse a tensor that no model of the family has, or not in this shape or format. Raises: WidthsError."""
-        match, hidden, vocabulary = _TENSOR.fullmatch(name), self.hidden_size, self.vocab_size
-        outside = {EMBEDDING: [vocabulary, hidden], HEAD: [vocabulary, hidden], NORM: [hidden]}
+    def _check_known(self, name: str, dtype: str) -> None:
+        """Refuse a tensor that no model of the family has, or not in this format. Raises: WidthsError."""
+        match = _TENSOR.fullmatch(name)
         if match and match[2] == _COMPUTED:
             return
-        if name not in outside and not (match and match[3] in ("weight", "bias") and self.table.knows(match[2])):
+        if name not in _OUTSIDE and not (match and match[3] in ("weight", "bias") and self.table.knows(match[2])):
             raise WidthsError(f"tensor {short(name)} is none of a model of this family; copy the folder again, whole")
         if dtype not in _FLOATS:
             raise WidthsError(f"tensor {name} is {short(dtype)}, but config.json states no quantization_config")
-        wanted: list[int | None] | None = outside.get(name)
-        if match and (found := self.table.find(match[2])) and length is not None and match[3] == "weight":
-            wanted = [length, hidden] if found[0].axis == 0 else [hidden, length]
-        elif match and match[2] in {norm for norms in self.table.norms.values() for norm in norms}:
-            wanted = [hidden]
-        if wanted and (len(shape) != len(wanted) or any(b and a != b for a, b in zip(shape, wanted, strict=True))):
+
+    def _check_shape(self, name: str, shape: Sequence[int], length: int | None) -> None:
+        """Refuse a tensor of another shape than the config's. Raises: WidthsError.
+
+        length: of the axis that pruning changes, None where it changes none. Of a quantised model only the vectors are
+        as in the plain one.
+        """
+        match = _TENSOR.fullmatch(name)
+        lengths = {**self.lengths, "vocabulary": self.vocab_size, "hidden": self.hidden_size}
+        wanted = [lengths.get(each) for each in _OUTSIDE.get(name, ())]
+        if match and match[3] in ("weight", "bias") and match[2] != _COMPUTED:
+            if found := self.table.find(match[2]):
+                wanted = [length, self.hidden_size] if found[0].axis == 0 else [self.hidden_size, length]
+            else:
+                wanted = [lengths.get(each) for each in self.table.shapes.get(match[2], ())]
+            wanted = wanted[: 1 if match[3] == "bias" else None]
+        if not wanted or (self.is_quantised and len(wanted) > 1):
+            return
+        if len(shape) != len(wanted) or any(b is not None and a != b for a, b in zip(shape, wanted, strict=True)):
             raise WidthsError(
                 f"tensor {name} has shape {list(shape)}, but config.json asks for {wanted}; config.json and the "
                 "weights are of different checkpoints"
@@ -369,6 +485,11 @@ class ModelWidths:
             gone += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
             needed = alike[routed] | set(layer_modules(self.table, blocks, routed=routed))
             needed |= {f"{module}.bias" for module in self.biased}
+            needed |= {
+                module
+                for module in self.table.optional
+                if all(map(self.lengths.get, self.table.shapes[module])) and (routed or module.startswith("self_attn."))
+            }
             needed = {module for module in needed if not f"{module}.".startswith(tuple(gone))}
             if surplus := [module for module in modules if f"{module}.".startswith(tuple(gone))]:
                 raise WidthsError(

@@ -18,7 +18,7 @@ from ddp_prune.gates import Masks
 from ddp_prune.model import Source, check_spares_source, companions, open_source, weight_files
 from ddp_prune.selection import realign
 from ddp_vllm import __version__
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint, check_links, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import WHOLE_EXPERT, fewer_experts, pruned_config, unit_shapes
 from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
@@ -353,6 +353,8 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     """
     source = open_source(model)
     check_spares_source(output, source)
+    if (masks.parent / "config.json").exists():  # the folder of a model, which somebody else may have made
+        check_links(masks.parent)
     (gates, _), provenance = read_masks(masks), local_provenance(masks)
     head_unit = provenance.get("head_unit", "kv-group")
     for kind, shape in unit_shapes(source.sizes, head_unit).items():

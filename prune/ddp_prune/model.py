@@ -64,7 +64,6 @@ def open_source(model: str) -> Source:
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
     source = Source(folder=folder, config=config, family=family, sizes=sizes)
-    companions(folder)
     shapes = weight_shapes(source)
     _check_names(source, shapes)
     _check_shapes(source, shapes)
@@ -107,18 +106,8 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
 
 
 def companions(folder: Path) -> list[Path]:
-    """Return the files of a model that travel with its weights.
-
-    Raises: ModelError for a link out of the folder, whose target would be published; a snapshot of the hub has links
-        to its own blobs.
-    """
-    files = [file for pattern in COMPANIONS for file in sorted(folder.glob(pattern)) if file.is_file()]
-    snapshot = folder.resolve()
-    homes = [snapshot, *([snapshot.parents[1] / "blobs"] if snapshot.parent.name == "snapshots" else [])]
-    for file in files:
-        if not any(file.resolve().is_relative_to(home) for home in homes):
-            raise ModelError(f"{file} is a link out of the model's folder; put the file itself there")
-    return files
+    """Return the files of a model that travel with its weights; `checkpoint.check_links` has checked the folder."""
+    return [file for pattern in COMPANIONS for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def check_spares_source(output: Path, source: Source) -> None:

@@ -113,6 +113,20 @@ def _logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
         return model(tokens).logits
 
 
+@pytest.mark.parametrize("model_type", CASES)
+def test_every_tensor_of_another_shape_is_refused(model_type: str, exported: Path, tmp_path: Path) -> None:
+    """Before, nobody looked at attention, norms and router of a mixture, and vLLM failed with a bare assertion."""
+    folder = Path(shutil.copytree(exported / model_type, tmp_path / "copy"))
+    weights, seen = load_file(folder / "model.safetensors"), set()
+    for name, weight in weights.items():
+        if (kind := re.sub(r"\d+", "", name)) not in seen:
+            seen.add(kind)
+            for wrong in (torch.cat([weight, weight[:1]]), weight[..., None], weight[..., :-1]):
+                save_file({**weights, name: wrong.contiguous()}, folder / "model.safetensors")
+                with pytest.raises(CheckpointError, match=re.escape(name)):
+                    read_checkpoint(folder)
+
+
 def test_every_family_with_experts_has_a_case() -> None:
     assert set(CASES) == {name for name in FAMILIES if TABLES[name].has_experts}
 

@@ -1,12 +1,14 @@
 """Every dense family: a random model of the real config class, masked = narrow = exported through remote code."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from family_cases import CASES
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ddp_prune import gates as gates_module
@@ -14,6 +16,7 @@ from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, NarrowLayers
 from ddp_prune.model import load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import FAMILIES, unit_shapes
 from ddp_vllm.remote_code.tensors import TABLES
 
@@ -53,6 +56,22 @@ def test_masked_equals_exported(model_type: str, head_unit: str, tmp_path: Path)
     assert (masked - gated.model(tokens).logits).abs().max() > 0.1  # the masks do something
     leftover = ("layers.1.self_attn.", "layers.1.input_layernorm.", "layers.2.mlp.", "layers.2.pre_feedforward")
     assert not [name for name in read_checkpoint(tmp_path / "pruned").shapes if any(part in name for part in leftover)]
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_every_tensor_of_another_shape_is_refused(model_type: str, tmp_path: Path) -> None:
+    """Before, nobody looked at the norms of queries and keys, and at biases of outputs."""
+    _model(model_type).save_pretrained(tmp_path / "dense")
+    source, folder = open_source(str(tmp_path / "dense")), tmp_path / "pruned"
+    gates = {kind: torch.ones(shape) for kind, shape in unit_shapes(source.sizes, "kv-group").items()}
+    export(source, gates, folder, head_unit="kv-group", provenance={})
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if ".layers." not in name or ".layers.0." in name:
+            for wrong in (torch.cat([weight, weight[:1]]), weight[..., None], weight[..., :-1]):
+                save_file({**weights, name: wrong.contiguous()}, folder / "model.safetensors")
+                with pytest.raises(CheckpointError, match=re.escape(name)):
+                    read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])

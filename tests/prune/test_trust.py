@@ -17,6 +17,7 @@ from ddp_prune.documents import by_template
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.remote_code import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -129,14 +130,40 @@ def test_benchmarks_run_no_code_that_came_with_a_model(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "LICENSE"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_follows_a_link_out_of_a_model_folder(
+    verb: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path
+) -> None:
+    """Before, `export` wrote a linked chat template into its file, and `recover` and `quantize` copied the metrics."""
+    dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
+    (tmp_path / "secret").write_text('{"step": 1, "secret": 1}')
+    for each in (dense, folder):
+        for name in ("chat_template.jinja", METRICS_FILE):
+            (each / name).unlink(missing_ok=True)
+            (each / name).symlink_to(tmp_path / "secret")
+    result = CliRunner().invoke(main, verbs(dense, folder, tiny_text, tmp_path / "out")[verb])
+    told = "is not as it was written" if verb in ("verify", "push") else "is a link out of the model's folder"
+    assert_refused(result, result.exit_code, told)
+    assert result.exit_code in (3, 7) and not [path for path in tmp_path.glob("out*") if path.is_file()]
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "config.json", "model.safetensors", "eval", "deep/down"])
 def test_a_link_out_of_the_folder_is_not_published(name: str, tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
-    dense = Path(shutil.copytree(tiny_model, tmp_path / "dense"))
-    (tmp_path / "secret").write_text("secret")
-    (dense / name).unlink(missing_ok=True)
-    (dense / name).symlink_to(tmp_path / "secret")
+    dense, secret = Path(shutil.copytree(tiny_model, tmp_path / "dense")), tmp_path / "secret"
+    (dense / name).parent.mkdir(exist_ok=True)
+    (dense / name).rename(secret) if (dense / name).exists() else secret.mkdir()
+    (dense / name).symlink_to(secret)
     arguments = ["apply", str(dense), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
     assert_refused(CliRunner().invoke(main, arguments), 3, name, "link out of the model's folder")
+
+
+def test_masks_that_are_a_link_out_of_their_folder_are_refused(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pruned, tmp_path / "pruned"))
+    (folder / MASKS_FILE).rename(tmp_path / "secret")
+    (folder / MASKS_FILE).symlink_to(tmp_path / "secret")
+    arguments = ["apply", str(tiny_model), "--masks", str(folder / MASKS_FILE), "-o", str(tmp_path / "out")]
+    assert_refused(CliRunner().invoke(main, arguments), 7, MASKS_FILE, "link out of the model's folder")
 
 
 def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
@@ -147,8 +174,8 @@ def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path,
     for file in tiny_model.iterdir():
         blob = shutil.copy(file, tmp_path / "models--owner--tiny" / "blobs" / file.name)
         (snapshot / file.name).symlink_to(blob)
-    (tmp_path / "secret").write_text("secret")
-    (snapshot / "tokenizer_secret").symlink_to(tmp_path / "secret")
+    (snapshot / "tokenizer_secret").write_text("secret")
+    (snapshot / "again.json").symlink_to("config.json")
     (snapshot / "tokenizer_code.py").write_text("")
     arguments = ["apply", str(snapshot), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
     assert CliRunner().invoke(main, arguments).exit_code == 0
