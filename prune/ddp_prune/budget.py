@@ -272,7 +272,8 @@ def make_pools(
         fewer_experts(config, kept)
         pools = [replace(pool, kept=pool.total * kept / sizes.num_experts)]
     for pool in pools:
-        pool.check(recipe.align)
+        if pool.name != "attn" or recipe.removed("attn"):
+            pool.check(recipe.align)
     return pools
 
 
