@@ -268,11 +268,13 @@ class Recipe(LearningSettings):
         """Refuse what says not once how much goes. Raises: SettingError."""
         if self.attention_sparsity is not None and not (self.sparsity and self.budget == "units"):
             raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
+        if self.budget == "latency" and self.scope != "global":
+            raise SettingError(f"scope is {self.scope!r}, but a step has one time for the whole model; leave scope out")
         if self.speedup:
             if self.sparsity or self.target or self.speedup <= 1:
                 raise SettingError(f"speedup is {self.speedup:g}; give a number above 1, and no sparsity or target")
-            if self.budget != "latency" or self.scope != "global":
-                raise SettingError("speedup needs the budget latency of the whole model; leave budget and scope out")
+            if self.budget != "latency":
+                raise SettingError("speedup needs the budget latency; leave budget out")
         elif self.target:
             if self.sparsity or self.target < 0:
                 raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
