@@ -10,7 +10,7 @@ cost with it.
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,27 @@ class Curve:
     """Seconds that a block of one kind adds to a step at some widths, as measured."""
 
     points: tuple[tuple[int, float], ...]
-    """(width, seconds), both rising, without width 0, which takes none."""
+    """(width, seconds) by rising width, without width 0, which takes none. A narrower block may take longer than the
+    widest one, which the dense model may run by another kernel."""
     multiple: int
     """Widths take the time of the next multiple of this."""
 
     @property
+    def slowest(self) -> float:
+        """Seconds at the width that takes longest."""
+        return max(seconds for _, seconds in self.points)
+
+    @property
     def unit(self) -> float:
-        """Seconds a unit, between the lowest and the highest width."""
-        (low, first), (high, last) = self.points[0], self.points[-1]
-        return (last - first) / (high - low) if high > low else last / high
+        """Seconds per unit, from the lowest width to the highest; at least 0, and never more than all units cost."""
+        (low, first), (high, _) = self.points[0], self.points[-1]
+        average = self.slowest / high
+        return min((self.slowest - first) / (high - low), average) if high > low else average
 
     @property
     def fixed(self) -> float:
-        """Seconds that fall away only with the whole block: what is left of the widest one beside its units."""
-        width, seconds = self.points[-1]
-        return max(0.0, seconds - self.unit * width)
+        """Seconds that are saved only with the whole block: the part of the slowest one that its units do not cost."""
+        return max(0.0, self.slowest - self.unit * self.points[-1][0])
 
     def seconds(self, width: float) -> float:
         """Return what a block of this width adds; below the lowest measured width as the line through the next two."""
@@ -86,7 +92,8 @@ class Curve:
             return self.points[0][1] * width / widths[0]
         place = min(max(bisect_left(widths, width), 1), len(widths) - 1)
         (low, first), (high, last) = self.points[place - 1 : place + 1]
-        return max(0.0, first + (last - first) * (width - low) / (high - low))
+        seconds = max(0.0, first + (last - first) * (width - low) / (high - low))
+        return min(seconds, first) if width < low else seconds  # a slower width says nothing of the narrower ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +107,20 @@ class StepTimes:
     mlp: Curve | None
     """By the number of channels; None in a mixture of experts."""
     experts: Curve | None
-    """By the mean width of the routed experts of a layer."""
+    """By the mean width of the routed experts of a layer, as the plugin's kernel runs them."""
+    prunable: float
+    """The part of the dense step that all blocks take that can be pruned."""
     sizes: Dimensions
-    dense_layers: Sequence[LayerWidths]
 
     @property
-    def prunable(self) -> float:
-        """What goes if everything goes that can be pruned."""
-        return sum(self.of_layer(layer) for layer in self.dense_layers)
+    def lasting(self) -> float:
+        """The fixed cost of all routed layers, which is saved with none of their experts."""
+        return self.experts.fixed * len(self.sizes.routed_layers) if self.experts else 0.0
 
     @property
     def most(self) -> float:
-        """The speedup of a model without anything that can be pruned."""
-        return self.dense / max(self.dense - self.prunable, 1e-9)
+        """The speedup that pruning can come close to."""
+        return self.dense / max(self.dense - self.prunable + self.lasting, 1e-9)
 
     def of_layer(self, widths: LayerWidths) -> float:
         """Return what the blocks of a layer add that can be pruned."""
@@ -134,7 +142,8 @@ class StepTimes:
 def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerWidths]]:
     """Return the widths of every model to time beside the dense one, by name.
 
-    multiple: what the plugin fills MLPs up to, so that no timed width lies between two steps.
+    multiple: what the plugin fills MLPs up to, so that no timed width lies between two steps. Experts are also timed at
+    their full width: there the dense model runs vLLM's kernel, but every layer of a pruned one the plugin's.
     """
     sizes, dense = dimensions_of(config), dense_layers(config)
 
@@ -143,8 +152,8 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
 
     shapes = {}
     if sizes.num_experts:
-        for part in (0.0, *FRACTIONS):
-            width = _part(sizes.expert_intermediate_size, part, EXPERT_BLOCK)
+        full = sizes.expert_intermediate_size
+        for width in (0, *(_part(full, part, EXPERT_BLOCK) for part in FRACTIONS), full):
             shapes[f"experts {width}"] = [
                 replace(layer, expert_intermediate_sizes=(width,) * sizes.num_experts) if index in sizes.routed_layers
                 else layer
@@ -311,29 +320,31 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 def _made_of(seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
     """Return what a step is made of, from the seconds of every shape."""
     sizes, dense = dimensions_of(config), seconds["dense"]
-    model: dict[str, Any] = {"sizes": sizes, "dense_layers": dense_layers(config)}
 
-    def curve(kind: str, full: int, layers: int, step: int, at_zero: Callable[[], float]) -> Curve:
-        """Noise may make a wider block faster; it then takes as long as the narrower one."""
-        whole = max(0.0, at_zero())
-        found = {full: whole}
+    def whole(without: str, layers: int) -> float:
+        """Return what a block of the dense model takes, from the seconds of a model without `layers` such blocks."""
+        return max(0.0, (dense - seconds[without]) / max(1, layers))
+
+    def curve(kind: str, full: int, layers: int, step: int, whole: float) -> Curve:
+        """Noise may make a wider block faster; it then takes as long as the narrower one, but for the dense model's."""
+        found = {}
         for name, value in seconds.items():
             of, _, text = name.partition(" ")
             if of == kind and text.isdecimal() and int(text):
-                found[int(text)] = max(0.0, whole - (dense - value) / layers)
+                found[int(text)] = whole - (dense - value) / layers
         points, highest = [], 0.0
         for width in sorted(found):
             highest = max(highest, found[width])
-            points.append((width, min(highest, whole)))
-        return Curve(points=tuple(points), multiple=step)
+            points.append((width, highest))
+        return Curve(points=tuple(points if full in found else [*points, (full, whole)]), multiple=step)
 
+    layers, routed = sizes.num_layers, len(sizes.routed_layers)
     if sizes.num_experts:
-        routed = len(sizes.routed_layers)
-        experts = curve("experts", sizes.expert_intermediate_size, routed, 1,
-                        lambda: (dense - seconds["experts 0"]) / routed)  # fmt: skip
-        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, **model)
-    layers = sizes.num_layers
-    attention = curve("attention", sizes.num_kv_heads, layers, 1,
-                      lambda: (dense - seconds["attention once"]) / max(1, layers - 1))  # fmt: skip
-    mlp = curve("mlp", sizes.intermediate_size, layers, multiple, lambda: (dense - seconds["mlp 0"]) / layers)
-    return StepTimes(dense=dense, attention=attention, mlp=mlp, experts=None, **model)
+        each = whole("experts 0", routed)
+        experts = curve("experts", sizes.expert_intermediate_size, routed, 1, each)
+        return StepTimes(dense=dense, attention=None, mlp=None, experts=experts, prunable=routed * each, sizes=sizes)
+    head, channel = whole("attention once", layers - 1), whole("mlp 0", layers)
+    attention = curve("attention", sizes.num_kv_heads, layers, 1, head)
+    mlp = curve("mlp", sizes.intermediate_size, layers, multiple, channel)
+    prunable = layers * (head + channel)
+    return StepTimes(dense=dense, attention=attention, mlp=mlp, experts=None, prunable=prunable, sizes=sizes)

@@ -116,7 +116,7 @@ def settings_table(settings: type, fields: Any) -> str:
         text, choices = docs[field.name], [f"`{choice}`" for choice in CHOICES.get(field.name, ())]
         if any(choice not in text for choice in choices):
             text += f" One of {', '.join(choices)}."
-        has_default = field.name not in {*SIZES, "target"} and field.default not in (dataclasses.MISSING, "")
+        has_default = field.name not in {*SIZES, "target"} and field.default not in (dataclasses.MISSING, None, "")
         default = str(field.default).lower() if field.type is bool else field.default
         rows.append(f"| `{field.name}` | {escape(text)} | {escape(str(default)) if has_default else ''} |")
     return "\n".join(rows)

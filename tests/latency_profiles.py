@@ -12,31 +12,46 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 320,
 }  # fmt: skip
+MIXTURE = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 320, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+}  # fmt: skip
+EXPERTS, EXPERT_CHANNEL = 1e-3, 4e-6  # of a routed layer, and of a channel of the mean width of its experts
 REST, ATTENTION, KV_HEAD, MLP, CHANNEL = 5e-3, 1e-4, 2e-4, 3e-4, 1e-6
 
 
-def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256) -> float:
-    """What a machine takes whose times follow the model exactly; batch and context make it linearly slower."""
+def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256, kernel: float = 1.0) -> float:
+    """What a machine takes whose times follow the model exactly; batch and context make it linearly slower.
+
+    kernel: by how much the plugin's kernel for routed experts is slower than the dense model's.
+    """
     total = REST
     for layer in layers:
+        if each := layer.expert_intermediate_sizes:
+            mean = sum(-(-width // 16) * 16 for width in each) / len(each)
+            total += kernel * (EXPERTS + EXPERT_CHANNEL * mean) * bool(mean)
+            continue
         total += (ATTENTION + KV_HEAD * layer.num_kv_heads) * bool(layer.num_kv_heads)
         total += (MLP + CHANNEL * -(-layer.intermediate_size // 128) * 128) * bool(layer.intermediate_size)
     return total * (1 + batch / 8) * (1 + context / 256)
 
 
-def written(folder: Path, config: dict[str, Any] = CONFIG, multiple: int = 128, **changes: Any) -> Path:
+def written(
+    folder: Path, config: dict[str, Any] = CONFIG, multiple: int = 128, kernel: float = 1.0, **changes: Any
+) -> Path:
     """A profile of two rounds, the second everywhere a tenth slower at decoding."""
 
-    def cells(widths: list[LayerWidths], turn: int) -> list[dict[str, Any]]:
+    def cells(widths: list[LayerWidths], turn: int, kernel: float) -> list[dict[str, Any]]:
         found = []
         for batch, context in ((1, 256), (1, 1024), (8, 256), (8, 1024)):
-            each = seconds(widths, batch, context)
+            each = seconds(widths, batch, context, kernel)
             found.append({"batch": batch, "context": context, "decode": (1 + turn / 10) * each, "prefill": 50 * each})
         return found
 
     shapes, dense = shapes_of(config, multiple), dense_layers(config)
     times = [
-        {"round": turn, "shape": name, "cells": cells(widths, turn), "beside": cells(dense, turn)}
+        {"round": turn, "shape": name, "cells": cells(widths, turn, kernel), "beside": cells(dense, turn, 1.0)}
         for turn in (0, 1)
         for name, widths in shapes.items()
     ]

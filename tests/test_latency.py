@@ -1,11 +1,12 @@
 """Times of a step by widths: what a profile says of models that nobody timed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from latency_profiles import ATTENTION, CHANNEL, CONFIG, KV_HEAD, MLP, REST, seconds, written
+from latency_profiles import ATTENTION, CHANNEL, CONFIG, EXPERTS, KV_HEAD, MIXTURE, MLP, REST, seconds, written
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -44,6 +45,37 @@ def test_what_a_block_costs_falls_apart_into_fixed_and_by_unit(profile: Profile)
     assert times.mlp.unit == pytest.approx(4 * CHANNEL) and times.mlp.fixed == pytest.approx(4 * MLP)
     assert times.attention.unit == pytest.approx(4 * KV_HEAD) and times.attention.fixed == pytest.approx(4 * ATTENTION)
     assert times.most == pytest.approx(seconds(dense_layers(CONFIG)) / (4 * REST))
+
+
+@pytest.mark.parametrize("kernel", [0.8, 1.0, 1.5])
+@pytest.mark.parametrize("width", [0, 192, 400, 576, 672, 768])
+def test_experts_are_promised_what_the_kernel_that_runs_them_takes(kernel: float, width: int, tmp_path: Path) -> None:
+    """The dense model has another kernel, so a little narrower may be slower; no promise then hides it."""
+    found, dense = read_profile(written(tmp_path, MIXTURE, kernel=kernel)), dense_layers(MIXTURE)
+    pruned = [replace(layer, expert_intermediate_sizes=(width,) * 8) for layer in dense]
+    expected = seconds(dense) / seconds(pruned, kernel=kernel)
+    assert (expected < 0.75) == (kernel > 1.0 and width > 700)
+    work = Workload(phase="decode", batch=8, context=256)
+    assert found.speedup(pruned, work)[0] == pytest.approx(expected, rel=1e-6)
+    assert found.each_round(work)[0].lasting == pytest.approx(4 * 4 * kernel * EXPERTS)
+
+
+def test_a_width_that_was_slower_than_the_dense_model_is_promised_as_such(tmp_path: Path) -> None:
+    """Noise among narrower widths is smoothed: 256 channels that took longer than 512 make 512 as slow."""
+    path = written(tmp_path)
+    content = json.loads(path.read_text())
+    for run in content["times"]:
+        for own, dense in zip(run["cells"], run["beside"], strict=True):
+            share = {"mlp 768": 1 / 0.83, "mlp 256": 0.95, "mlp 512": 0.9}.get(run["shape"])
+            own["decode"] = dense["decode"] * share if share else own["decode"]
+    path.write_text(json.dumps(content))
+    for width, speedup in ((768, 0.83), (512, 1 / 0.95), (256, 1 / 0.95), (1024, 1.0)):
+        found, low, high = read_profile(path).speedup(
+            layers(*[(4, width)] * 4), profile_work := Workload(phase="decode", batch=8, context=256)
+        )
+        assert found == pytest.approx(speedup) and low <= found <= high
+    times = read_profile(path).times(profile_work)
+    assert times.mlp and times.mlp.unit > 0 and times.mlp.fixed >= 0
 
 
 def test_refusals(tmp_path: Path, profile: Profile) -> None:

@@ -208,7 +208,7 @@ def _entry(checkpoint: Checkpoint, dense: str | None, found: Sequence[Results], 
     if not speeds:
         command = f"ddp-vllm bench sharegpt --dense {_origin(checkpoint) or dense or 'MODEL'} --pruned {folder}"
         notes[f"{facts.name} was not measured"] = command
-    even = recipe.get("budget", "units") == "units" and not recipe.get("attention_sparsity")
+    even = recipe.get("budget", "units") == "units" and recipe.get("attention_sparsity") is None
     sparsity = (recipe.get("sparsity") or None) if even else None
     own: dict[str, Any] = {"heldout": perplexity_ratio(checkpoint.provenance.get("perplexity") or {})}
     own["texts"] = _texts(found, facts, notes)

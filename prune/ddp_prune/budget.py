@@ -28,9 +28,11 @@ from ddp_prune.selection import (
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import Dimensions, dense_layers, fewer_experts, unit_shapes
-from ddp_vllm.latency import read_profile
+from ddp_vllm.latency import EXPERT_BLOCK, read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
+
+MOST_BLOCKS = 256  # of a layer in the exact choice; more take its solver minutes
 
 
 def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
@@ -61,7 +63,8 @@ class Pool:
     opening: Mapping[str, torch.Tensor]
     """float64 [L] a module type: what a list of units costs until its last unit goes, where lists have such a cost."""
     tables: Mapping[str, torch.Tensor]
-    """float64 [L, B + 1] a module type: what the first 0, 1, … blocks of a layer cost as measured; empty: by unit."""
+    """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks (of routed experts, 0,
+    1, … blocks per expert on average); empty: costs are those of single units."""
     shares_kv: bool
     """A list of heads is those that share a KV head, not those of a layer."""
     blocks: Mapping[str, int]
@@ -110,7 +113,8 @@ class Pool:
 
     def close(self, worth: Masks, is_open: Masks, keep_ratio: float) -> Masks:
         """Return which open units (bool) stay while searching, where all may keep `keep_ratio` of what they cost."""
-        if self.tables or self.whole_experts:  # whole blocks compete with units, or nothing but whole experts goes
+        # whole blocks compete with units, or nothing but whole experts goes
+        if (self.tables and self.opening) or self.whole_experts:
             blocks = self.blocks if self.whole_experts else {}
             now = replace(self, blocks=blocks, tables={}, kept=keep_ratio * self.total)
             return {kind: stays & is_open[kind] for kind, stays in now.choose(worth, is_open).items()}
@@ -145,20 +149,28 @@ class Pool:
         }
 
     def _choose_measured(self, worth: Masks) -> list[torch.Tensor]:
-        """Return the support of every module type that is worth most at the measured cost of whole blocks."""
-        tables = list(self.tables.values())
-        worth_RB, orders_RU = [], []
+        """Return the support of every module type that is worth most at the measured cost of whole blocks.
+
+        All experts of a layer share its row of the table, so their blocks are ranked together.
+        """
+        worth_LB, ranks, orders = [], [], []
         for kind, values in worth.items():
-            values_RU, block = values.flatten(0, -2), self.blocks.get(kind, 1)
-            order_RU = best_first(values_RU)
-            ranked = values_RU.gather(1, order_RU)[:, : values_RU.shape[1] // block * block]
-            blocks_RB = ranked.unflatten(1, (-1, block)).sum(-1).cumsum(1)
-            worth_RB.append(torch.cat([torch.zeros_like(blocks_RB[:, :1]), blocks_RB], 1))
-            orders_RU.append(order_RU)
-        counts_R = exact_choice(worth_RB, tables, self.kept)
+            values_RU, num_blocks = values.flatten(0, -2), self.tables[kind].shape[1] - 1
+            orders.append(order_RU := best_first(values_RU))
+            room = num_blocks * self.blocks[kind] - values_RU.shape[1]  # the last block may lack some, or some units go
+            ranked_RU = torch.nn.functional.pad(values_RU.gather(1, order_RU), (0, room))
+            blocks_LM = ranked_RU.unflatten(1, (num_blocks, -1)).sum(-1).view(len(values), -1)
+            ranks.append(rank_LM := best_first(blocks_LM))
+            sums_LB = blocks_LM.gather(1, rank_LM).unflatten(1, (num_blocks, -1)).sum(-1).cumsum(1)
+            worth_LB.append(torch.nn.functional.pad(sums_LB, (1, 0)))
+        counts_L = exact_choice(worth_LB, list(self.tables.values()), self.kept)
         supports = []
-        for (kind, order_RU), counts in zip(zip(worth, orders_RU, strict=True), counts_R, strict=True):
-            first_RU = torch.arange(order_RU.shape[1]) < (counts * self.blocks.get(kind, 1))[:, None]
+        for kind, rank_LM, order_RU, counts in zip(worth, ranks, orders, counts_L, strict=True):
+            per_step = rank_LM.shape[1] // (self.tables[kind].shape[1] - 1)
+            first_LM = torch.arange(rank_LM.shape[1]) < (counts * per_step)[:, None]
+            taken_LM = torch.zeros_like(first_LM).scatter(1, rank_LM, first_LM)
+            units_R1 = taken_LM.view(len(order_RU), -1).sum(1, keepdim=True) * self.blocks[kind]
+            first_RU = torch.arange(order_RU.shape[1]) < units_R1
             supports.append(torch.zeros_like(first_RU).scatter(1, order_RU, first_RU))
         return supports
 
@@ -182,14 +194,21 @@ class Pool:
         )
 
     def check(self, align: int) -> None:
-        """Refuse a budget that keeps nothing or removes nothing, and blocks that do not fit. Raises: SettingError."""
+        """Refuse a budget that keeps nothing or everything, and blocks that do not fit. Raises: SettingError."""
         units = sum(map(math.prod, self.shapes.values()))
         if self.name in self.shapes and not 0 < self.kept < units:
             raise SettingError(
                 f"sparsity keeps {self.kept:.0f} of {units} {self.name} units; choose one that keeps some and removes "
                 "some"
             )
+        if self.kept >= self.total:
+            raise SettingError(
+                f"{self.kept:,.0f} {self.name} may stay, but all that can be pruned costs {self.total:,.0f}: nothing "
+                "would be removed; remove more"
+            )
         cheapest = min(float((cost_L + self.opening.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
+        if self.tables:
+            cheapest = min(float(table_LB[:, 1:].amin()) for table_LB in self.tables.values() if table_LB.shape[1] > 1)
         if self.kept < cheapest:
             raise SettingError(
                 f"{self.kept:,.0f} {self.name} of what can be pruned may stay, less than any unit costs "
@@ -197,7 +216,11 @@ class Pool:
             )
         for kind, block in self.blocks.items():
             shape = self.shapes[kind]
-            if block > shape[-1] or block * float(self.costs[kind].min()) > self.kept:
+            if kind in self.tables:
+                fits = self.tables[kind].shape[1] > 1
+            else:
+                fits = block <= shape[-1] and block * float(self.costs[kind].min()) <= self.kept
+            if not fits:
                 raise SettingError(
                     f"align is {align}, but {self.kept:,.0f} {self.name if self.name != kind else 'units'} of "
                     f"{math.prod(shape[:-1])} × {shape[-1]:,} {kind} units are kept, in blocks of {block:,}; choose a "
@@ -272,7 +295,8 @@ def make_pools(
         fewer_experts(config, kept)
         pools = [replace(pool, kept=pool.total * kept / sizes.num_experts)]
     for pool in pools:
-        pool.check(recipe.align)
+        if pool.name != "attn" or recipe.removed("attn"):
+            pool.check(recipe.align)
     return pools
 
 
@@ -291,35 +315,37 @@ def _measured_pool(
     curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
     costs, opening, tables, steps = {}, {}, {}, {}
     for kind, shape in units.items():
-        curve = curves[kind]
+        curve, align = curves[kind], blocks.get(kind, 1)
         assert curve is not None
-        share = 1e6 / (shape[1] if kind == "experts" else 1)  # of an expert in its layer
-        steps[kind] = math.lcm(blocks.get(kind, 1), curve.multiple)
         rows = torch.ones(shape[0], dtype=torch.float64)
-        costs[kind], opening[kind] = rows * curve.unit * share, rows * curve.fixed * share
-        widths = range(0, shape[-1] + 1, steps[kind])
-        table = torch.tensor([curve.seconds(width) * share for width in widths], dtype=torch.float64)
-        tables[kind] = table.expand(math.prod(shape[:-1]), -1)
-    if "experts" in units:  # a fixed cost of all experts of a layer goes with none of them
-        opening, tables = {}, {}
-    pool = Pool(
+        costs[kind] = rows * 1e6 * curve.unit / math.prod(shape[1:-1])  # an expert has a share in its layer
+        lasting = 0.0
+        if kind == "experts":
+            lasting = curve.fixed
+        else:
+            opening[kind] = rows * 1e6 * curve.fixed
+        step = math.lcm(align, EXPERT_BLOCK if kind == "experts" else curve.multiple)
+        while step * MOST_BLOCKS < shape[-1]:
+            step *= 2
+        num_blocks = -(-shape[-1] // step) if shape[-1] % align == 0 else shape[-1] // step
+        seconds = [max(0.0, curve.seconds(min(block * step, shape[-1])) - lasting) for block in range(num_blocks + 1)]
+        steps[kind], tables[kind] = step, rows[:, None] * 1e6 * torch.tensor(seconds, dtype=torch.float64)
+    removable = times.prunable - times.lasting
+    saved = times.dense * (1.0 - 1.0 / recipe.speedup) if recipe.speedup else recipe.sparsity * removable
+    if saved >= removable:
+        raise SettingError(
+            f"speedup is {recipe.speedup:g}, but {times.most:.2f} is the most for {recipe.workload}: "
+            f"{1 - removable / times.dense:.0%} of a step is spent outside of what can be pruned"
+        )
+    return Pool(
         name="latency",
         shapes=units,
         costs=costs,
         opening=opening,
         blocks=steps,
-        kept=0.0,
+        kept=1e6 * (removable - saved),
         **common | {"tables": tables},
     )
-    kept = (1.0 - recipe.sparsity) * pool.total
-    if recipe.speedup:
-        kept = 1e6 * (times.dense / recipe.speedup - times.dense + times.prunable)
-        if kept <= 0:
-            raise SettingError(
-                f"speedup is {recipe.speedup:g}, but {times.most:.2f} is the most for {recipe.workload}: "
-                f"{1 - times.prunable / times.dense:.0%} of a step is spent outside of what can be pruned"
-            )
-    return replace(pool, kept=kept)
 
 
 def describe(pool: Pool) -> str:

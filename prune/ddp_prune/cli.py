@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from ddp_prune.read_recipe import INHERITED
-from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe
+from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe, kind_of
 from ddp_vllm import api
 from ddp_vllm.errors import SettingError
 from ddp_vllm.pages.tables import TABLES
@@ -106,7 +106,7 @@ def recipe_options(settings: type, command: Callable[..., None]) -> Callable[...
             continue
         names = [f"--{field.name.replace('_', '-')}", *filter(None, [ALIASES.get(field.name)]), field.name]
         first_sentence = docs.get(field.name, "").partition(". ")[0].removesuffix(".").replace("`", "")
-        kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else field.type
+        kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else kind_of(field)
         kind = Sizes() if field.name in SIZES else kind
         flag = {"is_flag": True} if kind is bool else {"type": kind}
         inherits = settings is RecoveryRecipe and field.name in INHERITED

@@ -78,7 +78,7 @@ def _of_the_whole(
         shapes,
         source.sizes,
         head_unit,
-        dataclasses.replace(recipe, budget="params", target=0.0, sparsity=share),
+        dataclasses.replace(recipe, budget="params", target=0.0, sparsity=share, attention_sparsity=None),
     )
     whole = whole_model("params", source.config, dense_layers(source.config), shapes, recipe.context_length)
     costs = {kind: float(pool.unit_costs(kind).mean()) for kind in pool.shapes}

@@ -9,6 +9,7 @@ are made of these fields.
 import dataclasses
 import math
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 from ddp_vllm.errors import SettingError, is_utf8
@@ -33,12 +34,20 @@ WITH_WHOLE_EXPERTS = {  # what else a recipe may say: the paper's search closes 
 }  # fmt: skip
 
 
+def kind_of(field: dataclasses.Field[Any]) -> type:
+    """Return the type of a setting, without the None of one that may be absent."""
+    kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
+    assert isinstance(kind, type)
+    return kind
+
+
 def _check_types(settings: Any) -> None:
     """Refuse values of another type, and numbers that are none; whole numbers will do for floats."""
     for field in dataclasses.fields(settings):
         value: Any = getattr(settings, field.name)
-        kind = field.type
-        assert isinstance(kind, type)
+        if value is None and isinstance(field.type, UnionType):
+            continue
+        kind = kind_of(field)
         if kind is float and type(value) is int:
             value = value if value.bit_length() > 1000 else float(value)  # larger ones no float holds
             object.__setattr__(settings, field.name, value)
@@ -61,8 +70,10 @@ def _check_fraction(name: str, value: float) -> None:
 
 
 def _check_suits_raw_masks(recipe: "Recipe") -> None:
-    if recipe.alm.raw_masks and (recipe.polish or recipe.align > 1 or recipe.tp > 1):
-        raise SettingError("raw_masks meets no exact widths and learns no longer; leave out polish, align and tp")
+    if recipe.alm.raw_masks and (recipe.polish or recipe.align > 1 or recipe.tp > 1 or recipe.attention_sparsity == 0):
+        raise SettingError(
+            "raw_masks meets no exact widths and learns no longer; leave out polish, align, tp and attention_sparsity 0"
+        )
 
 
 def _check_suits_whole_experts(recipe: "Recipe") -> None:
@@ -162,8 +173,8 @@ class LearningSettings:
                 raise SettingError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, as they are saved."""
-        return dataclasses.asdict(self)
+        """Return the settings as plain data, as they are saved; without those that are not set, as TOML has no null."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +187,9 @@ class Recipe(LearningSettings):
     sparsity: float = 0.0
     """Fraction to remove of what can be pruned (not embeddings, norms, routers), between 0 and 1. It is 1 − ρ of Eq. 6,
     by default of each module type: heads, MLP channels; of a mixture of experts, its expert channels."""
-    attention_sparsity: float = 0.0
-    """Fraction of the attention units to remove where `sparsity` is that of MLP channels alone; 0: both alike. With the
-    budget `units`."""
+    attention_sparsity: float | None = None
+    """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0 prunes MLPs only. With
+    the budget `units`."""
     target: float = 0.0
     """Instead of `sparsity`: what the whole model, embeddings and all, may have left of what `budget` counts."""
     speedup: float = 0.0
@@ -246,8 +257,8 @@ class Recipe(LearningSettings):
             _at_least(name, getattr(self, name), 1)
         for name in ("recover", "masks_every"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("polish", "attention_sparsity"):
-            _check_fraction(name, getattr(self, name))
+        _check_fraction("polish", self.polish)
+        _check_fraction("attention_sparsity", self.attention_sparsity or 0.0)
         self._check_size()
         _check_suits_raw_masks(self)
         if self.whole_experts:
@@ -255,13 +266,15 @@ class Recipe(LearningSettings):
 
     def _check_size(self) -> None:
         """Refuse what says not once how much goes. Raises: SettingError."""
-        if self.attention_sparsity and not (self.sparsity and self.budget == "units"):
-            raise SettingError("attention_sparsity stands beside a sparsity, with the budget units; leave it out")
+        if self.attention_sparsity is not None and not (self.sparsity and self.budget == "units"):
+            raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
+        if self.budget == "latency" and self.scope != "global":
+            raise SettingError(f"scope is {self.scope!r}, but a step has one time for the whole model; leave scope out")
         if self.speedup:
             if self.sparsity or self.target or self.speedup <= 1:
                 raise SettingError(f"speedup is {self.speedup:g}; give a number above 1, and no sparsity or target")
-            if self.budget != "latency" or self.scope != "global":
-                raise SettingError("speedup needs the budget latency of the whole model; leave budget and scope out")
+            if self.budget != "latency":
+                raise SettingError("speedup needs the budget latency; leave budget out")
         elif self.target:
             if self.sparsity or self.target < 0:
                 raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
@@ -281,7 +294,8 @@ class Recipe(LearningSettings):
 
     def removed(self, module_type: str) -> float:
         """Return the fraction of the units of a module type that goes, with the budget `units`."""
-        return (self.attention_sparsity if module_type == "attn" else 0.0) or self.sparsity
+        own = self.attention_sparsity if module_type == "attn" else None
+        return self.sparsity if own is None else own
 
     def resized(self, size: float, **changes: Any) -> "Recipe":
         """Return the recipe of another size of a family."""

@@ -1,18 +1,19 @@
 """Budgets in measured time: met to the profile's resolution, whole blocks against units, refused if impossible."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from latency_profiles import CONFIG, written
+from latency_profiles import CONFIG, MIXTURE, written
 
 from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import exact_choice
-from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dimensions_of
+from ddp_vllm.errors import SettingError, TrainingError
+from ddp_vllm.families import dense_layers, dimensions_of
 from ddp_vllm.latency import read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
 
@@ -22,8 +23,8 @@ def recipe(profile: Path, **changes: Any) -> Recipe:
     return Recipe(model="m", **values | changes)
 
 
-def pool_of(profile: Path, **changes: Any) -> Pool:
-    (pool,) = make_pools(CONFIG, {}, dimensions_of(CONFIG), "kv-group", recipe(profile, **changes))
+def pool_of(profile: Path, config: dict[str, Any] = CONFIG, **changes: Any) -> Pool:
+    (pool,) = make_pools(config, {}, dimensions_of(config), "kv-group", recipe(profile, **changes))
     return pool
 
 
@@ -56,6 +57,54 @@ def test_the_speedup_is_met_within_a_step_of_the_staircase(speedup: float, align
         assert speedup <= predicted < speedup * (1.04 if align == 1 else 1.08)
         assert all(layer.intermediate_size % 128 == 0 and layer.intermediate_size % align == 0 for layer in widths)
     assert "µs of a step" in describe(pool)
+
+
+@pytest.mark.parametrize("kernel", [0.9, 1.0, 1.2])
+@pytest.mark.parametrize("speedup", [1.1, 1.2, 1.3, 1.5, 2.0])
+def test_the_speedup_of_a_mixture_is_met_by_what_its_kernel_runs(speedup: float, kernel: float, tmp_path: Path) -> None:
+    """No expert saves the fixed cost of its layer, experts are packed in 16s, the dense model has another kernel."""
+    path = written(tmp_path, MIXTURE, kernel=kernel)
+    pool = pool_of(path, MIXTURE, speedup=speedup)
+    support = pool.choose(saliency(pool, 0), all_open(pool))["experts"]
+    layers = [
+        replace(layer, expert_intermediate_sizes=tuple(map(int, counts)))
+        for layer, counts in zip(dense_layers(MIXTURE), support.sum(2), strict=True)
+    ]
+    assert all(width % 16 == 0 for layer in layers for width in layer.expert_intermediate_sizes or ())
+    predicted, _, _ = read_profile(path).speedup(layers, recipe(path).workload)
+    assert speedup <= predicted < speedup * 1.01
+    closed = pool.close(saliency(pool, 0), all_open(pool), pool.keep_ratio)["experts"]  # and already while searching
+    assert float(closed.float().mean()) == pytest.approx(float(support.float().mean()), abs=0.02)
+
+
+def test_a_speedup_that_the_kernel_alone_brings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="nothing would be removed"):
+        pool_of(written(tmp_path, MIXTURE, kernel=0.9), MIXTURE, speedup=1.05)
+
+
+def test_a_profile_without_steps_of_widths_is_cut_into_blocks(tmp_path: Path) -> None:
+    """As one under tensor parallelism: 28 × 18,944 single channels took the solver minutes, and then it had none."""
+    config = CONFIG | {"num_hidden_layers": 28, "intermediate_size": 18944}
+    path = written(tmp_path, config, multiple=1)
+    pool = pool_of(path, config, speedup=1.3, tp=2)
+    assert pool.tables["mlp"].shape == (28, 149) and pool.blocks["mlp"] == 128
+    widths = widths_of(pool.choose(saliency(pool, 0), all_open(pool)))
+    predicted, _, _ = read_profile(path).speedup(widths, recipe(path).workload)
+    assert 1.3 <= predicted < 1.31
+
+
+def test_too_little_time_is_not_taken_for_an_impossible_budget() -> None:
+    worth = torch.rand(30, 40, generator=torch.Generator().manual_seed(0)).double().cumsum(1)
+    cost = torch.arange(40).double().expand(30, 40) + 1.0
+    with pytest.raises(TrainingError, match="no choice of widths was found in 0 seconds"):
+        exact_choice([worth], [cost], 300.0, time_limit=0.0)
+    with pytest.raises(SettingError, match="nothing that can be kept"):
+        exact_choice([worth], [cost], 29.0)
+
+
+def test_a_budget_below_the_cheapest_block_is_refused_before_the_search(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="less than any unit costs"):
+        pool_of(written(tmp_path), speedup=2.7)
 
 
 def test_a_block_goes_whole_when_little_of_it_is_worth_its_fixed_cost(tmp_path: Path) -> None:
@@ -101,7 +150,11 @@ def test_a_share_of_the_time_is_a_budget_too(tmp_path: Path) -> None:
         ({"speedup": 3.0}, "2.78 is the most"),
         ({"speedup": 1.3, "sparsity": 0.2}, "no sparsity or target"),
         ({"speedup": 0.9}, "above 1"),
-        ({"scope": "layer"}, "whole model"),
+        *(
+            ({"scope": scope, **size}, "leave scope out")
+            for scope in ("layer", "expert")
+            for size in ({}, {"speedup": 0.0, "sparsity": 0.2})
+        ),
         ({"concurrency": 64}, "batch of 1 to 8, not 64"),
         ({"phase": "dream"}, "must be one of"),
     ],

@@ -1,6 +1,7 @@
 """The options of prune and apply: which there are, that a recipe's fields make them, and what they refuse."""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from latency_profiles import written
 from runs import SMALL, assert_refused, prune
 
 from ddp_prune import cli, read_recipe
 from ddp_prune.read_recipe import load_recipes
-from ddp_prune.recipe import CHOICES, Recipe
+from ddp_prune.recipe import CHOICES, Recipe, kind_of
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
@@ -73,7 +75,7 @@ def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
     elif field.name in cli.SIZES:
         assert isinstance(option.type, cli.Sizes)
     else:
-        assert isinstance(option.type, type(click.types.convert_type(field.type)))
+        assert isinstance(option.type, type(click.types.convert_type(kind_of(field))))
 
 
 def test_what_is_not_given_overrides_nothing() -> None:
@@ -158,25 +160,41 @@ def test_a_size_in_percent() -> None:
         assert cli.prune.make_context("prune", ["m", "-o", "o", "--sparsity", said]).params["sparsity"] == meant
 
 
+MEASURED = ["--profile", "PROFILE", "--context", "1024"]
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
     "units": (["--sparsity", "30%"], r"31.2% of what can be pruned = 25.5% of the model: 113.1K → 84.29K parameters; "
               r"for 30% of all: --target-params 79.16K"),
     "parameters": (["--target-params", "79.16K"], r"= 30.0% of the model: 113.1K → 79.16K parameters$"),
     "flops": (["--budget", "flops", "--sparsity", "0.3"],
               r"30.0% of what can be pruned = 29.3% of the model: .* flops a"),
+    "a share of parameters": (["--budget", "params", "--sparsity", "0.3"], r"= 24.4% of the model: 113.1K →"),
+    "a target in flops": (["--target-flops", "250K"], r"^budget: [\d,]+ flops of attn, mlp stay"),
+    "KV cache": (["--budget", "kv-bytes", "--sparsity", "0.5"], r"= 50.0% of the model: 384 → 192 kv-bytes a token"),
+    "a target in KV cache": (["--target-kv-bytes", "192"], r"= 50.0% of the model: 384 → 192 kv-bytes a token"),
+    "each layer": (["--sparsity", "30%", "--scope", "layer"], r"^budget: 202 of 288 mlp units stay$"),
+    "attention": (["--sparsity", "30%", "--attention-sparsity", "0.5"], r"^budget: 6 of 12 attn units stay$"),
+    "MLPs only": (["--sparsity", "30%", "--attention-sparsity", "0"],
+                  r"^budget: 12 of 12 attn units stay\n(.*\n)*17.9% of what can be pruned = 14.6% of the model"),
+    "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
+    "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: [\d,]+ µs of a step in attn, mlp stay"),
+    "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *MEASURED],
+                            r"^budget: [\d,]+ µs of a step in attn, mlp stay, 80.0%"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DRY)
 def test_a_dry_run_says_what_would_go_and_writes_nothing(case: str, tiny_model: Path, tmp_path: Path) -> None:
     options, said = DRY[case]
+    (places := tmp_path / "profiles").mkdir()
+    profile = written(places, json.loads((tiny_model / "config.json").read_text()), 1)
+    options = [str(profile) if each == "PROFILE" else each for each in options]
     arguments = ["prune", str(tiny_model), "--dry-run", "-o", str(tmp_path / "out"), "--data", "no text", *options]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     assert re.search(said, result.stdout, re.MULTILINE), result.stdout
-    assert re.search(r"memory: about .* for two models, .* are free\ntext: 1,000 steps of 16", result.stdout)
-    assert re.search(r"^time: about [\d.]+ \w+: 1,000 steps of [\d.]+ s, as one took", result.stdout, re.MULTILINE)
-    assert list(tmp_path.iterdir()) == []
+    assert re.search(r"memory: about .* for two models, .* are free\ntext: [\d,]+ steps of 16", result.stdout)
+    assert re.search(r"^time: about [\d.]+ \w+: 1,[03]00 steps of [\d.]+ s, as one took", result.stdout, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == [places]
 
 
 def test_a_target_of_a_dry_run_is_met(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

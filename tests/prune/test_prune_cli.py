@@ -64,6 +64,21 @@ def test_aligned_widths_reach_the_checkpoint(tiny_model: Path, tiny_text: Path, 
     assert sum(widths) == 160 and not any(width % 32 for width in widths)
 
 
+@pytest.mark.parametrize("learn", ["scales", "full"])
+def test_attention_that_is_not_pruned_stays_whole(
+    learn: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    result = prune(tiny_model, tiny_text, tmp_path / "out", "--attention-sparsity", "0", "--learn", learn)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "budget: 12 of 12 attn units stay" in result.stdout
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert [layer.query_heads_per_kv_head for layer in checkpoint.layers] == [(2, 2, 2, 2)] * 3
+    assert sum(layer.intermediate_size for layer in checkpoint.layers) == 173  # round(0.6·3·96)
+    assert checkpoint.provenance["recipe"]["attention_sparsity"] == 0.0
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"attention_sparsity</t[dh]>\s*<td[^>]*>0(\.0)?<", page)
+
+
 def test_the_checkpoint_knows_how_it_was_made(pruned: tuple[Path, Result], tiny_model: Path) -> None:
     output, _ = pruned
     provenance = read_checkpoint(output).provenance

@@ -81,8 +81,17 @@ def test_gates_of_steps_in_between_are_kept_whatever_interrupts(controller: str,
 
 
 def test_attention_may_have_a_sparsity_of_its_own(lab: Lab) -> None:
-    learned = lab.run(attention_sparsity=0.25)
-    assert [int((gates > 0).sum()) for gates in learned.gates.values()] == [18, 173]  # 0.75·3·8 and round(0.6·3·96)
+    for sparsity, heads in ((0.25, 18), (0.0, 24)):  # of 3·8
+        learned = lab.run(attention_sparsity=sparsity)
+        assert [int((gates > 0).sum()) for gates in learned.gates.values()] == [heads, 173]  # round(0.6·3·96)
+
+
+@pytest.mark.parametrize("controller", ["gradual", "alm"])
+def test_attention_stays_whole_whatever_interrupts(controller: str, lab: Lab) -> None:
+    changes: dict[str, Any] = {"attention_sparsity": 0.0, "controller": controller}
+    learned, (resumed, _) = lab.run(**changes), lab.interrupted_run(7, **changes)
+    assert (learned.gates["attn"] > 0).all() and int((learned.gates["mlp"] > 0).sum()) == 173
+    assert_same(learned, resumed)
 
 
 @pytest.mark.parametrize(("align", "kept"), [(32, 160), (36, 144), (96, 96)])
