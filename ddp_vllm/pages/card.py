@@ -95,7 +95,7 @@ def model_card(
         sizes=markdown_table(size_table(checkpoint)),
         learned=learning(provenance),
         units=_removed(checkpoint),
-        quality="\n\n".join(_quality(checkpoint)),
+        quality="\n\n".join(_quality(checkpoint, place or f"./{name}")),
         tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers))),
         layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
     )
@@ -156,9 +156,9 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
     return Table(headings=["layer", heading], rows=rows, is_text=True)
 
 
-def _quality(checkpoint: Checkpoint) -> Iterator[str]:
+def _quality(checkpoint: Checkpoint, place: str) -> Iterator[str]:
     """Yield a paragraph on perplexity, on how it is quantised, on the speed that was asked for, and for each note."""
-    yield _perplexity(checkpoint)
+    yield _perplexity(checkpoint, place)
     if text_hash := checkpoint.provenance.get("learned_from", {}).get("text"):
         yield f"The tokens that the masks were learned on, and those held out, have the SHA-256 `{text_hash}`."
     if quantised := checkpoint.config.get("quantization_config"):
@@ -169,18 +169,14 @@ def _quality(checkpoint: Checkpoint) -> Iterator[str]:
     yield from (f"Note: {note}." for note in routing_notes(checkpoint))
 
 
-def _perplexity(checkpoint: Checkpoint) -> str:
+def _perplexity(checkpoint: Checkpoint, place: str) -> str:
     provenance = checkpoint.provenance
     quality = provenance.get("perplexity")
     if not quality:
-        return "Quality was not measured when this checkpoint was written."
-    where = ""
-    if "applied_to" in provenance:
-        learned_on = provenance.get("recipe", {}).get("model", "another model")
-        where = f" Measured on {learned_on}, where the masks were learned."
+        return f"Quality was not measured when this checkpoint was written; `ddp-vllm eval {place} --text FILE` does."
     stated = (
         f"Perplexity of a token on held-out text of {texts_of(provenance)} ({quality['tokens']:,} tokens): "
-        f"{perplexities(quality)}.{where}"
+        f"{perplexities(quality)}."
     )
     try:
         losses = block_losses(quality)

@@ -77,7 +77,7 @@ def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Se
     if losses := evidence.block_losses:
         remark = (
             f"{provenance['perplexity']['tokens']:,} tokens of {texts_of(provenance)} in {len(losses['dense'])} blocks "
-            f"that were not learned on, by {learned_on} and what was left of it. Errors are over blocks; the ratio's "
+            f"that were not learned on, by {dense} and what was left of it. Errors are over blocks; the ratio's "
             "is that of the blocks' differences, for both models read the same ones."
         )
         table = perplexity_table(losses, provenance["perplexity"])

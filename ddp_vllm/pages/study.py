@@ -75,8 +75,10 @@ def page_of(name: str, cells: Sequence[Cell], dense: Cell, study: Mapping[str, A
         sections=sections,
         footer=[
             f"Scores read {study['samples']} sequences; unless a row says otherwise, {steps}, on frozen weights.",
-            "Every row keeps the same number of units of each kind. Its masks, and no weights that "
-            "learned, lie in cells/, for ddp-vllm apply.",
+            "Every row keeps the same number of units of each kind. A score whose budget does not divide evenly over "
+            "layers or experts keeps one unit more in some of them, drawn at random by the seed of the row, the same "
+            "ones for every score.",
+            "The masks of every row, without trained weights, are in cells/, for ddp-vllm apply.",
         ],
         files=[f"{name}.csv"],
     )

@@ -165,11 +165,21 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
     return {int(layer): counts for layer, counts in provenance.get("routing", {}).get("chosen", {}).items()}
 
 
+def trained_together(provenance: Mapping[str, Any]) -> bool:
+    """Say whether the weights were trained together with the masks; a masks file alone does not hold these weights."""
+    return bool(provenance.get("recipe", {}).get("learn", "scales") != "scales")
+
+
 def learning(provenance: Mapping[str, Any]) -> str:
     """Say what became of the weights."""
-    together = provenance.get("recipe", {}).get("learn", "scales") != "scales"
+    recovery, together = provenance.get("recovery"), trained_together(provenance)
     at_first = "Weights learned with the masks" if together else "Weights were frozen"
-    if not (recovery := provenance.get("recovery")):
+    if together and "applied_to" in provenance:
+        at_first = (
+            f"The masks were learned while weights trained; this folder {'started from' if recovery else 'holds'} the "
+            "dense model's weights"
+        )
+    if not recovery:
         return f"{at_first}." if together else f"{at_first} throughout."
     recipe = recovery.get("recipe", {})
     what = "low-rank additions to the weights" if recipe.get("method") == "lora" else "the weights that stay"

@@ -191,7 +191,8 @@ class Cells:
         if not scores:
             scores |= row.method.score(self.gated, read)
         scope = recipe.scope if "scope" in row.changes else row.method.scope
-        chosen = choose(scores, 1.0 - recipe.sparsity, scope, whole_experts=recipe.whole_experts)
+        ratio, whole = 1.0 - recipe.sparsity, recipe.whole_experts
+        chosen = choose(scores, ratio, scope, whole_experts=whole, seed=recipe.seed)
         return chosen, {"tokens": read.numel(), "learns": 0}
 
     def read(self, path: Path, sparsity: float) -> tuple[Masks, Facts]:

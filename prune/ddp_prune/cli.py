@@ -19,6 +19,8 @@ from ddp_prune.read_recipe import INHERITED
 from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe, kind_of
 from ddp_vllm import api
 from ddp_vllm.errors import SettingError
+from ddp_vllm.masks import read_provenance
+from ddp_vllm.pages.summary import trained_together
 from ddp_vllm.pages.tables import TABLES
 
 ALIASES = {  # field -> another name of its option: that of 0.1, or that of the same thing in `profile`
@@ -199,8 +201,20 @@ def _settings(*, quant_friendly: bool = False, **settings: Any) -> dict[str, Any
 @click.option("--align", default=1, show_default=True, help="Move channels until widths are multiples of this.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
 def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
-    """Cut MODEL again from published masks alone; no text and no training needed."""
+    """Cut MODEL again from published masks alone; no text and no training needed.
+
+    A masks file holds no weights. If weights were trained together with the masks (prune --learn full) or after them
+    (recover), the written model has the dense model's weights instead and is worse; ddp-vllm recover trains them.
+    """
     api.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
+    provenance = read_provenance(masks)
+    if (together := trained_together(provenance)) or "recovery" in provenance:
+        when = "together with" if together else "after"
+        click.echo(
+            f"warning: weights were trained {when} these masks, which do not hold them; {output} has the dense model's "
+            f"weights and is worse until ddp-vllm recover {output} trains them",
+            err=True,
+        )
     click.echo(f"written: {output}")
 
 

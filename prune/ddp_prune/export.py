@@ -369,10 +369,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
                 "they were learned on another model"
             )
     evidence = read_evidence(masks)
-    learned_too = provenance.get("recipe", {}).get("learn", "scales") != "scales"
-    if provenance.pop("recovery", None) or learned_too:  # weights are not in the masks, nor is their quality this one's
-        provenance.pop("perplexity", None)
-    for name in ("prompts", "answers", "latency"):  # said of weights or widths that may be others now
+    for name in ("recovery", "perplexity", "prompts", "answers", "latency"):  # of another folder's weights and widths
         provenance.pop(name, None)
     if align != 1:
         gates, provenance = _aligned(gates, provenance, masks, align)
@@ -393,7 +390,7 @@ def read_evidence(path: Path) -> dict[str, Masks]:
 
 
 def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int) -> tuple[Masks, dict[str, Any]]:
-    """Return aligned gates, and the provenance without what was measured before."""
+    """Return aligned gates, and the provenance without what rounding changed before."""
     kind = "experts" if "experts" in gates else "mlp"
     if provenance.get("head_unit") == WHOLE_EXPERT:
         raise SettingError(f"{path} keeps whole experts, whose channels all stay; leave --align out")
@@ -409,5 +406,5 @@ def _aligned(gates: Masks, provenance: Mapping[str, Any], path: Path, align: int
     saliency = found[kind]
     if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
         raise CheckpointError(f"{path} holds {name} of another shape, negative or no numbers; learn the masks again")
-    rest = {key: value for key, value in provenance.items() if key not in ("perplexity", "rounding")}
+    rest = {key: value for key, value in provenance.items() if key != "rounding"}
     return gates | {kind: realign(gates[kind], saliency, align)}, rest | {"aligned_after": align}

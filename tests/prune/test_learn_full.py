@@ -1,10 +1,14 @@
 """Weights that learn while gates close: better than scales alone, written as they were judged, resumed to the bit."""
 
+import math
+from html import unescape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from runs import prune
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -15,6 +19,9 @@ from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import highest_rate
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
+from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.pages.report import write_report
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FULL = ["--learn", "full", "--steps", "30"]
@@ -125,3 +132,44 @@ def test_a_wide_model_learns_more_slowly() -> None:
     """What SmolLM2 learns best by ruins Qwen2.5-0.5B (log 122); low-rank additions were not seen to."""
     assert [highest_rate("full", width) for width in (576, 896, 4096)] == [2e-4, 4e-5, 4e-5]
     assert highest_rate("lora", 896) == highest_rate("lora", 576)
+
+
+def test_masks_of_joint_training_are_applied_without_what_weights_learned(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """The folder then has the dense model's weights, is worse than the pruned one, and terminal and pages say so."""
+    assert prune(tiny_model, tiny_text, tmp_path / "full", *FULL).exit_code == 0
+    masks = tmp_path / "full" / MASKS_FILE
+    result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", str(masks), "-o", str(tmp_path / "again")])
+    assert result.exit_code == 0, result.output
+    (warning,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
+    assert "weights were trained together with these masks" in warning and "ddp-vllm recover" in warning
+    blocks = load_blocks(
+        str(tiny_text), load_tokenizer(str(tmp_path / "full")), seq_len=16, train_blocks=2, heldout_blocks=16,
+        min_train_blocks=2, seed=0,
+    )  # fmt: skip
+    pruned, applied = (
+        fmean(losses(AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True), blocks.heldout))
+        for name in ("full", "again")
+    )
+    assert applied > pruned + 0.1
+    checkpoint = read_checkpoint(tmp_path / "again")
+    write_report(checkpoint, tmp_path / "again")
+    card, page = (unescape((tmp_path / "again" / name).read_text()) for name in ("README.md", "report.html"))
+    for text in (card, page):
+        assert "The masks were learned while weights trained; this folder holds the dense model's weights" in text
+        assert "Weights learned with the masks" not in text
+    stated = read_checkpoint(tmp_path / "full").provenance["perplexity"]
+    assert stated["pruned"] == pytest.approx(math.exp(pruned), rel=1e-3)
+    assert "perplexity" not in checkpoint.provenance and f"{stated['pruned']:.2f}" not in card + page
+
+
+def test_masks_of_frozen_weights_are_applied_without_a_warning(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """What the pruned folder was measured at is not said of the new one."""
+    arguments = ["apply", str(tiny_model), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "again")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0 and result.stderr == ""
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "Weights were frozen throughout." in card and "`ddp-vllm eval ./again --text FILE`" in card
+    assert "perplexity" in read_checkpoint(pruned).provenance
+    assert "perplexity" not in read_checkpoint(tmp_path / "again").provenance

@@ -134,17 +134,16 @@ def test_loraprune_at_its_first_step(gated: GatedModel, monkeypatch: pytest.Monk
     def identity(weight: torch.Tensor, _: torch.Generator) -> loraprune.Addition:
         return nn.Parameter(torch.zeros_like(weight)), nn.Parameter(torch.eye(weight.shape[1]))
 
-    def value(name: str, dim: int) -> torch.Tensor:
+    def value(name: str, dim: int, num_units: int) -> torch.Tensor:
         weight = gated.model.get_submodule(f"model.layers.0.{name}").weight
-        sums = (weight * weight_gradients(gated, name, BLOCKS[:1])[0]).abs().sum(dim)
-        return sums / sums.norm()
+        sums = (weight * weight_gradients(gated, name, BLOCKS[:1])[0]).abs().sum(dim).view(num_units, -1).sum(1)
+        return sums / sums.norm()  # of heads or channels, as LoRAPrune's code
 
     monkeypatch.setattr(loraprune, "_addition", identity)
     scores = loraprune.score(gated, BLOCKS[:1])
-    channels = value("mlp.gate_proj", 1) + value("mlp.up_proj", 1) + value("mlp.down_proj", 0)
+    channels = sum(value(f"mlp.{name}_proj", dim, CHANNELS) for name, dim in (("gate", 1), ("up", 1), ("down", 0)))
     torch.testing.assert_close(scores["mlp"][0], channels, rtol=1e-4, atol=1e-7)
-    inputs = [value(f"self_attn.{name}_proj", 1).view(HEADS, -1).sum(1) for name in "qkv"]
-    heads = sum(inputs) + value("self_attn.o_proj", 0).view(HEADS, -1).sum(1)
+    heads = sum(value(f"self_attn.{name}_proj", dim, HEADS) for name, dim in (("q", 1), ("k", 1), ("v", 1), ("o", 0)))
     torch.testing.assert_close(scores["attn"][0], heads, rtol=1e-4, atol=1e-7)
 
 

@@ -18,21 +18,28 @@ LAYERS, EXPERTS, CHANNELS, IDLE = 2, 4, 6, 3
 BLOCKS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module")
-def gated() -> GatedModel:
-    """Expert 3 of the last layer is never chosen: its router row opposes what the others have in common."""
+def make(num_experts: int, head_unit: str = "auto", **changes: Any) -> GatedModel:
     torch.manual_seed(0)
     config = Qwen2MoeConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=8, moe_intermediate_size=CHANNELS, num_experts=EXPERTS,
+        vocab_size=50, hidden_size=16, intermediate_size=8, moe_intermediate_size=CHANNELS, num_experts=num_experts,
         num_experts_per_tok=2, shared_expert_intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=2,
         num_key_value_heads=2, initializer_range=0.3, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        **changes,
     )  # fmt: skip
     model = Qwen2MoeForCausalLM(config).eval()
     model.requires_grad_(False)
-    gate = model.model.layers[1].mlp.gate.weight
+    return GatedModel(model, family_of(config.to_dict()), dimensions_of(config.to_dict()), head_unit)
+
+
+@pytest.fixture(scope="module")
+def gated() -> GatedModel:
+    """Expert 3 of the last layer is never chosen: its router row opposes what the others have in common."""
+    gated = make(EXPERTS)
+    layer: Any = gated.layers[1]
+    gate = layer.mlp.gate.weight
     gate[:IDLE], gate[IDLE] = gate[:IDLE].abs(), 0.0
-    model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda _module, _args, output: output.abs())
-    return GatedModel(model, family_of(config.to_dict()), dimensions_of(config.to_dict()), "auto")
+    layer.post_attention_layernorm.register_forward_hook(lambda _module, _args, output: output.abs())
+    return gated
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +83,6 @@ def test_statistics_are_their_definitions(gated: GatedModel, use: ExpertUse) -> 
                 expected["slopes"][row, expert] += (weight * gradient_TH[token] @ down).square()
                 expected["counts"][row, expert] += 1
                 expected["output"][row, expert] += weight * (down @ h).norm()
-                for other, share in zip(ids_TK[token].tolist(), weights_TK[token], strict=True):
-                    gate, up = (module.gate_up_proj[other] @ x_TH[token]).chunk(2)
-                    its = share * module.down_proj[other] @ (F.silu(gate) * up)
-                    expected["products"][row, expert, other] += weight * (down @ h) @ its
     assert expected["slopes"].any() and expected["counts"][1, IDLE] == 0
     for name, value in vars(use).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-9, msg=name)
@@ -96,9 +99,7 @@ def test_scores_follow_their_formulas(use: ExpertUse) -> None:
     assert not heapr.of(use)[1, IDLE].any() and heapr.of(use).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "worth", [whole_experts.frequency, whole_experts.reap, whole_experts.sum_of_outputs, whole_experts.nearest_layer]
-)
+@pytest.mark.parametrize("worth", [whole_experts.frequency, whole_experts.reap, whole_experts.sum_of_outputs])
 def test_whole_experts_go_one_by_one(worth: whole_experts.Worth, use: ExpertUse) -> None:
     score = whole_experts.of(use, worth)
     for row in range(LAYERS):
@@ -116,11 +117,36 @@ def test_reap_does_not_count_how_often_an_expert_is_chosen(use: ExpertUse) -> No
     assert whole_experts.frequency(made).tolist() == [[10.0, 1.0, 0.0]]
 
 
-def test_naee_takes_experts_that_cancel_each_other_together(use: ExpertUse) -> None:
-    """Alone the third is worth less than the second; once the first is gone, the second takes least away."""
-    products = torch.tensor([[[1.0, -0.9, 0.0], [-0.9, 1.6, 0.0], [0.0, 0.0, 1.5]]])
-    made = dataclasses.replace(use, counts=torch.ones(1, 3), products=products)
-    assert whole_experts.nearest_layer(made).tolist() == [[0.0, 1.0, 2.0]]
+def _nearest_by_trial(gated: GatedModel, row: int, num_experts: int, removed: int) -> list[int]:
+    """Remove experts of one layer, always the one without which the layer, as the study evaluates it, is nearest."""
+    block, inputs = gated.layers[gated.sizes.routed_layers[row]].get_submodule("mlp"), list[torch.Tensor]()
+    hook = block.register_forward_pre_hook(lambda _module, args: inputs.append(args[0]))
+    gated.model(BLOCKS)
+    hook.remove()
+    dense, gone = block(*inputs), list[int]()
+
+    def distance(expert: int) -> float:
+        gates = torch.ones(gated.shapes["experts"])
+        gates[row, [*gone, expert]] = 0.0
+        with gated.masks({"experts": gates}):
+            return float((block(*inputs) - dense).square().sum())
+
+    for _ in range(removed):
+        gone.append(min((each for each in range(num_experts) if each not in gone), key=distance))
+    return gone
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_naee_scores_a_layer_as_it_is_evaluated(norm_topk_prob: bool) -> None:
+    """With whole experts tokens are routed anew, which changes the order of removal; without them they are not."""
+    orders = {}
+    for head_unit in ("auto", "expert"):
+        gated = make(num_experts=6, head_unit=head_unit, norm_topk_prob=norm_topk_prob)
+        places = whole_experts.nearest_layer(gated, BLOCKS)
+        orders[head_unit] = [row.argsort().tolist()[:4] for row in places]
+        assert orders[head_unit] == [_nearest_by_trial(gated, row, 6, 4) for row in range(LAYERS)]
+        assert places.sort(dim=1).values.tolist() == [[0, 1, 2, 3, 4, 5]] * LAYERS
+    assert orders["auto"] != orders["expert"]
 
 
 def test_measuring_leaves_the_model_as_it_was(gated: GatedModel) -> None:

@@ -38,8 +38,6 @@ class ExpertUse:
     """Tokens, [L, E]."""
     output: torch.Tensor
     """Σ π ‖expert's output‖, [L, E]."""
-    products: torch.Tensor
-    """Σ ⟨π·output, π·output⟩ of two experts of a token, [L, E, E]."""
 
 
 def measure_experts(gated: GatedModel, blocks: torch.Tensor) -> ExpertUse:
@@ -53,7 +51,6 @@ def measure_experts(gated: GatedModel, blocks: torch.Tensor) -> ExpertUse:
     use = ExpertUse(
         **{name: torch.zeros(shape, device=device) for name in ("energy", "peak", "squares", "slopes")},
         **{name: torch.zeros(shape[:2], device=device) for name in ("counts", "output")},
-        products=torch.zeros(*shape[:2], shape[1], device=device),
         norms=torch.stack([module.down_proj.detach().float().square().sum(1) for module in modules]),
     )
     head = OutputHead.of(model)
@@ -80,7 +77,6 @@ def _add_squares(slopes_C: torch.Tensor, gradient_SC: torch.Tensor) -> None:
 def _observed_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Return what the routed experts add, expert by expert, and note what `measure_experts` is after."""
     sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
-    parts_TKH = sum_TH.new_zeros(*ids_TK.shape, sum_TH.shape[-1])
     for expert in ids_TK.unique().tolist():
         use = {name: values[expert] for name, values in experts.ddp_use.items()}
         tokens, slots = torch.where(ids_TK == expert)
@@ -95,11 +91,7 @@ def _observed_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, we
             use["peak"].copy_(torch.maximum(use["peak"], weighted.amax(0)))
             use["counts"] += len(tokens)
             use["output"] += y.float().norm(dim=1).sum()
-            parts_TKH[tokens, slots] = y.float()
         sum_TH = sum_TH.index_add(0, tokens, y.float())
-    pairs_TKK = ids_TK[:, :, None] * experts.num_experts + ids_TK[:, None]
-    products_TKK = torch.einsum("tkh,tlh->tkl", parts_TKH, parts_TKH)
-    experts.ddp_use["products"].view(-1).index_add_(0, pairs_TKK.flatten(), products_TKK.flatten())
     return sum_TH.to(x_TH.dtype)
 
 

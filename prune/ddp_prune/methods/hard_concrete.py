@@ -1,8 +1,10 @@
 """Hard concrete: the stochastic gates of L0 regularisation (arXiv:1712.01312), as Eq. 8 and 9 of arXiv:2603.08065.
 
-Under the paper's multipliers, at three times its rate. Gates are sampled while learning, and the deterministic gate is
-judged, of which the highest stay. `DETERMINISTIC` is the second row of the paper's table 4: the gate that is judged is
-what learns and what is counted, and Eq. 16 makes it binary. The cost of the paper's search.
+As in these equations, the temperature β is 1. Multipliers, learning rates, l = −0.1 and r = 1.1 are those of the
+paper's search. The paper does not state where log α starts: here at 3, where gates are open with probability 0.995.
+Gates are sampled during training; the deterministic gate is evaluated, and the highest gates are kept. `DETERMINISTIC`
+is the second row of the paper's table 4: the evaluated gate is also trained and counted, and Eq. 16 makes it binary.
+The cost is that of the paper's search.
 """
 
 import math
@@ -18,8 +20,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.selection import exact_support
 from ddp_prune.trainer import KEPT_FLOOR, Batches
 
-TEMPERATURE = 2 / 3  # β of the hard concrete distribution
-RATE = 3  # times the paper's
+START = 3.0  # of log α
 
 
 class HardConcrete(AlmTrainer):
@@ -29,10 +30,9 @@ class HardConcrete(AlmTrainer):
 
     def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
         super().__init__(gated, batches, recipe, accelerator)
-        self.optimizer.param_groups[0]["base"] *= RATE
         self.noise = torch.Generator().manual_seed(recipe.seed)
         for z in self.z.values():
-            z.data.fill_(3.0)  # open with probability 0.99
+            z.data.fill_(START)
         for weight in self.multipliers.lambda3.values():
             weight.requires_grad_(self.is_binarised)
 
@@ -40,14 +40,14 @@ class HardConcrete(AlmTrainer):
         if self.polishing:
             gates = {kind: _stretch(torch.sigmoid(z.detach())) for kind, z in self.z.items()}
             return {kind: gate.clamp_min(KEPT_FLOOR) * self.support[kind] for kind, gate in gates.items()}
-        return {kind: _stretch(torch.sigmoid((self._logistic(z) + z) / TEMPERATURE)) for kind, z in self.z.items()}
+        return {kind: _stretch(torch.sigmoid(self._logistic(z) + z)) for kind, z in self.z.items()}
 
     def _logistic(self, z: torch.Tensor) -> torch.Tensor:
         return torch.rand(z.shape, generator=self.noise).clamp(1e-6, 1 - 1e-6).logit().to(z.device)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
         """The probability that a gate is open (Eq. 9)."""
-        return torch.sigmoid(z - TEMPERATURE * math.log(-STRETCH_LOW / STRETCH_HIGH))
+        return torch.sigmoid(z - math.log(-STRETCH_LOW / STRETCH_HIGH))
 
     def bound(self) -> None:
         """Do nothing: log α has no floor."""
@@ -87,5 +87,6 @@ def _stretch(gate: torch.Tensor) -> torch.Tensor:
 
 
 _SETTINGS = {"controller": "alm", "polish": 0.0}
-METHOD = Search(source="arXiv:1712.01312", trainer=HardConcrete, settings=_SETTINGS)
-DETERMINISTIC = Search(source="arXiv:2603.08065, table 4", trainer=DeterministicHardConcrete, settings=_SETTINGS)
+_FROM = "arXiv:2603.08065, {}, with its β of 1 and its learning rates; log α starts at 3, which it does not state"
+METHOD = Search(source=_FROM.format("Eq. 8 and 9"), trainer=HardConcrete, settings=_SETTINGS)
+DETERMINISTIC = Search(source=_FROM.format("table 4"), trainer=DeterministicHardConcrete, settings=_SETTINGS)

@@ -1,10 +1,11 @@
-"""LoRAPrune: what the loss would change by without a unit's weights, by gradients of low-rank additions (2305.18403).
+"""LoRAPrune: how the loss would change without a unit's weights, by gradients of low-rank additions (2305.18403).
 
-Additions s·B·A of rank 8 on every projection learn, one step a block of text. The gradient of a weight is taken to be
-ĝ = g_B·A + B·g_A − g_B·g_A, and a unit is worth Σ |ĝ ⊙ (W + s·B·A)| over its weights. Sums of a matrix are divided by
-the length of the vector of its rows' (of output projections, columns') sums; over steps they are averaged as 0.9 and
-0.1. Even in every layer. Not here: units that go while the additions learn, additions that stay in the pruned model,
-and the small memory, for g_A and g_B are made of the weight's own gradient.
+Additions s·B·A of rank 8 on every projection are trained, one step per block of text. The gradient of a weight is
+estimated as ĝ = g_B·A + B·g_A − g_B·g_A, and the importance of a unit is Σ |ĝ ⊙ (W + s·B·A)| over its weights. The sums
+of a matrix, one per head or channel, are divided by the Euclidean length of their vector, and added up over matrices;
+over steps they are averaged with weights 0.9 and 0.1. The budget is even over layers. Not implemented: removing units
+while the additions are trained, additions in the pruned model, and the small memory, as g_A and g_B are computed from
+the gradient of the whole weight.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_prune.gates import DENSE_BLOCKS, GatedModel, Masks
+from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.methods.method import Score
 from ddp_prune.methods.observe import backward, coupled, learning, pruned_weights
 
@@ -32,14 +33,11 @@ def score(gated: GatedModel, blocks: torch.Tensor) -> Masks:
     generator = torch.Generator().manual_seed(0)
     additions = {weight: _addition(weight, generator) for weight in weights}
     optimizer = torch.optim.AdamW([each for pair in additions.values() for each in pair], lr=RATE)
-    outputs = [gated.family.tensors.output(block).name for block in DENSE_BLOCKS]
-    by_column: set[Any] = {layer.get_submodule(name).weight for layer in gated.layers for name in outputs}
 
     def value(weight: torch.Tensor) -> torch.Tensor:
         b, a = additions[weight]
         estimate = b.grad @ a + b @ a.grad - b.grad @ a.grad  # type: ignore[operator]
-        found = (estimate * weight.detach().float()).abs()
-        return found / found.sum(0 if weight in by_column else 1).norm().clamp_min(torch.finfo(found.dtype).tiny)
+        return (estimate * weight.detach().float()).abs()
 
     mean: Masks = {}
     with learning(weights):
@@ -49,7 +47,7 @@ def score(gated: GatedModel, blocks: torch.Tensor) -> Masks:
                 for weight, (b, a) in additions.items():
                     gradient = weight.grad.float()
                     b.grad, a.grad, weight.grad = SCALE * gradient @ a.T, SCALE * b.T @ gradient, None
-                now = coupled(gated, value)
+                now = coupled(gated, value, _of_length_1)
                 mean = {kind: KEPT * mean[kind] + (1 - KEPT) * each if mean else each for kind, each in now.items()}
                 optimizer.step()
                 for weight, (b, a) in additions.items():
@@ -57,6 +55,10 @@ def score(gated: GatedModel, blocks: torch.Tensor) -> Masks:
         for weight, original in frozen.items():
             weight.data.copy_(original)
     return mean
+
+
+def _of_length_1(sums_U: torch.Tensor) -> torch.Tensor:
+    return sums_U / sums_U.norm().clamp_min(torch.finfo(sums_U.dtype).tiny)
 
 
 def _addition(weight: torch.Tensor, generator: torch.Generator) -> Addition:

@@ -52,26 +52,30 @@ def unfit(method: Score | Search, sizes: Dimensions) -> str:
     return ""
 
 
-def choose(scores: Masks, keep_ratio: float, scope: str, *, whole_experts: bool = False) -> Masks:
+def choose(scores: Masks, keep_ratio: float, scope: str, *, whole_experts: bool = False, seed: int = 0) -> Masks:
     """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the best of a place.
 
     whole_experts: keep in each layer those experts whose channels score most together, ρE of them rounded down.
+    seed: draws the places that keep one unit more where a budget does not divide evenly.
     """
+    draws = torch.Generator().manual_seed(seed)
     if whole_experts:
         num_layers, num_experts, _ = scores["experts"].shape
         kept_of_all = num_layers * math.floor(num_experts * keep_ratio * (1.0 + 1e-9))
-        support = even_support(scores["experts"].double().sum(-1), kept_of_all, "layer")
+        support = even_support(scores["experts"].double().sum(-1), kept_of_all, "layer", draws)
         return {"experts": support.float().cpu()[..., None].expand_as(scores["experts"]).contiguous()}
     kept = {kind: round(keep_ratio * score.numel()) for kind, score in scores.items()}
-    return {kind: even_support(score, kept[kind], scope).float().cpu() for kind, score in scores.items()}
+    return {kind: even_support(score, kept[kind], scope, draws).float().cpu() for kind, score in scores.items()}
 
 
-def even_support(worth: torch.Tensor, kept: int, scope: str) -> torch.Tensor:
+def even_support(worth: torch.Tensor, kept: int, scope: str, draws: torch.Generator) -> torch.Tensor:
     """Return the bool mask of the `kept` units of highest worth, evenly spread over layers or experts.
 
-    worth: [L, U] or [L, E, C]. What does not divide goes to the first places, one unit each.
+    worth: [L, U] or [L, E, C]. The remainder of a budget that does not divide evenly goes to places drawn at random,
+    one unit each: early layers matter more than others, so giving it to the first ones would favor some methods.
     """
     num_places = math.prod(worth.shape[: {"global": 0, "layer": 1, "expert": 2}[scope]])
     places = worth.reshape(num_places, -1)
-    counts = [kept // num_places + (index < kept % num_places) for index in range(num_places)]
-    return torch.stack([exact_support(*each) for each in zip(places, counts, strict=True)]).view_as(worth)
+    counts = torch.full((num_places,), kept // num_places)
+    counts[torch.randperm(num_places, generator=draws)[: kept % num_places]] += 1
+    return torch.stack([exact_support(*each) for each in zip(places, counts.tolist(), strict=True)]).view_as(worth)

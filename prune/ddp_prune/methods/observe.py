@@ -31,15 +31,22 @@ def projections(gated: GatedModel) -> dict[Place, Any]:
     return {(i, name): layer.get_submodule(name) for i, layer in enumerate(gated.layers) for name in names}
 
 
-def coupled(gated: GatedModel, value: Callable[[torch.Tensor], torch.Tensor]) -> Masks:
-    """Return the sum over all weights that go with a unit of what `value` makes of their tensors, entry by entry.
+def coupled(
+    gated: GatedModel,
+    value: Callable[[torch.Tensor], torch.Tensor],
+    of_matrix: Callable[[torch.Tensor], torch.Tensor] = lambda sums_U: sums_U,
+) -> Masks:
+    """Return the sum over all weights of a unit of what `value` makes of their tensors, entry by entry.
 
-    What several gates share, as query heads do a KV head, is divided among them.
+    Weights that several gates share, as query heads share a KV head, are divided among these gates. `of_matrix` is
+    applied to the sums [U] of each matrix of heads or MLP channels before they are added up.
     """
     if "experts" in gated.shapes:
         return {"experts": torch.stack([_of_experts(experts, value) for experts in routed_experts(gated)])}
     return {
-        block: torch.stack([_of_block(layer, gated, block, shape[1], value) for layer in gated.layers])
+        block: torch.stack(
+            [sum(map(of_matrix, _of_block(layer, gated, block, shape[1], value))) for layer in gated.layers]
+        )
         for block, shape in gated.shapes.items()
     }
 
@@ -49,10 +56,10 @@ def _of_experts(experts: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> 
     return made_EC + value(experts.down_proj).sum(1)
 
 
-def _of_block(layer: Any, gated: GatedModel, block: str, num_gates: int, value: Any) -> torch.Tensor:
-    """Return [U] of one layer's block."""
+def _of_block(layer: Any, gated: GatedModel, block: str, num_gates: int, value: Any) -> Iterator[torch.Tensor]:
+    """Yield the sums [U] of each matrix of one layer's block; queries, keys and values are matrices even if fused."""
     table, sizes = gated.family.tensors, gated.sizes
-    sum_U = value(layer.get_submodule(table.output(block).name).weight).sum(0).view(num_gates, -1).sum(1)
+    yield value(layer.get_submodule(table.output(block).name).weight).sum(0).view(num_gates, -1).sum(1)
     for projection in table.inputs(block):
         rows = value(layer.get_submodule(projection.name).weight).sum(1)
         counts = [sizes.units_in(unit) for unit in projection.units]
@@ -60,8 +67,7 @@ def _of_block(layer: Any, gated: GatedModel, block: str, num_gates: int, value: 
         for part, count in zip(rows.split([size * count for count in counts]), counts, strict=True):
             gates_each = max(1, num_gates // count)
             shares = part.view(count, -1).sum(1).repeat_interleave(gates_each) / gates_each
-            sum_U = sum_U + shares.view(num_gates, -1).sum(1)
-    return sum_U
+            yield shares.view(num_gates, -1).sum(1)
 
 
 def by_columns(gated: GatedModel, value: Callable[[Place, torch.Tensor], torch.Tensor]) -> Masks:
