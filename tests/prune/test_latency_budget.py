@@ -1,17 +1,22 @@
 """Budgets in measured time: met to the profile's resolution, whole blocks against units, refused if impossible."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from latency_profiles import CONFIG, MIXTURE, written
+from runs import SMALL
 
 from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import exact_choice
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError, TrainingError
 from ddp_vllm.families import dense_layers, dimensions_of
 from ddp_vllm.latency import read_profile
@@ -162,3 +167,18 @@ def test_a_share_of_the_time_is_a_budget_too(tmp_path: Path) -> None:
 def test_what_cannot_be_met_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=said):
         pool_of(written(tmp_path), **changes)
+
+
+@pytest.mark.usefixtures("cache", "no_pictures")
+def test_a_mixture_is_pruned_to_a_speed_that_its_checkpoint_states(
+    tiny_experts: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    profile = written(tmp_path, json.loads((tiny_experts / "config.json").read_text()), 1)
+    arguments = ["prune", str(tiny_experts), "--speedup", "1.01", "--profile", str(profile), "--other-machine"]
+    arguments += ["--context", "256", "--data", str(tiny_text), "-o", str(tmp_path / "out"), *SMALL]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    layers = read_checkpoint(tmp_path / "out").layers
+    predicted = read_checkpoint(tmp_path / "out").provenance["latency"]["speedup"]
+    assert 1.01 <= predicted == pytest.approx(read_profile(profile).speedup(layers, recipe(profile).workload)[0])
+    assert all(width % 16 == 0 for layer in layers for width in layer.expert_intermediate_sizes or ())
