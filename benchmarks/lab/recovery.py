@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.documents import document, open_rows
+from ddp_prune.documents import documents, open_rows
 from ddp_prune.loss import losses
 from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.study import TEST_BLOCKS, TEST_LENGTH
+from ddp_prune.templates import Templates
 from ddp_prune.text import load_tokenizer, pack
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.manifest import sha256
@@ -103,7 +104,8 @@ def _read(path: Path, tokenizer: Any, detokenise: bool) -> torch.Tensor:
 
         texts = [wikitext_detokenizer({"page": path.read_text(encoding="utf-8")})]
     else:
-        rows = [document(row, tokenizer, str(path)) for row in open_rows(str(path))]
+        with Templates(tokenizer) as templates:
+            rows = documents(list(open_rows(str(path))), templates, str(path))
         texts = [text[:TEXT_LENGTH] for text in rows] if len(rows) > 1 else rows
     tokens = torch.from_numpy(pack(texts, tokenizer, wanted)).long()
     return torch.where(tokens < 0, ~tokens, tokens).view(TEST_BLOCKS, TEST_LENGTH)

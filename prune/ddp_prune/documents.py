@@ -9,31 +9,21 @@ import glob
 import hashlib
 import itertools
 import re
-import resource
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, TemplateError
 
+from ddp_prune.templates import Templates
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.errors import TextError, reading
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what an assistant says in a conversation; Unicode keeps both for a program's own use."""
 DEEPEST = 100  # objects and lists in each other, in a line of JSON
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
-LONGEST_RENDERING = 10.0
-"""Seconds a chat template may take for one conversation; real ones take a millisecond."""
-LARGEST_RENDERING = 1 << 28
-"""Bytes of memory a chat template may take for one conversation."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # or one that does not end: every byte is looked at once
 INSTRUCTION = (("instruction", "prompt"), ("response", "output", "completion"), ("context", "input"))
 """Columns of what is asked, answered, and given beside the question; the first that says something is taken."""
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
@@ -120,34 +110,39 @@ def content_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
-    """Return a row's text, or its conversation by the chat template; as plain text where that refuses its turns.
+def documents(rows: Sequence[dict[str, Any]], templates: Templates, data: str) -> list[str]:
+    """Return the text of each row, or its conversation by the chat template; as plain text where that refuses it.
 
-    What the assistant says stands between BEGIN and END where the template arranged it.
-    Raises: TextError, naming `data`, if it has neither.
+    What the assistant generates stands between BEGIN and END where the template arranged it.
+    Raises: TextError, naming `data`, if a row has neither; as `Templates.render`.
     """
-    if isinstance(row.get("text"), str):
-        return str(row["text"])
+    found: list[Any] = [str(row["text"]) if isinstance(row.get("text"), str) else None for row in rows]
+    chats = {place: _messages(rows[place], data) for place, text in enumerate(found) if text is None}
+    if templates.tokenizer.chat_template:
+        for arrange in (list, _alternating):
+            asked = {place: turns for place, chat in chats.items() if found[place] is None and (turns := arrange(chat))}
+            if asked:
+                texts = templates.render(list(asked.values()), mark=True)
+                for place, text in zip(asked, texts, strict=True):
+                    found[place] = text
+    for place, chat in chats.items():
+        if found[place] is None:
+            found[place] = "\n\n".join(message["content"] for message in chat)
+    return found
+
+
+def _messages(row: dict[str, Any], data: str) -> list[dict[str, str]]:
+    """Return the turns of a row that say something. Raises: TextError, naming `data`, if it can have none."""
     turns = row.get("conversations") or row.get("messages")
     if turns is None and (turns := _instruction(row)) is None:
         if row.keys() & {"text", "conversations", "messages"}:
-            return ""
+            return []
         raise TextError(
             f"{data} has no column text, conversations or messages, nor instruction and response, only "
-            f"{', '.join(row)}; name one with --text-column"
+            f"{', '.join(row)[:200]}; name one with --text-column"
         )
     said = [(turn.get("from") or turn.get("role"), _words(turn.get("value") or turn.get("content"))) for turn in turns]
-    messages = [{"role": ROLES.get(speaker, "user"), "content": words} for speaker, words in said if words]
-    if tokenizer.chat_template:
-        marked = [
-            message | {"content": f"{BEGIN}{message['content']}{END}"} if message["role"] == "assistant" else message
-            for message in messages
-        ]
-        for arrange in (list, _alternating):
-            with suppress(TemplateError):  # what a template raises that refuses these roles in this order
-                if turns := arrange(marked):
-                    return str(by_template(tokenizer, turns))
-    return "\n\n".join(message["content"] for message in messages)
+    return [{"role": ROLES.get(speaker, "user"), "content": words} for speaker, words in said if words]
 
 
 def _instruction(row: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -160,69 +155,6 @@ def _instruction(row: dict[str, Any]) -> list[dict[str, Any]] | None:
         return []
     question = f"{asked}\n\n{given}" if isinstance(given, str) else asked
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
-
-
-def by_template(tokenizer: Any, turns: list[Any], **options: Any) -> Any:
-    """Return a conversation, or several, as the chat template of a tokenizer arranges them.
-
-    Raises: TemplateError where it refuses their roles or order; TextError if it fails otherwise, or does not end.
-    """
-    try:
-        _check_powers(str(tokenizer.chat_template))
-        with _time_limit(LONGEST_RENDERING), _memory_limit(LARGEST_RENDERING):
-            return tokenizer.apply_chat_template(turns, tokenize=False, **options)
-    except TemplateError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise TextError(f"the chat template of the tokenizer fails ({reason}); repair it, or delete it") from error
-
-
-@lru_cache(maxsize=4)
-def _check_powers(template: str) -> None:
-    """Refuse a template that raises to a power: a number of any length, made in one step that nothing can stop.
-
-    No template needs it; other operations take time or memory that is limited. Raises: ValueError.
-    """
-    with suppress(TemplateError):  # of a template that will not compile either
-        if any(kind == "operator" and sign == "**" for _, kind, sign in Environment().lex(template)):
-            raise ValueError("it raises to a power")
-
-
-@contextmanager
-def _memory_limit(num_bytes: int) -> Iterator[None]:
-    """Raise MemoryError when the process takes so many bytes more in the block; where the system tells and limits."""
-    try:
-        taken = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    except OSError:
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = [each for each in (soft, hard, taken + num_bytes) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError when the block takes longer; outside of the main thread, which alone gets signals, never."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _words(content: str | list[dict[str, Any]] | None) -> str:

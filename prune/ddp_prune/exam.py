@@ -1,16 +1,14 @@
 """What the dense, the pruned and the recovered model make of held-out text, and of ten prompts that nobody picked."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import GenerationConfig
 
 from ddp_prune.devices import checkpoint_layers
-from ddp_prune.documents import by_template
 from ddp_prune.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
+from ddp_prune.templates import Templates
 from ddp_vllm.evaluations import mean_loss
 
 PROMPTS = (  # a question of each kind that people ask first, written down before any model had answered
@@ -110,8 +108,10 @@ def _answers(model: Any, tokenizer: Any) -> list[str]:
     prompts, has_turns = list(PROMPTS), False
     if tokenizer.chat_template:
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        with suppress(TemplateError):  # of a template that takes no single question
-            prompts, has_turns = by_template(tokenizer, turns, add_generation_prompt=True), True
+        with Templates(tokenizer) as templates:
+            arranged = [text for text in templates.render(turns, add_generation_prompt=True) if text is not None]
+        if len(arranged) == len(prompts):  # else the template takes no single question
+            prompts, has_turns = arranged, True
     return [text.strip() for text in go_on(model, tokenizer, prompts, LONGEST, add_special_tokens=not has_turns)]
 
 

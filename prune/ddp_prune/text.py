@@ -22,17 +22,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_prune.documents import BEGIN, END, content_of, document, open_rows, reading_text
+from ddp_prune.documents import content_of, documents, open_rows, reading_text
+from ddp_prune.templates import BEGIN, END, Templates
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError, is_of_a_library
 from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 
 LARGEST_CACHE = 1 << 36  # bytes
-VERSION = 4  # of what cached blocks mean
+VERSION = 5  # of what cached blocks mean
 EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
 NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles those of a stream among as many
 FEW = 4  # times the held-out text; where one excerpt of each document is less, every piece counts as a document
+TOGETHER = 32  # rows that are read and arranged by the chat template at a time
 POOL = 16  # times the held-out text; what is read of a stream to choose it from
 
 
@@ -174,11 +176,11 @@ def _read(
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
     rows, by_hash = dict[str, Any](), dict[str, Any]()
-    for name, count in turns.items():
-        with reading_text(name):
-            heldout = math.ceil(EXCERPT * heldout_tokens * count / len(names))
-            rows[name], by_hash[name] = open_source(name, tokenizer, seed, size=size, heldout=heldout, column=column)
-    with reading_text(data):
+    with Templates(tokenizer) as templates, reading_text(data):
+        for name, count in turns.items():
+            with reading_text(name):
+                sizes = {"size": size, "heldout": math.ceil(EXCERPT * heldout_tokens * count / len(names))}
+                rows[name], by_hash[name] = open_source(name, templates, seed, **sizes, column=column)
         tokens, hidden = hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
         for name in turns if len(turns) > 1 else ():  # one alone is too short, as `load_blocks` will say
             _check_rest(name, (cut(row["text"], size) for row in by_hash[name]), hidden)
@@ -186,7 +188,7 @@ def _read(
         return tokens, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
 
 
-def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int, column: str) -> tuple[Any, Any]:
+def open_source(name: str, templates: Templates, seed: int, *, size: int, heldout: int, column: str) -> tuple[Any, Any]:
     """Return the documents of a source, shuffled by `seed`, and those that may be held out, of lowest hash first.
 
     Both are `IterableDataset`s of one column, text. Of a stream, only the first documents may be held out.
@@ -195,8 +197,12 @@ def open_source(name: str, tokenizer: Any, seed: int, *, size: int, heldout: int
     import datasets
 
     def texts(rows: Any) -> Any:
+        def of(batch: dict[str, list[Any]]) -> dict[str, list[str]]:
+            each = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+            return {"text": documents(each, templates, name)}
+
         stream = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
-        return stream.map(lambda row: {"text": document(row, tokenizer, name)}).select_columns(["text"])
+        return stream.map(of, batched=True, batch_size=TOGETHER).select_columns(["text"])
 
     rows = pool = open_rows(name, column)
     if isinstance(rows, datasets.IterableDataset):
@@ -321,9 +327,12 @@ def encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
         tokens = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
         if len(each) > 1 and tells:
             said = [np.full(len(text), mark == BEGIN) for mark, text in zip([END, *each[1::2]], each[::2], strict=True)]
-            said_C = np.concatenate([[False], *said, [False]])  # one character later: before, in and after the text
-            starts = np.asarray(encoded["offset_mapping"][number], np.int64).reshape(-1, 2)[:, 0]
-            scored = said_C[starts + 1] | said_C[starts]  # the token after an answer says that it ends
+            starts, stops = np.asarray(encoded["offset_mapping"][number], np.int64).reshape(-1, 2).T
+            starts = np.minimum(starts, np.append(0, stops)[:-1])  # with blanks before, which offsets may leave out
+            starts = np.minimum(starts, np.maximum(stops - 1, 0))
+            said_C = np.concatenate([*said, [False]])
+            count_C = np.append(0, said_C.cumsum())  # in the characters before each
+            scored = (count_C[stops] > count_C[starts]) | said_C[starts - 1]  # or the first token after an answer
             tokens = np.where(np.append(scored, False), tokens, ~tokens)
         found.append(tokens)
     return found

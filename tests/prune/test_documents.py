@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_prune.documents import BEGIN, END, document
+from ddp_prune.documents import documents
+from ddp_prune.templates import BEGIN, END, Templates
 from ddp_vllm.errors import TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
@@ -31,6 +32,11 @@ def _compress_zst(data: bytes) -> bytes:
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": _compress_zst,
 }  # fmt: skip
+
+
+def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
+    with Templates(tokenizer) as templates:
+        return documents([row], templates, data)[0]
 
 
 def _plain(text: str) -> str:
@@ -216,7 +222,7 @@ def test_a_conversation_is_the_same_in_either_format(tokenizer: Any) -> None:
     openai = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     assert [document(row, tokenizer, "chat") for row in (sharegpt, openai)] == ["a\n\nb"] * 2  # it has no template
     tokenizer.chat_template = LENIENT
-    marked = f"<user>a<assistant>{BEGIN}b{END}"
+    marked = f"{END}<user>a<assistant>{BEGIN}b{END}"
     assert [document(row, tokenizer, "chat") for row in (sharegpt, openai)] == [marked] * 2
 
 
@@ -253,7 +259,7 @@ def test_conversations_of_a_file_go_through_the_chat_template(
 def test_an_instruction_and_its_answer_are_a_conversation(row: dict[str, Any], tokenizer: Any) -> None:
     tokenizer.chat_template = LENIENT
     found = document(row, tokenizer, "asked.jsonl")
-    assert found == f"<user>add\n\n2 and 3<assistant>{BEGIN}5{END}"
+    assert found == f"{END}<user>add\n\n2 and 3<assistant>{BEGIN}5{END}"
     bare = {name: text for name, text in row.items() if name not in ("context", "input")}
     assert _plain(document(bare, tokenizer, "asked.jsonl")).endswith("<assistant>5")
 

@@ -1,6 +1,7 @@
 """Which tokens of conversations count, and that only their cross-entropy is learned from where that is asked."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from chat_templates import PUBLISHED, tokenizer_of
 from runs import BLOCKS, Lab, prune
 from safetensors.torch import load_file
 
-from ddp_prune.documents import BEGIN, END
-from ddp_prune.text import Blocks, counting, cut, pack
+from ddp_prune.documents import documents
+from ddp_prune.templates import BEGIN, END, Templates
+from ddp_prune.text import Blocks, counting, cut, encode, pack
 from ddp_prune.trainer import Batches, Trainer
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
@@ -48,6 +51,45 @@ def test_in_conversations_the_assistants_words_count_and_the_end_of_its_turn(
         if "<eos>" in part and part[0] in "nc"
     )
     assert not any("how" in part or "why" in part or "assistant" in part for part in answers)
+
+
+REASONED = [
+    ("user", "how many foxes jump"), ("assistant", "<think>\nthey are red\n</think>\n\nnine foxes"),
+    ("user", "why"), ("assistant", "<think>\nof them\n</think>\n\n42 foxes do."),
+]  # fmt: skip
+ANSWERED = [("user", "how many"), ("assistant", " nine foxes\n"), ("user", "why"), ("assistant", "42 foxes do.")]
+WHOLE = ["<think>\nthey are red\n</think>\n\nnine foxes", "<think>\nof them\n</think>\n\n42 foxes do."]
+STRIPPED = ["nine foxes", "42 foxes do."]
+GENERATED = {  # family: what enters the loss, without the token that ends a turn, of REASONED and of ANSWERED; its end
+    "qwen3": (["nine foxes", WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
+    "r1": (["\n\nnine foxes", "\n\n42 foxes do."], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
+    "llama2": ([f" {each} " for each in WHOLE], [f" {each} " for each in STRIPPED], "</s>"),
+    "llama31": (WHOLE, STRIPPED, "<|eot_id|>"),
+    "mistral": ([f" {each}" for each in WHOLE], [f" {each}" for each in STRIPPED], "</s>"),
+    "chatml": (WHOLE, [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
+    "gemma": (WHOLE, STRIPPED, "<end_of_turn>"),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(family: str) -> None:
+    """R1 drops the reasoning of every turn and Qwen3 that of earlier turns; others keep or strip the words."""
+    tokenizer = tokenizer_of(family)
+    *expected, end = GENERATED[family]
+    for turns, answers in zip((REASONED, ANSWERED), expected, strict=True):
+        messages = [{"role": role, "content": words} for role, words in turns]
+        with Templates(tokenizer) as templates:
+            (text,) = documents([{"messages": messages}], templates, "chat")
+        assert re.sub(f"[{BEGIN}{END}]", "", text) == tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens = encode([text], tokenizer)[0][:-1]
+        names = tokenizer.convert_ids_to_tokens([int(each) for each in tokens.clip(0)])
+        said = "".join(name if token >= 0 else "\0" for name, token in zip(names, tokens, strict=True))
+        said = said.translate({ord("Ġ"): " ", ord("Ċ"): "\n"}).replace("<0x0A>", "\n")
+        said = said if family == "r1" else re.sub("▁+", " ", said)
+        said = (
+            re.sub("(\n|</?think>) ", r"\1", said) if end == "</s>" else said
+        )  # such a tokenizer begins parts with one
+        assert [run for run in said.split("\0") if run] == [answer + end for answer in answers]
 
 
 def test_all_counts_of_other_text_and_of_conversations_without_a_template(

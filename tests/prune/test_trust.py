@@ -3,8 +3,12 @@
 import ast
 import json
 import os
+import re
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from hostile import ATTACKS, make_hostile
 from runs import SMALL, assert_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_prune.documents import by_template
+from ddp_prune.templates import Templates
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
@@ -193,33 +197,63 @@ def test_recovery_hands_on_our_code_alone(
         assert "evil" not in (tmp_path / "out" / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ 'a' * 10 ** 10 }}", "it raises to a power"),
-        ("{% set a = 9 ** 9 ** 9 %}{{ a }}", "it raises to a power"),
-        ("{{ 'a' * 9999999999 }}", "MemoryError"),
-        ("{{ 'a'.center(9999999999) }}", "MemoryError"),
-        ("{{ '%9999999999s' | format('a') }}", "MemoryError"),
-        ("{% set n = namespace(a=messages[0].content) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
-         "MemoryError"),
-    ],
-)  # fmt: skip
-def test_a_chat_template_that_makes_an_endless_text_in_one_step_is_an_error(
-    template: str, said: str, tokenizer: PreTrainedTokenizerFast
+NESTED = "{% set n = namespace(a=[], b=[]) %}{% for i in range(40) %}{% set n.a = [n.a, n.a] %}"
+NESTED += "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
+TIME, MEMORY = "it takes more than .* s", "it takes more than 512 MB of memory"
+ENDLESS = [
+    (NESTED, TIME),
+    ("{{ ('<>' * 3000000) | striptags }}", TIME),
+    ("{% set a = 9 ** (9 ** 9) %}{{ a > 1 }}", TIME),
+    ("{{ 'a' * 10 ** 10 }}", MEMORY),
+    ("{{ 'a' * 9999999999 }}", MEMORY),
+    ("{{ 'a'.center(9999999999) }}", MEMORY),
+    ("{{ '%9999999999s' | format('a') }}", MEMORY),
+    ("{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}", MEMORY),
+]  # fmt: skip
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(("template", "said"), ENDLESS)
+def test_a_chat_template_that_never_ends_its_first_step_is_an_error(
+    template: str, said: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No handler of a signal runs before a step ends. Afterwards there is memory as before."""
+    """No handler of a signal runs before a step ends, so the process that renders is killed; the limit is its own."""
+    monkeypatch.setattr("ddp_prune.templates.LONGEST_RENDERING", 0.9)
     tokenizer.chat_template = template
-    limit = resource.getrlimit(resource.RLIMIT_AS)
-    for _ in range(2):
-        with pytest.raises(TextError, match=f"the chat template of the tokenizer fails .*{said}"):
-            by_template(tokenizer, [{"role": "user", "content": "hello"}])
-    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
+    with Templates(tokenizer) as templates, pytest.raises(TextError) as caught:
+        templates.render([HELLO])
+    named = f"the chat template of {tokenizer.name_or_path} fails"
+    assert re.match(rf"{re.escape(named)} \({said}\); repair it, or delete it$", str(caught.value))
+    assert [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)] == limits
+    assert templates.process and templates.process.returncode is not None
+
+
+def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path: Path) -> None:
+    """The process that renders ends too."""
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(f"{{% if messages[0].content == 'hang' %}}{NESTED}{{% endif %}}")
+    code = (
+        "import sys\nfrom ddp_prune import templates\nfrom ddp_prune.text import load_tokenizer\n"
+        "templates.LONGEST_RENDERING = 900\nwith templates.Templates(load_tokenizer(sys.argv[1])) as each:\n"
+        "    for word in ('start', 'hang'):\n"
+        "        each.render([[{'role': 'user', 'content': word}]])\n"
+        "        print(each.process.pid, flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(model)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATH}, **streams) as reader:  # type: ignore[call-overload]
+        rendering = int(reader.stdout.readline())
+        reader.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in reader.communicate()[1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(rendering, 0)
 
 
 def test_a_template_may_say_two_stars(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = "**{{ messages[0].content }}** {{ '**' }}"
-    assert by_template(tokenizer, [{"role": "user", "content": "hello"}]) == "**hello** **"
+    with Templates(tokenizer) as templates:
+        assert templates.render([HELLO]) == ["**hello** **"]
 
 
 @pytest.mark.parametrize("loop", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"])
@@ -229,10 +263,10 @@ def test_a_chat_template_that_does_not_end_is_an_error(
     conversations: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It meets conversations where text is read, and else prompts in the exam."""
-    monkeypatch.setattr("ddp_prune.documents.LONGEST_RENDERING", 0.2)
+    monkeypatch.setattr("ddp_prune.templates.LONGEST_RENDERING", 0.2)
     dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
     for each in (dense, folder):
         (each / "chat_template.jinja").write_text(loop)
     text = conversations if verb == "prune" else tiny_text
     result = CliRunner().invoke(main, verbs(dense, folder, text, tmp_path / "out")[verb])
-    assert_refused(result, 4, "chat template", "more than 0.2 s")
+    assert_refused(result, 4, "chat template of", "it takes more than")
