@@ -237,7 +237,7 @@ class Cells:
         run, weights, teacher = RunState(path.with_suffix(""), recipe, learned_from=facts), None, None
         with run.locked():
             if recipe.learn == "full":
-                teacher = load(self.source, recipe, self.accelerator)
+                teacher = load(self.source, recipe, self.accelerator) if recipe.distillation > 0 else None
                 weights = LearningWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
             scored = counting(text, recipe.learn_from, recipe.data, lambda _line: None)
@@ -246,7 +246,7 @@ class Cells:
             if weights:
                 weights.finish()
             run.remove()
-        numbers = [*learned.gates.values(), *(weights.masters.values() if weights else ())]
+        numbers = [*learned.gates.values(), *(weights.learning.values() if weights else ())]
         found: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
         found |= {
             "learns": sum(map(torch.numel, numbers)),

@@ -23,7 +23,8 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, gather_object, get_max_memory
 from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -32,6 +33,7 @@ from ddp_prune.loss import head_bytes
 from ddp_prune.model import Source, check_complete, load_model, loading_options, weight_files
 from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_prune.run_state import RunState
+from ddp_prune.weights import LEARNED, local_part
 from ddp_vllm.errors import DdpError, SettingError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.remote_code.tensors import LAYERS
@@ -76,18 +78,17 @@ def fit_activations(gated: SizedModel, setting: str, num_sequences: int, seq_len
     """Choose how attention is computed, switch checkpointing `on` or `off`, and return how many sequences fit.
 
     `auto` asks whether half of free memory holds what `num_sequences` of `seq_len` tokens keep. They are halved until
-    a pass fits, down to one, which may still not fit; all processes get the same number.
+    a pass fits, down to one, which may still not fit. All processes choose the same, as those that share weights must.
     """
     fit_attention(gated.model, seq_len, accelerator.device)
-    free = free_memory(accelerator)
+    free = free_memory(accelerator) - bytes_to_come(gated.model)
     if setting == "auto":
         needed = num_sequences * seq_len * activation_bytes(gated, seq_len)
         setting = "on" if needed > SHARE_OF_FREE * free else "off"
     checkpoint_layers(gated.model, setting == "on")
     while num_sequences > 1 and pass_bytes(gated, num_sequences, seq_len) > USABLE * free:
         num_sequences //= 2
-    # sharded weights are gathered by all for every pass
-    return int(accelerator.gather(torch.tensor([num_sequences], device=accelerator.device)).min())
+    return num_sequences
 
 
 def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
@@ -121,6 +122,26 @@ def pass_bytes(gated: SizedModel, num_sequences: int, seq_len: int) -> int:
         itemsize = next(gated.model.parameters()).dtype.itemsize
         kept = num_tokens * num_layers * gated.sizes.hidden_size * itemsize + kept // num_layers
     return kept + num_tokens * gate_bytes(gated) + head_bytes(gated.model)
+
+
+def bytes_to_come(model: torch.nn.Module) -> int:
+    """Return the bytes that this process allocates after training starts, apart from those of a pass.
+
+    Per weight that learns: its gradient, the float32 sum of gradients and two float32 moments, which exist from the
+    end of the first step on. Per model cut over processes: two layers gathered at once, the one in use and the next,
+    and the gradient of one layer in its own format and in float32, in which it is summed over processes.
+    """
+    parameters = list(model.parameters())
+    learning = sum(
+        local_part(each).numel() * (each.dtype.itemsize + 3 * 4) for each in parameters if each.requires_grad
+    )
+    itemsize, largest = parameters[0].dtype.itemsize, 0
+    for layer in model.get_submodule(LAYERS).children():
+        cut = [each for each in layer.parameters() if isinstance(each, DTensor)]
+        gathered = 2 * itemsize * sum(each.numel() for each in cut)
+        reduced = (itemsize + 4) * sum(each.numel() for each in cut if each.requires_grad)
+        largest = max(largest, gathered + reduced)
+    return learning + largest
 
 
 def gate_bytes(gated: SizedModel) -> int:
@@ -168,7 +189,8 @@ def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: in
         return None
     narrow = NarrowLayers(gated)
     copies, needed = narrow.copied_bytes(), pass_bytes(gated, num_sequences, seq_len)
-    fits = copies is not None and copies + needed <= USABLE * free_memory(accelerator)
+    free = free_memory(accelerator) - bytes_to_come(gated.model)
+    fits = copies is not None and copies + needed <= USABLE * free
     return narrow if fits else None
 
 
@@ -208,8 +230,19 @@ def in_turn(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
 
 
 def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
-    """Return what the main process finds of an interrupted run; the others may not see its disk."""
-    return from_main(accelerator, run.load() if accelerator.is_main_process else None)
+    """Return what the main process finds of an interrupted run; the others may not see its disk.
+
+    They do not get the tensors of weights that learn, which `LearningWeights.restore` sends one by one. In the main
+    process all tensors are views of the mapped file, so those that are not read yet take no memory.
+    """
+    with failing_together(accelerator):
+        saved = run.load() if accelerator.is_main_process else None
+    if saved is None or accelerator.num_processes == 1:
+        return from_main(accelerator, saved)
+    step, tensors, extra = saved
+    small = {name: value for name, value in tensors.items() if not name.startswith(LEARNED)}
+    from_main(accelerator, (step, small, extra))
+    return saved
 
 
 def from_main(accelerator: Accelerator, value: Found) -> Found:
@@ -218,13 +251,18 @@ def from_main(accelerator: Accelerator, value: Found) -> Found:
 
 
 def free_memory(accelerator: Accelerator) -> int:
-    """Return the bytes that are free for this process where it computes."""
+    """Return the bytes that are free for each process where it computes: those of the process that has the least.
+
+    All processes must call this together. They get the same number, so what they decide by it agrees.
+    """
     if (device := accelerator.device).type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, which reuses it
-        return torch.cuda.mem_get_info(device)[0] + cached
-    memory = get_max_memory()
-    host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's is counted once
-    return min(host, _container_memory(host)) // accelerator.num_processes
+        free = torch.cuda.mem_get_info(device)[0] + cached
+    else:
+        memory = get_max_memory()
+        host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's is counted once
+        free = min(host, _container_memory(host)) // accelerator.num_processes
+    return int(accelerator.gather(torch.tensor([free], device=device)).min())
 
 
 def forget_peak(device: torch.device) -> float:
@@ -272,6 +310,7 @@ def _container_memory(otherwise: int) -> int:
 
 def load(source: Source, recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> Any:
     """Load a model for a run, whole or cut over all processes."""
+    gc.collect()  # models of earlier sizes: FSDP and peft leave reference cycles
     if recipe.shard:
         return load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
     return load_model(source, recipe.dtype, accelerator.device)
@@ -313,7 +352,7 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
         model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.requires_grad_(False)
-    shard_layers(model, device, num_processes)
+    shard_layers(model, device, num_processes, options["dtype"])
     settings = LoadStateDictConfig(
         device_map={"": device}, dtype=options["dtype"], weight_mapping=get_model_conversion_mapping(model)
     )
@@ -324,12 +363,16 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     return model.eval()
 
 
-def shard_layers(model: Any, device: torch.device, num_processes: int) -> None:
-    """Cut every decoder layer over all processes, by rows; what is outside of the layers stays whole."""
+def shard_layers(model: Any, device: torch.device, num_processes: int, dtype: torch.dtype) -> None:
+    """Cut every decoder layer over all processes, by rows; what is outside of the layers stays whole.
+
+    Layers are computed in `dtype`, whatever the format of the rows, and gradients are summed in float32.
+    """
     mesh = init_device_mesh(device.type, (num_processes,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     cut: set[torch.nn.Parameter] = set()
     for layer in model.get_submodule(LAYERS).children():
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         cut.update(layer.parameters())
     # the decoder owns no weights of its own, but as the root of its layers it lets them gather ahead of each other
     fully_shard(model.get_decoder(), mesh=mesh, ignored_params=set(model.parameters()) - cut)

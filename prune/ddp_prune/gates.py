@@ -5,8 +5,10 @@ with routed experts, E experts of a layer, C channels of an expert. In `NarrowLa
 computed or left out together (a KV head with its query heads, or a channel), K bundles that are computed.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -70,6 +72,59 @@ class _Cut(torch.autograd.Function):
         return gradients[0].new_zeros(ctx.shape).index_copy_(ctx.axis, kept, gradients[0]), None, None
 
 
+@dataclass
+class _Applied:
+    """What the hooks of a model read. It does not know the model: a cycle would keep the weights in memory."""
+
+    masks: Mapping[str, Sequence[torch.Tensor]] | None = None
+    """The masks of every layer."""
+    squares: Mapping[str, torch.Tensor] | None = None
+    counts_LE: torch.Tensor | None = None
+    routed: Sequence[torch.Tensor] | None = None
+    """The experts of every layer that its router chooses among."""
+    kept: Mapping[str, Sequence[torch.Tensor | None]] | None = None
+    """The units that are computed; None: all."""
+
+    def expert_gates(self, place: int) -> LayerGates:
+        """Return what the routed experts of a layer are run with."""
+        if self.masks is None:
+            return LayerGates(None, None, None)
+        squares = None if self.squares is None else self.squares["experts"][place]
+        counts = None if self.counts_LE is None else self.counts_LE[place]
+        routed = None if self.routed is None else self.routed[place]
+        return LayerGates(self.masks["experts"][place], squares, counts, routed)
+
+    def route(self, place: int, router_of: Callable[[], Any], *args: Any) -> Any:
+        """Let a router choose among open experts, whose rows alone are its weight meanwhile, as in the exported one."""
+        router = router_of()
+        forward = partial(type(router).forward, router)
+        if self.routed is None:
+            return forward(*args)
+        whole = router._parameters["weight"]
+        router._parameters["weight"] = whole.index_select(0, self.routed[place])
+        try:
+            return forward(*args)
+        finally:
+            router._parameters["weight"] = whole
+
+    def scale_input(self, block: str, layer: int, columns: int, _module: nn.Module, args: Any) -> Any:
+        """Multiply the input of an output projection by the masks of its layer."""
+        if self.masks is None:
+            return None
+        squares = None if self.squares is None else self.squares[block][layer]
+        kept = None if self.kept is None else self.kept[block][layer]
+        return (_Scale.apply(args[0], self.masks[block][layer], columns, squares, kept), *args[1:])
+
+    def subtract_bias(
+        self, block: str, layer: int, module: Any, _args: Any, output: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Remove the output bias of a block with no unit left, as the exported model does."""
+        if self.masks is None:
+            return None
+        gone = ~(self.masks[block][layer] > 0).any(-1, keepdim=True)
+        return output - module.bias * gone
+
+
 class GatedModel:
     """A stock transformers model whose heads and channels can be scaled from outside.
 
@@ -83,11 +138,7 @@ class GatedModel:
         self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
         self.shapes = unit_shapes(sizes, head_unit)
         self.layers = list(model.get_submodule(LAYERS).children())
-        self._masks: dict[str, Sequence[torch.Tensor]] | None = None  # of every layer
-        self._squares: Mapping[str, torch.Tensor] | None = None
-        self._counts_LE: torch.Tensor | None = None
-        self._routed: Sequence[torch.Tensor] | None = None  # experts of every layer that its router chooses among
-        self._kept: Mapping[str, Sequence[torch.Tensor | None]] | None = None  # units that are computed; None: all
+        self._applied = _Applied()
         if sizes.num_experts:
             self._attach_to_experts()
         else:
@@ -95,31 +146,13 @@ class GatedModel:
 
     def _attach_to_experts(self) -> None:
         for place, index in enumerate(self.sizes.routed_layers):
-            self.layers[index].get_submodule(EXPERTS).ddp_gates = partial(self._expert_gates, place)  # type: ignore[assignment]
+            experts: Any = self.layers[index].get_submodule(EXPERTS)
+            experts.ddp_gates = partial(self._applied.expert_gates, place)
             router = self.layers[index].get_submodule(ROUTER)
-            router.forward = partial(self._route, place, router, router.forward)
+            router.forward = partial(self._applied.route, place, weakref.ref(router))
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
         assert model.config._experts_implementation == IMPLEMENTATION  # transformers is silent where it fails
-
-    def _expert_gates(self, place: int) -> LayerGates:
-        if self._masks is None:
-            return LayerGates(None, None, None)
-        squares = None if self._squares is None else self._squares["experts"][place]
-        counts = None if self._counts_LE is None else self._counts_LE[place]
-        routed = None if self._routed is None else self._routed[place]
-        return LayerGates(self._masks["experts"][place], squares, counts, routed)
-
-    def _route(self, place: int, router: Any, forward: Callable[..., Any], *args: Any) -> Any:
-        """Let a router choose among open experts, whose rows alone are its weight meanwhile, as in the exported one."""
-        if self._routed is None:
-            return forward(*args)
-        whole = router._parameters["weight"]
-        router._parameters["weight"] = whole.index_select(0, self._routed[place])
-        try:
-            return forward(*args)
-        finally:
-            router._parameters["weight"] = whole
 
     def _attach_to_projections(self) -> None:
         sizes = self.sizes
@@ -129,30 +162,9 @@ class GatedModel:
             columns = length // self.shapes[block][1]  # inputs that a unit spans
             for index, layer in enumerate(self.layers):
                 module = layer.get_submodule(projection.name)
-                module.register_forward_pre_hook(self._scale_hook(block, index, columns))
+                module.register_forward_pre_hook(partial(self._applied.scale_input, block, index, columns))
                 if module.bias is not None:
-                    module.register_forward_hook(self._bias_hook(block, index))
-
-    def _scale_hook(self, block: str, index: int, columns: int) -> Callable[[nn.Module, Any], Any]:
-        def scale_input(_module: nn.Module, args: Any) -> Any:
-            if self._masks is None:
-                return None
-            squares = None if self._squares is None else self._squares[block][index]
-            kept = None if self._kept is None else self._kept[block][index]
-            return (_Scale.apply(args[0], self._masks[block][index], columns, squares, kept), *args[1:])
-
-        return scale_input
-
-    def _bias_hook(self, block: str, index: int) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor | None]:
-        """A block with no unit left is gone, and its output bias with it, as in the exported model."""
-
-        def subtract_bias(module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor | None:
-            if self._masks is None:
-                return None
-            gone = ~(self._masks[block][index] > 0).any(-1, keepdim=True)
-            return output - module.bias * gone
-
-        return subtract_bias
+                    module.register_forward_hook(partial(self._applied.subtract_bias, block, index))
 
     @contextmanager
     def masks(
@@ -167,31 +179,35 @@ class GatedModel:
         (∂loss/∂mask at that token)². Checkpointed layers run again in backward, so it belongs inside the block too.
         With `narrow`, units that it leaves out are not computed; their masks must be 0, and get no gradient.
         """
-        assert self._kept is None  # inside, the weights are not those of the dense model
-        previous = self._masks, self._squares, self._kept, self._routed
-        self._masks, self._squares, self._kept, self._routed = None, squares, narrow.kept if narrow else None, None
+        applied = self._applied
+        assert applied.kept is None  # inside, the weights are not those of the dense model
+        previous = applied.masks, applied.squares, applied.routed
+        applied.masks, applied.squares, applied.routed = None, squares, None
+        applied.kept = narrow.kept if narrow else None
         if masks is not None and self.head_unit == WHOLE_EXPERT:
             open_LE = (masks["experts"] > 0).any(-1).cpu()  # a GPU is waited for once, not in every layer
-            self._routed = [row.nonzero().flatten().to(masks["experts"].device) for row in open_LE]
+            applied.routed = [row.nonzero().flatten().to(masks["experts"].device) for row in open_LE]
         if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each
-            self._masks = {block: mask.unbind() for block, mask in masks.items()}
-            for block, kept_of in (self._kept or {}).items():
-                pairs = zip(self._masks[block], kept_of, strict=True)
-                self._masks[block] = [mask if kept is None else mask[kept] for mask, kept in pairs]
+            mask_of = {block: mask.unbind() for block, mask in masks.items()}
+            for block, kept_of in (applied.kept or {}).items():
+                pairs = zip(mask_of[block], kept_of, strict=True)
+                mask_of[block] = tuple(mask if kept is None else mask[kept] for mask, kept in pairs)
+            applied.masks = mask_of
         try:
             with narrow.computed() if narrow else nullcontext():
                 yield
         finally:
-            self._masks, self._squares, self._kept, self._routed = previous
+            applied.masks, applied.squares, applied.routed = previous
+            applied.kept = None
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
         """Add to int64 `counts_LE` how often each expert is chosen by forwards with masks inside the block."""
-        previous, self._counts_LE = self._counts_LE, counts_LE
+        previous, self._applied.counts_LE = self._applied.counts_LE, counts_LE
         try:
             yield
         finally:
-            self._counts_LE = previous
+            self._applied.counts_LE = previous
 
 
 class NarrowLayers:

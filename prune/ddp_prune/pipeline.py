@@ -189,16 +189,15 @@ class Pruning:
         """
         recipe, source, accelerator = self.recipe, self.source, self.accelerator
         gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, self.head_unit)
+        full = recipe.learn == "full"
+        weights = LearningWeights(gated.model, accelerator) if full else None  # before any forward pass
         exam = Exam({recipe.data: self.blocks.heldout}, self.tokenizer)
         exam.take("dense", gated.model)
         if not math.isfinite(dense := exam.perplexity(recipe.data)["dense"]):
             raise ModelError(
                 f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
             )
-        weights = dense_model = None
-        if recipe.learn == "full":
-            dense_model = load(source, recipe, accelerator)
-            weights = LearningWeights(gated.model, accelerator)
+        dense_model = load(source, recipe, accelerator) if full and recipe.distillation > 0 else None
         phase = partial(_phase, recipe, {pool.name: 1.0 - pool.keep_ratio for pool in self.pools})
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
             learned = train(
@@ -282,7 +281,8 @@ def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accel
             return dataclasses.replace(recipe, learn=found)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     held = num_weights // (accelerator.num_processes if recipe.shard else 1)
-    fits = fits_learning(held, accelerator, LEARNING_BYTES + 2 * 2)  # and the two models, not loaded yet
+    models = 2 if recipe.distillation > 0 else 1  # not loaded yet
+    fits = fits_learning(held, accelerator, LEARNING_BYTES + 2 * models)
     return dataclasses.replace(recipe, learn="full" if fits and recipe.controller == "gradual" else "scales")
 
 

@@ -113,12 +113,13 @@ def _memory(
     learns = recipe.learn == "full"
     model.requires_grad_(learns)
     held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
-    weights = held * (LEARNING_BYTES + 2 * model.dtype.itemsize if learns else model.dtype.itemsize)
+    teaches = learns and recipe.distillation > 0  # a second model
+    weights = held * (LEARNING_BYTES * learns + (1 + teaches) * model.dtype.itemsize)
     at_once = sequences_at_once(recipe, accelerator)
     passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
     return weights + passing, (
         f"memory: about {_gigabytes(weights + passing)}: {_gigabytes(weights)} for "
-        f"{'two models, of which one learns' if learns else 'the model'}, {_gigabytes(passing)} for {at_once} × "
+        f"{'two models, of which one learns' if teaches else 'the model'}, {_gigabytes(passing)} for {at_once} × "
         f"{recipe.seq_len:,} tokens at once; {_gigabytes(free_memory(accelerator))} are free"
     )
 
@@ -131,10 +132,12 @@ def _seconds_a_step(recipe: Recipe, source: Source, head_unit: str, accelerator:
     model: Any = gated.model
     blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
     batches = Batches(blocks, tried, accelerator)
+    weights = LearningWeights(model, accelerator) if recipe.learn == "full" else None
     fit_batches(gated, batches, tried, accelerator, lambda _: None)
     trainer = TRAINERS[recipe.controller](gated, batches, tried, accelerator)
-    if recipe.learn == "full":
-        trainer.learn_weights(LearningWeights(model, accelerator), load(source, recipe, accelerator))
+    if weights:
+        dense = load(source, recipe, accelerator) if recipe.distillation > 0 else None
+        trainer.learn_weights(weights, dense)
     for step in range(2):
         began = time.perf_counter()
         trainer.step(step)

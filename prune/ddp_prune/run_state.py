@@ -27,7 +27,7 @@ from ddp_vllm.remote_code.files import read_bytes
 STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
 TEMPORARY = f".{STATE_FILE}.*.tmp"  # what a killed process may leave
 NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover"}  # to what is learned
-STATE_FORMAT = 3  # which tensors a saved state has; one of another format is put aside
+STATE_FORMAT = 4  # which tensors a saved state has; one of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
 LARGEST_METRICS = 1 << 34  # bytes
 PAGES, PAGE = 64, 4096  # of a weight file, spread evenly, that its fingerprint looks at

@@ -60,7 +60,8 @@ def train(
 ) -> Learned:
     """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
-    The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it. `make`
+    The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it,
+    the teacher. `make`
     makes another trainer than that of the recipe's controller. scored: as of `Batches`. Raises: as `take_steps`.
     """
     batches = Batches(blocks, recipe, accelerator, scored)
@@ -69,7 +70,8 @@ def train(
     fit_batches(gated, batches, recipe, accelerator, run.say)
     trainer = (make or TRAINERS[recipe.controller])(gated, batches, recipe, accelerator)
     if weights:
-        fit_attention(dense, recipe.seq_len, accelerator.device)
+        if dense is not None:
+            fit_attention(dense, recipe.seq_len, accelerator.device)
         trainer.learn_weights(weights, dense)
     take_steps(trainer, recipe, accelerator, run, report, branches)
     model.set_attn_implementation(stock_attention)  # what is judged is judged as the dense model was

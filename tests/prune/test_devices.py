@@ -29,6 +29,7 @@ from ddp_prune.devices import (
     EAGER_TOKENS,
     USABLE,
     activation_bytes,
+    bytes_to_come,
     check_shares,
     checkpoint_layers,
     fit_activations,
@@ -45,6 +46,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
+from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import dimensions_of, family_of
 
@@ -206,6 +208,37 @@ def test_narrow_weights_must_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) 
             assert (narrow is not None) == fits
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_and_moments_that_are_still_to_come_are_counted(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step of weights that learn: what fits then must fit in the second step too."""
+    gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype))
+    fit_attention(gated.model, 64, torch.device("cpu"))
+    assert bytes_to_come(gated.model) == 0
+    copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
+    weights = LearningWeights(gated.model, Accelerator(cpu=True))
+    later = bytes_to_come(gated.model)
+
+    def chosen(needed: float) -> tuple[int, bool]:
+        monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": later + math.ceil(needed / USABLE) + 2})
+        narrow = narrow_layers(gated, Accelerator(cpu=True), 1, 64)
+        return fit_activations(gated, "off", 4, 64, Accelerator(cpu=True)), narrow is not None
+
+    one, four = (pass_bytes(gated, number, 64) for number in (1, 4))
+    assert chosen(four - 10)[0] == 2 and chosen(four)[0] == 4
+    assert not chosen(one + copies - 10)[1] and chosen(one + copies)[1]
+    for _ in range(2):  # two passes
+        gated.model.get_decoder()(TOKENS, use_cache=False).last_hidden_state.sum().backward()
+        gradients = sum(each.grad.nbytes for each in weights.learning.values() if each.grad is not None)
+        weights.collect()
+    masters = weights.masters.values()
+    gradients += sum(each.grad.nbytes for each in masters if each.grad is not None)
+    weights.move(1e-3, weights.join())
+    moments = [weights.optimizer.state[each] for each in masters]
+    assert later == gradients + sum(each["exp_avg"].nbytes + each["exp_avg_sq"].nbytes for each in moments)
+
+
 def test_where_memory_is_short_a_step_is_cut_into_more_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)))
     sizes: list[int] = []
@@ -279,6 +312,8 @@ def test_a_cut_model_is_the_model_that_is_loaded_whole(group_of_one: None, tmp_p
         whole, cut = load_model(source, dtype), load_sharded(source, dtype, torch.device("cpu"), 1)
         assert cut.config._attn_implementation == whole.config._attn_implementation == "eager"
         assert {parameter.dtype for parameter in cut.parameters()} == {used} == {whole.dtype}
+        layer = sum(parameter.nbytes for parameter in whole.get_decoder().layers[0].parameters())
+        assert bytes_to_come(cut) == 2 * layer  # gathered for a pass, and the next one ahead of it
         with torch.no_grad():
             capped = whole(TOKENS).logits
             assert torch.equal(cut(TOKENS).logits, capped)

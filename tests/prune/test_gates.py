@@ -1,9 +1,32 @@
 """Gates attached to a stock model."""
 
+import gc
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
 
-from ddp_prune.gates import _Scale
+from ddp_prune.gates import GatedModel, _Scale
+from ddp_prune.model import load_model, open_source
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_gated_model_is_freed_with_its_last_reference(kind: str, tiny_model: Path, tiny_experts: Path) -> None:
+    """No hook makes a cycle, which would hold the weights until a collection, maybe after the next model is loaded."""
+    source = open_source(str(tiny_model if kind == "dense" else tiny_experts))
+    model = load_model(source, "float32")
+    gated = GatedModel(model, source.family, source.sizes, "auto" if kind == "experts" else "query-head")
+    with gated.masks({name: torch.ones(shape) for name, shape in gated.shapes.items()}):
+        model(torch.ones(1, 4, dtype=torch.int64))
+    freed = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del gated, model
+        assert [reference() for reference in freed if reference() is not None] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("columns", [1, 3])

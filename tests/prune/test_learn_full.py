@@ -1,6 +1,7 @@
 """Weights that learn while gates close: better than scales alone, written as they were judged, resumed to the bit."""
 
 import math
+import weakref
 from html import unescape
 from pathlib import Path
 from statistics import fmean
@@ -126,6 +127,31 @@ def test_a_run_keeps_what_it_chose(
     monkeypatch.setattr(devices, "LEARNING_SHARE", 0.0)
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
     assert "going on at step 3 of 6" in result.output and "all weights learn" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "alive"),
+    [(["--distillation", "2"], [0, 1, 0, 1] * 2), (["--distillation", "0"], [0, 0, 1] * 2)],
+    ids=["distilled", "not distilled"],
+)
+def test_the_models_of_a_size_are_freed_before_the_next(
+    options: list[str], alive: list[int], tiny_model: Path, tiny_text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """How many models are in memory when one is loaded: to prune, a teacher if it has something to say; to recover."""
+    load_model, models, found = devices.load_model, list[weakref.ref[Any]](), []
+
+    def load(*arguments: Any) -> Any:
+        found.append(sum(each() is not None for each in models))
+        model = load_model(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(devices, "load_model", load)
+    options = ["--learn", "full", "--recover", "0.001", *options]
+    result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4")
+    assert result.exit_code == 0, result.output
+    assert found == alive
 
 
 def test_a_wide_model_learns_more_slowly() -> None:

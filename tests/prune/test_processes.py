@@ -9,7 +9,17 @@ import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from two_processes import BLOCKS, SETTINGS, command_line, launch, learn
+from transformers import LlamaConfig, LlamaForCausalLM
+from two_processes import (
+    BLOCKS,
+    SETTINGS,
+    command_line,
+    keep_weights,
+    launch,
+    learn,
+    sum_gradients,
+    summed_gradients,
+)
 
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import load_model, open_source
@@ -88,6 +98,43 @@ def test_each_process_holds_its_share_of_every_layer_and_the_head(
             assert max(mine, others) <= 0.6 * num_bytes, name  # 3 and 2 of five experts at worst
         else:
             assert mine == others == num_bytes, name
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_gradients_of_cut_weights_are_summed_in_float32(
+    kind: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path
+) -> None:
+    """As one process sums those of its passes. In bfloat16 the sum of every pass would be rounded to 8 bits."""
+    model = tiny_model if kind == "dense" else tiny_experts
+    for code, _, stderr in launch(tmp_path, sum_gradients, str(model), tmp_path):
+        assert code == 0, stderr
+    one = summed_gradients(load_model(open_source(str(model)), "bfloat16"), Accelerator(cpu=True), range(4))
+    two, distances = load_file(tmp_path / "gradients"), {}
+    for name, gradient in one.items():
+        assert gradient.any(), name
+        distances[name] = float((two[name] - gradient).norm() / gradient.norm())
+    assert max(distances.values()) < 1e-5, max(distances.items(), key=lambda item: item[1])
+
+
+def test_only_the_main_process_gathers_weights(tmp_path: Path) -> None:
+    """Saves and resumes with 75 MB of state; process 1 never holds more of it than its own part and a tensor."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=384, intermediate_size=1366, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=48, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    state = 3 * sum(each.nbytes for name, each in model.named_parameters() if "embed" not in name)
+    for code, _, stderr in launch(tmp_path, keep_weights, str(tmp_path / "model"), tmp_path):
+        assert code == 0, stderr
+    main, other = (json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in (0, 1))
+    for name in ("cut", "whole"):
+        assert main[name]["same"] and other[name]["same"], name
+        for part in ("save", "resume", "finish"):
+            assert not other[name][part] > state / 6, (name, part, other[name][part], state)
+    assert main["free"] == other["free"] == 500  # what is decided by it agrees
+    assert not (tmp_path / "machine-1").exists()
 
 
 def test_what_one_process_meets_ends_all(learned: tuple[Learned, Path]) -> None:

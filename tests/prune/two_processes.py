@@ -10,7 +10,7 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from ddp_prune.devices import failing_together, load_sharded
+from ddp_prune.devices import failing_together, forget_peak, free_memory, load_run, load_sharded, peak_bytes
 from ddp_prune.gates import GatedModel
+from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
+from ddp_prune.weights import LearningWeights, local_part
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
@@ -121,4 +123,76 @@ def learn(model: str, folder: Path) -> None:
     except TextError as error:
         facts["error"] = str(error)
     (folder / f"facts-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+    accelerator.end_training()
+
+
+def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of all weights that learn, from these sequences of each process."""
+    weights = LearningWeights(model, accelerator)
+    for number in numbers:
+        tokens = BLOCKS[[number]]
+        hidden, labels = final_hidden(model, tokens), tokens[:, 1:].flatten()
+        distilled_loss(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
+        weights.collect()
+    weights.join()
+    found = {name: master.grad for name, master in weights.masters.items()}
+    return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in found.items()}
+
+
+def sum_gradients(model: str, folder: Path) -> None:
+    """Sum the gradients of cut weights in bfloat16 over four sequences; process 0 writes `gradients`."""
+    accelerator = Accelerator(cpu=True)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    cut = load_sharded(open_source(model), "bfloat16", accelerator.device, world)
+    found = summed_gradients(cut, accelerator, range(rank, 4, world))
+    if rank == 0:
+        save_file(found, folder / "gradients")
+    accelerator.end_training()
+
+
+def keep_weights(model: str, folder: Path) -> None:
+    """Save weights that learn, cut and whole, resume them and finish.
+
+    `memory-<rank>.json` has the bytes by which each peak exceeds what a process keeps: its part of weights and moments;
+    and `free`, what a process takes for free where process 0 has 1,000 bytes and process 1 has 500.
+    """
+    accelerator = Accelerator(cpu=True)
+    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    source, peaks = open_source(model), dict[str, Any]()
+
+    def measured(work: Callable[[], Any]) -> float:
+        before = forget_peak(device)
+        work()
+        return peak_bytes(device) - before
+
+    for name in ("cut", "whole"):
+        cut = name == "cut"
+        learns = load_sharded(source, "float32", device, world) if cut else load_model(source, "float32")
+        weights = LearningWeights(learns, accelerator)
+        for master in weights.masters.values():
+            master.grad = master.detach() * 0.1
+        weights.move(1e-3, 0.5)
+
+        def held(weights: LearningWeights = weights) -> list[torch.Tensor]:
+            moments = [weights.optimizer.state[each] for each in weights.masters.values()]
+            every = [*weights.masters.values(), *weights.learning.values()]
+            every += [each[key] for each in moments for key in ("exp_avg", "exp_avg_sq")]
+            return [local_part(each.detach()) for each in every]
+
+        before = [tensor.clone() for tensor in held()]
+        run = RunState(folder / f"machine-{rank}" / name, Recipe(model=model, **SETTINGS), writes=rank == 0)
+        saving = measured(lambda run=run, weights=weights: run.save(1, weights.state(), {}))
+        moments = 2 * sum(local_part(each).nbytes for each in weights.masters.values())
+        for tensor in held():
+            tensor.zero_()
+        weights.optimizer.state.clear()  # as in a process that has just started
+        resuming = -moments + measured(
+            lambda run=run, weights=weights: weights.restore(*load_run(run, accelerator)[:2])
+        )
+        same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
+        finishing = measured(weights.finish)
+        peaks[name] = {"save": saving, "resume": resuming, "finish": finishing, "same": all(same)}
+    with patch("ddp_prune.devices.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
+        peaks["free"] = free_memory(accelerator)
+    (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()
