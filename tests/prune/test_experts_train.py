@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from ddp_prune import trainer as trainer_module
 from ddp_prune.export import export
 from ddp_prune.gates import Masks
-from ddp_prune.methods import fisher, magnitude
 from ddp_prune.model import open_source
+from ddp_study.methods import fisher, magnitude
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 

@@ -3,7 +3,7 @@
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
+from ddp_study.methods.method import Score
 
 
 def score(gated: GatedModel, _blocks: torch.Tensor) -> Masks:

@@ -9,8 +9,8 @@ import torch
 
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import backward
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import backward
 
 
 def gradients(gated: GatedModel, blocks: torch.Tensor) -> tuple[Masks, Masks]:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods import even_widths
-from ddp_prune.methods.expert_use import ExpertUse, measure_experts
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import listen
+from ddp_study.methods import even_widths
+from ddp_study.methods.expert_use import ExpertUse, measure_experts
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import listen
 from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT
 
 NAEE_TOKENS = 8192

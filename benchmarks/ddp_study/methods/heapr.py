@@ -7,8 +7,8 @@ matrix is kept. Channels of experts that no token was sent to are worth 0 and go
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.expert_use import ExpertUse, measure_experts
-from ddp_prune.methods.method import Score
+from ddp_study.methods.expert_use import ExpertUse, measure_experts
+from ddp_study.methods.method import Score
 
 
 def of(use: ExpertUse) -> torch.Tensor:

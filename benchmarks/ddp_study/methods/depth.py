@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import listen
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import listen
 
 
 def score(gated: GatedModel, blocks: torch.Tensor) -> Masks:

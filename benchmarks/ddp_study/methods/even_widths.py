@@ -6,8 +6,8 @@ The control that says what uneven widths are worth; stock engines can serve it w
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.expert_use import ExpertUse, measure_experts
-from ddp_prune.methods.method import Score
+from ddp_study.methods.expert_use import ExpertUse, measure_experts
+from ddp_study.methods.method import Score
 
 
 def of(use: ExpertUse) -> torch.Tensor:

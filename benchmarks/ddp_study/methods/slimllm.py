@@ -8,9 +8,9 @@ an eigendecomposition a layer. Not here: swaps of heads, ratios by layer, and th
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.lorap import exempt_lowest, made_norms
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import Place, by_columns, read
+from ddp_study.methods.lorap import exempt_lowest, made_norms
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import Place, by_columns, read
 
 
 def score(gated: GatedModel, blocks: torch.Tensor) -> Masks:

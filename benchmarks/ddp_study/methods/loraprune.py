@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import backward, coupled, learning, pruned_weights
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import backward, coupled, learning, pruned_weights
 
 RANK = 8
 SCALE = 2.0  # its lora_alpha of 16 over the rank

@@ -7,9 +7,9 @@ LoRAP factorises attention, which is no mask: heads go by Wanda-SP.
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods import wanda_sp
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import Place, by_columns, input_squares
+from ddp_study.methods import wanda_sp
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import Place, by_columns, input_squares
 
 EXEMPT = 0.01  # of a layer's channels
 

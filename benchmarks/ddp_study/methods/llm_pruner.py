@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import backward, coupled, learning, pruned_weights
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import backward, coupled, learning, pruned_weights
 
 Gradients = dict[torch.Tensor, torch.Tensor]  # of each weight
 

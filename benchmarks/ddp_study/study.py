@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ddp_prune.methods import BY_DEFAULT, METHODS
-from ddp_prune.methods.method import Score, Search
 from ddp_prune.recipe import Recipe
 from ddp_prune.text import sources_of
+from ddp_study.methods import BY_DEFAULT, METHODS
+from ddp_study.methods.method import Score, Search
+from ddp_study.tables import TABLES
 from ddp_vllm.errors import SettingError, TextError
-from ddp_vllm.pages.tables import TABLES
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
@@ -32,7 +32,7 @@ SUPPORT_STAYS = 0.999  # polish of a second run: all of it
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table, taken apart; `ddp_vllm.pages.tables` says how it is written."""
+    """A row of a table, taken apart; `ddp_study.tables` says how it is written."""
 
     name: str
     before: str = ""

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_prune.gates import GatedModel
-from ddp_prune.methods import camera, even_widths, fisher, heapr, magnitude, whole_experts
-from ddp_prune.methods.expert_use import ExpertUse, measure_experts
+from ddp_study.methods import camera, even_widths, fisher, heapr, magnitude, whole_experts
+from ddp_study.methods.expert_use import ExpertUse, measure_experts
 from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, EXPERTS, CHANNELS, IDLE = 2, 4, 6, 3

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 
 from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Search
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import exact_support
 from ddp_prune.trainer import KEPT_FLOOR, Batches
+from ddp_study.methods.method import Search
 
 START = 3.0  # of log α
 

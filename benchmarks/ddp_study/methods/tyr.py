@@ -8,8 +8,8 @@ an inverse each. Not here: refitted weights, rounds of removal, and the search f
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import Place, by_columns, read
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import Place, by_columns, read
 
 DAMPING = 0.01
 

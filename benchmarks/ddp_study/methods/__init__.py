@@ -1,6 +1,6 @@
 """The methods that `ddp-vllm study` sets beside each other; one more is a file and a line here."""
 
-from ddp_prune.methods import (
+from ddp_study.methods import (
     camera,
     depth,
     even_widths,
@@ -19,7 +19,7 @@ from ddp_prune.methods import (
     wanda_sp,
     whole_experts,
 )
-from ddp_prune.methods.method import Score, Search
+from ddp_study.methods.method import Score, Search
 
 METHODS: dict[str, Score | Search] = {
     "random": random_order.METHOD,

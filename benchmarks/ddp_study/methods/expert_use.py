@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ddp_prune.experts import IMPLEMENTATION
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss
-from ddp_prune.methods.observe import routed_experts
+from ddp_study.methods.observe import routed_experts
 
 
 @dataclass(frozen=True, kw_only=True)

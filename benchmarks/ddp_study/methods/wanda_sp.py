@@ -6,8 +6,8 @@ Wanda (arXiv:2306.11695) summed over structures, as FLAP's authors compare with 
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import by_columns, input_squares
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import by_columns, input_squares
 
 
 def score(gated: GatedModel, blocks: torch.Tensor) -> Masks:

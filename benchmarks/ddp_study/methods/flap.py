@@ -7,8 +7,8 @@ heads and channels together, as every method here has one for each.
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import Place, by_columns, read
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import Place, by_columns, read
 
 
 def score(gated: GatedModel, blocks: torch.Tensor) -> Masks:

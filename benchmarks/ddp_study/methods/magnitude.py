@@ -3,8 +3,8 @@
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Score
-from ddp_prune.methods.observe import coupled
+from ddp_study.methods.method import Score
+from ddp_study.methods.observe import coupled
 
 
 def score(gated: GatedModel, _blocks: torch.Tensor) -> Masks:

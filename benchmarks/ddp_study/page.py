@@ -11,12 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ddp_study.shapes import shapes_of
+from ddp_study.tables import COLUMNS, TABLES, StudyTable, chains
 from ddp_vllm.origins import bare_name
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import draw_lines, draw_rows, render
-from ddp_vllm.pages.shapes import shapes_of
-from ddp_vllm.pages.tables import COLUMNS, TABLES, StudyTable, chains
 
 Cell = Mapping[str, Any]
 CELLS, STUDY_FILE = "cells", "study.json"

@@ -6,8 +6,8 @@ One forward pass would do; the backward one is not used. Not here: shared expert
 import torch
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.expert_use import ExpertUse, measure_experts
-from ddp_prune.methods.method import Score
+from ddp_study.methods.expert_use import ExpertUse, measure_experts
+from ddp_study.methods.method import Score
 
 ALPHA = 0.9
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods import depth, fisher, flap, llm_pruner, lorap, loraprune, magnitude, slimllm, tyr, wanda_sp
+from ddp_study.methods import depth, fisher, flap, llm_pruner, lorap, loraprune, magnitude, slimllm, tyr, wanda_sp
 from ddp_vllm.families import dimensions_of, family_of
 
 BLOCKS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))
