@@ -33,8 +33,8 @@ from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import LearningWeights
-from ddp_study.methods.method import Score, Search, choose, unfit
 from ddp_study.page import CELLS, STUDY_FILE
+from ddp_study.scores import Score, Search, choose, unfit
 from ddp_study.study import MASKS, Row, Study, read_test_blocks
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError

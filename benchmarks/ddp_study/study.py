@@ -16,8 +16,8 @@ import torch
 
 from ddp_prune.recipe import Recipe
 from ddp_prune.text import sources_of
-from ddp_study.methods import BY_DEFAULT, METHODS
-from ddp_study.methods.method import Score, Search
+from ddp_study import activation_scores, expert_scores, gradient_scores, scores, searches
+from ddp_study.scores import Score, Search
 from ddp_study.tables import TABLES
 from ddp_vllm.errors import SettingError, TextError
 
@@ -26,6 +26,12 @@ TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
 MASKS = ".safetensors"  # a file of masks is a row too
 CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "learn")  # settings that a row may have
 OF_SCORES = ("data", "scope")  # those that a score heeds
+METHODS: dict[str, Score | Search] = {
+    **scores.METHODS, **activation_scores.METHODS, **gradient_scores.METHODS, **expert_scores.METHODS,
+    **searches.METHODS,
+}  # fmt: skip
+BY_DEFAULT = [name for name in METHODS if not name.startswith(("experts-use", "taylor", "hard"))]
+"""Those of the paper's tables 1 to 3."""
 LATER = {"scales": "scales", "recovered": "full"}  # what learns in a second run, by the word after a plus sign
 SUPPORT_STAYS = 0.999  # polish of a second run: all of it
 

@@ -19,9 +19,9 @@ from ddp_prune.run_state import RunState
 from ddp_prune.text import load_tokenizer
 from ddp_prune.trainer import Batches
 from ddp_study import study
-from ddp_study.methods import BY_DEFAULT, METHODS
-from ddp_study.methods.hard_concrete import HardConcrete
-from ddp_study.methods.method import Score, choose, even_support
+from ddp_study.scores import Score, choose, even_support
+from ddp_study.searches import HardConcrete
+from ddp_study.study import BY_DEFAULT, METHODS
 from ddp_study.tables import TABLES, chains
 from ddp_vllm.cli import main
 
