@@ -178,13 +178,11 @@ def study(
     file = Path(recipe) if recipe else None
     for size in sizes:
         base = found(file, _written(settings | {"model": model, "sparsity": size}))
-    asked = _learning("ddp_prune.study").Study(
+    asked = _learning("ddp_study.study").Study(
         table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **own
     )
-    _part("ddp_prune.cells").run_study(asked, Path(output), _say(verbose))
-    from ddp_vllm.pages.study import write_study
-
-    return write_study(Path(output), table)
+    _part("ddp_study.cells").run_study(asked, Path(output), _say(verbose))
+    return Path(_part("ddp_study.page").write_study(Path(output), table))
 
 
 def export_gguf(

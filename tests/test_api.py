@@ -32,7 +32,7 @@ def test_every_path_may_be_a_text_or_a_path() -> None:
     places = ("model", "output", "recipe", "masks", "folder", "folders", "results", "dense", "pruned", "texts", "test")
     for name in ddp_vllm.__all__:
         function = getattr(ddp_vllm, name)
-        for each in (inspect.signature(function).parameters.values() if inspect.isfunction(function) else ()):
+        for each in inspect.signature(function).parameters.values() if inspect.isfunction(function) else ():
             kind = str(each.annotation)
             both = "PathLike" in kind or ("str" in kind and "Path" in kind)
             assert both or each.name not in places, f"{name}({each.name}: {kind})"

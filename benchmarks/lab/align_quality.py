@@ -21,9 +21,9 @@ from ddp_prune.loss import block_losses
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import realign
-from ddp_prune.study import read_test_blocks
 from ddp_prune.text import load_tokenizer
 from ddp_prune.trainer import Batches, Trainer
+from ddp_study.study import read_test_blocks
 from study import gate, learning_parser, prepare_run, print_result, take_steps
 
 

@@ -95,3 +95,16 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
 def test_what_fits_llama_cpp_is_what_the_export_takes() -> None:
     gguf_file = pytest.importorskip("ddp_vllm.gguf_file")
     assert gguf_file.FITS == IN_LLAMA_CPP
+
+
+@pytest.mark.parametrize(("applied", "recovered", "expected"), [
+    (False, False, "Weights learned with the masks."),
+    (True, False, "The masks were learned while weights trained; this folder holds the dense model's weights."),
+    (True, True, "The masks were learned while weights trained; this folder started from the dense model's weights; "),
+])  # fmt: skip
+def test_the_card_says_whose_weights_a_folder_has(applied: bool, recovered: bool, expected: str, trained: Path) -> None:
+    checkpoint = read_checkpoint(trained)
+    provenance = {**checkpoint.provenance, "recipe": {**checkpoint.provenance["recipe"], "learn": "full"}}
+    provenance |= {"applied_to": "owner/tiny"} if applied else {}
+    provenance |= {"recovery": {"recipe": {"tokens": 64}, "texts": ["a.jsonl"]}} if recovered else {}
+    assert expected in model_card(dataclasses.replace(checkpoint, provenance=provenance), "pruned")

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from ddp_prune import trainer as trainer_module
 from ddp_prune.export import export
 from ddp_prune.gates import Masks
-from ddp_prune.methods import fisher, magnitude
 from ddp_prune.model import open_source
+from ddp_study.gradient_scores import of_gates
+from ddp_study.scores import magnitude
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 
@@ -124,13 +125,13 @@ def test_an_expert_that_never_fires_is_not_pruned_for_that(lab: Lab, monkeypatch
 
 def test_one_shot_scores_are_those_of_the_gates(lab: Lab) -> None:
     """Taylor and Fisher by the gates' gradients; magnitude by hand for one channel."""
-    scores = magnitude.score(lab.gated, BLOCKS)["experts"]
+    scores = magnitude(lab.gated, BLOCKS)["experts"]
     experts: Any = lab.gated.model.get_submodule("model.layers.2.mlp.experts")
     gate, up = experts.gate_up_proj[5].chunk(2)
     expected = gate[9].square().sum() + up[9].square().sum() + experts.down_proj[5, :, 9].square().sum()
     assert scores.shape == (LAYERS, EXPERTS, CHANNELS)
     torch.testing.assert_close(scores[1, 5, 9], expected)
-    first, second = fisher.gradients(lab.gated, BLOCKS[:3])
+    first, second = of_gates(lab.gated, BLOCKS[:3])
     assert first["experts"].shape == second["experts"].shape == scores.shape
     assert not first["experts"][IDLE].any() and (second["experts"] >= 0).all() and second["experts"].any()
 

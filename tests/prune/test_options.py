@@ -16,6 +16,7 @@ from runs import SMALL, assert_refused, prune
 from ddp_prune import cli, read_recipe
 from ddp_prune.read_recipe import load_recipes
 from ddp_prune.recipe import CHOICES, Recipe, kind_of
+from ddp_study.cli import study
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
@@ -38,7 +39,7 @@ FLAGS = {
         "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
         "--tokens", "--warmup", "--watch", "-o",
     ],
-    cli.study: [
+    study: [
         "--batch-size", "--data", "--detokenise", "--methods", "--output", "--polish", "--recipe", "--samples",
         "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune.export import apply_masks, export, read_masks
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import choose
 from ddp_prune.model import load_model, open_source
 from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_study.scores import choose
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, SettingError

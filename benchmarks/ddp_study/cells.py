@@ -25,21 +25,21 @@ from ddp_prune.devices import LEARNING_BYTES, fits_learning, forget_peak, load, 
 from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import perplexity
-from ddp_prune.methods.method import Score, Search, choose, unfit
 from ddp_prune.model import Source, companions, open_source, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, fingerprint
-from ddp_prune.study import MASKS, Row, Study, read_test_blocks
 from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import LearningWeights
+from ddp_study.page import CELLS, STUDY_FILE
+from ddp_study.scores import Score, Search, choose, unfit
+from ddp_study.study import MASKS, Row, Study, read_test_blocks
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
 from ddp_vllm.output import locked, make_folder, write_text
-from ddp_vllm.pages.study import CELLS, STUDY_FILE
 
 DENSE = "dense"
 LABEL = 0.01  # of the units by which masks may miss a sparsity, as the paper's do

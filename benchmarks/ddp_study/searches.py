@@ -1,10 +1,7 @@
-"""Hard concrete: the stochastic gates of L0 regularisation (arXiv:1712.01312), as Eq. 8 and 9 of arXiv:2603.08065.
+"""Methods that train gates: hard concrete, the paper's search, and ours; a row of a table may change their settings.
 
-As in these equations, the temperature β is 1. Multipliers, learning rates, l = −0.1 and r = 1.1 are those of the
-paper's search. The paper does not state where log α starts: here at 3, where gates are open with probability 0.995.
-Gates are sampled during training; the deterministic gate is evaluated, and the highest gates are kept. `DETERMINISTIC`
-is the second row of the paper's table 4: the evaluated gate is also trained and counted, and Eq. 16 makes it binary.
-The cost is that of the paper's search.
+Each takes the steps of the recipe; a step is a forward pass of the dense model, and a forward and backward pass of the
+gated one.
 """
 
 import math
@@ -15,16 +12,21 @@ from accelerate import Accelerator
 
 from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods.method import Search
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import exact_support
 from ddp_prune.trainer import KEPT_FLOOR, Batches
+from ddp_study.scores import Search
 
 START = 3.0  # of log α
 
 
 class HardConcrete(AlmTrainer):
-    """Stochastic gates; z is log α."""
+    """The stochastic gates of L0 regularisation (arXiv:1712.01312), as Eq. 8 and 9 of arXiv:2603.08065; z is log α.
+
+    As in these equations, the temperature β is 1. Multipliers, learning rates, l = −0.1 and r = 1.1 are those of the
+    paper's search. The paper does not state where log α starts: here at 3, where gates are open with probability 0.995.
+    Gates are sampled during training; the deterministic gate is evaluated, and the highest gates are kept.
+    """
 
     is_binarised = False  # by λ3
 
@@ -66,7 +68,10 @@ class HardConcrete(AlmTrainer):
 
 
 class DeterministicHardConcrete(HardConcrete):
-    """The same without noise; straight-through at the clamp, or no gradient would reach an open gate."""
+    """The second row of the paper's table 4: no noise; the evaluated gate is trained, counted and, by λ3, made binary.
+
+    The gradient is straight-through at the clamp, or none would reach an open gate.
+    """
 
     is_binarised = True
 
@@ -86,7 +91,13 @@ def _stretch(gate: torch.Tensor) -> torch.Tensor:
     return _stretched(gate).clamp(0.0, 1.0)
 
 
-_SETTINGS = {"controller": "alm", "polish": 0.0}
+_PAPERS = {"controller": "alm", "polish": 0.0}
 _FROM = "arXiv:2603.08065, {}, with its β of 1 and its learning rates; log α starts at 3, which it does not state"
-METHOD = Search(source=_FROM.format("Eq. 8 and 9"), trainer=HardConcrete, settings=_SETTINGS)
-DETERMINISTIC = Search(source=_FROM.format("table 4"), trainer=DeterministicHardConcrete, settings=_SETTINGS)
+METHODS = {
+    "hard-concrete": Search(source=_FROM.format("Eq. 8 and 9"), trainer=HardConcrete, settings=_PAPERS),
+    "hard-concrete-deterministic": Search(
+        source=_FROM.format("table 4"), trainer=DeterministicHardConcrete, settings=_PAPERS
+    ),
+    "paper": Search(source="arXiv:2603.08065", settings=_PAPERS),
+    "ours": Search(source="ddp-vllm", settings={"controller": "gradual"}),
+}

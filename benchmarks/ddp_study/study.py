@@ -14,25 +14,31 @@ from typing import Any
 
 import torch
 
-from ddp_prune.methods import BY_DEFAULT, METHODS
-from ddp_prune.methods.method import Score, Search
 from ddp_prune.recipe import Recipe
 from ddp_prune.text import sources_of
+from ddp_study import activation_scores, expert_scores, gradient_scores, scores, searches
+from ddp_study.scores import Score, Search
+from ddp_study.tables import TABLES
 from ddp_vllm.errors import SettingError, TextError
-from ddp_vllm.pages.tables import TABLES
 
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
 MASKS = ".safetensors"  # a file of masks is a row too
 CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "learn")  # settings that a row may have
 OF_SCORES = ("data", "scope")  # those that a score heeds
+METHODS: dict[str, Score | Search] = {
+    **scores.METHODS, **activation_scores.METHODS, **gradient_scores.METHODS, **expert_scores.METHODS,
+    **searches.METHODS,
+}  # fmt: skip
+BY_DEFAULT = [name for name in METHODS if not name.startswith(("experts-use", "taylor", "hard"))]
+"""Those of the paper's tables 1 to 3."""
 LATER = {"scales": "scales", "recovered": "full"}  # what learns in a second run, by the word after a plus sign
 SUPPORT_STAYS = 0.999  # polish of a second run: all of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a table, taken apart; `ddp_vllm.pages.tables` says how it is written."""
+    """A row of a table, taken apart; `ddp_study.tables` says how it is written."""
 
     name: str
     before: str = ""

@@ -13,17 +13,17 @@ from accelerate import Accelerator
 from click.testing import CliRunner, Result
 from runs import BLOCKS, Lab, assert_refused
 
-from ddp_prune import study
 from ddp_prune.export import read_masks
-from ddp_prune.methods import BY_DEFAULT, METHODS
-from ddp_prune.methods.hard_concrete import HardConcrete
-from ddp_prune.methods.method import Score, choose, even_support
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.text import load_tokenizer
 from ddp_prune.trainer import Batches
+from ddp_study import study
+from ddp_study.scores import Score, choose, even_support
+from ddp_study.searches import HardConcrete
+from ddp_study.study import BY_DEFAULT, METHODS
+from ddp_study.tables import TABLES, chains
 from ddp_vllm.cli import main
-from ddp_vllm.pages.tables import TABLES, chains
 
 pytestmark = pytest.mark.usefixtures("cache")
 LAYERS, EXPERTS, CHANNELS, KEPT = 3, 4, 10, 73

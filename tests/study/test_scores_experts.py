@@ -1,6 +1,7 @@
 """Scores of routed experts, against their definitions written out, on what a hook saw of the stock model."""
 
 import dataclasses
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_prune.gates import GatedModel
-from ddp_prune.methods import camera, even_widths, fisher, heapr, magnitude, whole_experts
-from ddp_prune.methods.expert_use import ExpertUse, measure_experts
+from ddp_study import expert_scores
+from ddp_study.expert_scores import ExpertUse, measure_experts, nearest_layer
+from ddp_study.gradient_scores import of_gates
+from ddp_study.scores import magnitude
 from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, EXPERTS, CHANNELS, IDLE = 2, 4, 6, 3
@@ -92,29 +95,31 @@ def test_scores_follow_their_formulas(use: ExpertUse) -> None:
     layer, expert, channel = 0, int(use.counts[0].argmax()), 2
     entry = (layer, expert, channel)
     energy, peak, norm = use.energy[entry], use.peak[entry], use.norms[entry]
-    torch.testing.assert_close(camera.of(use)[entry], norm * (0.1 * energy + 0.9 * peak))
-    torch.testing.assert_close(even_widths.of(use)[entry], norm * energy)
+    torch.testing.assert_close(expert_scores.camera(use)[entry], norm * (0.1 * energy + 0.9 * peak))
+    torch.testing.assert_close(expert_scores.energy(use)[entry], norm * energy)
     count = use.counts[layer, expert]
-    torch.testing.assert_close(heapr.of(use)[entry], use.squares[entry] / count * (use.slopes[entry] / count))
-    assert not heapr.of(use)[1, IDLE].any() and heapr.of(use).isfinite().all()
+    torch.testing.assert_close(
+        expert_scores.heapr(use)[entry], use.squares[entry] / count * (use.slopes[entry] / count)
+    )
+    assert not expert_scores.heapr(use)[1, IDLE].any() and expert_scores.heapr(use).isfinite().all()
 
 
-@pytest.mark.parametrize("worth", [whole_experts.frequency, whole_experts.reap, whole_experts.sum_of_outputs])
-def test_whole_experts_go_one_by_one(worth: whole_experts.Worth, use: ExpertUse) -> None:
-    score = whole_experts.of(use, worth)
+@pytest.mark.parametrize("score_of", [expert_scores.frequency, expert_scores.reap, expert_scores.sum_of_outputs])
+def test_whole_experts_go_one_by_one(score_of: Callable[[ExpertUse], torch.Tensor], use: ExpertUse) -> None:
+    score = expert_scores.one_by_one(use, score_of(use))
     for row in range(LAYERS):
-        order = worth(use)[row].argsort()
+        order = score_of(use)[row].argsort()
         for worse, better in pairwise(order.tolist()):
             assert score[row, worse].max() < score[row, better].min()
     assert int(score[1].amax(-1).argmin()) == IDLE
-    assert torch.equal(score.argsort(dim=-1), even_widths.of(use).argsort(dim=-1, stable=True))
+    assert torch.equal(score.argsort(dim=-1), expert_scores.energy(use).argsort(dim=-1, stable=True))
 
 
 def test_reap_does_not_count_how_often_an_expert_is_chosen(use: ExpertUse) -> None:
     """10 tokens of output 0.5 are worth 0.5; by frequency or use they are worth more than one token of 2."""
     made = dataclasses.replace(use, counts=torch.tensor([[10.0, 1.0, 0.0]]), output=torch.tensor([[5.0, 2.0, 0.0]]))
-    assert whole_experts.reap(made).tolist() == [[0.5, 2.0, 0.0]]
-    assert whole_experts.frequency(made).tolist() == [[10.0, 1.0, 0.0]]
+    assert expert_scores.reap(made).tolist() == [[0.5, 2.0, 0.0]]
+    assert expert_scores.frequency(made).tolist() == [[10.0, 1.0, 0.0]]
 
 
 def _nearest_by_trial(gated: GatedModel, row: int, num_experts: int, removed: int) -> list[int]:
@@ -142,7 +147,7 @@ def test_naee_scores_a_layer_as_it_is_evaluated(norm_topk_prob: bool) -> None:
     orders = {}
     for head_unit in ("auto", "expert"):
         gated = make(num_experts=6, head_unit=head_unit, norm_topk_prob=norm_topk_prob)
-        places = whole_experts.nearest_layer(gated, BLOCKS)
+        places = nearest_layer(gated, BLOCKS)
         orders[head_unit] = [row.argsort().tolist()[:4] for row in places]
         assert orders[head_unit] == [_nearest_by_trial(gated, row, 6, 4) for row in range(LAYERS)]
         assert places.sort(dim=1).values.tolist() == [[0, 1, 2, 3, 4, 5]] * LAYERS
@@ -159,12 +164,12 @@ def test_measuring_leaves_the_model_as_it_was(gated: GatedModel) -> None:
 
 def test_one_shot_scores_are_those_of_the_gates(gated: GatedModel) -> None:
     """Taylor and Fisher by the gates' gradients; magnitude by hand for one channel."""
-    scores = magnitude.score(gated, BLOCKS)["experts"]
+    scores = magnitude(gated, BLOCKS)["experts"]
     experts: Any = gated.model.get_submodule("model.layers.1.mlp.experts")
     gate, up = experts.gate_up_proj[2].chunk(2)
     expected = gate[4].square().sum() + up[4].square().sum() + experts.down_proj[2, :, 4].square().sum()
     assert scores.shape == (LAYERS, EXPERTS, CHANNELS)
     torch.testing.assert_close(scores[1, 2, 4], expected)
-    first, second = fisher.gradients(gated, BLOCKS)
+    first, second = of_gates(gated, BLOCKS)
     assert first["experts"].shape == second["experts"].shape == scores.shape
     assert not first["experts"][1, IDLE].any() and (second["experts"] >= 0).all() and second["experts"].any()

@@ -10,7 +10,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.methods import depth, fisher, flap, llm_pruner, lorap, loraprune, magnitude, slimllm, tyr, wanda_sp
+from ddp_study import gradient_scores
+from ddp_study.activation_scores import depth, exempt_lowest, flap, lorap, slimllm, tyr, wanda_sp
+from ddp_study.gradient_scores import llm_pruner, llm_pruner_mixed, loraprune, of_gates
+from ddp_study.scores import magnitude
 from ddp_vllm.families import dimensions_of, family_of
 
 BLOCKS = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -69,7 +72,7 @@ def test_magnitude_counts_all_that_goes_with_a_unit(family: type[Any], head_unit
     shared = key[4:8].square().sum() + value[4:8].square().sum()
     first = 8 if head_unit == "kv-group" else 12
     own = query[first:].square().sum() + attention.o_proj.weight[:, first:].square().sum()
-    scores = magnitude.score(gated, BLOCKS)
+    scores = magnitude(gated, BLOCKS)
     torch.testing.assert_close(scores["attn"][0, -1], own + (shared if head_unit == "kv-group" else shared / 2))
     expected = gate[7].square().sum() + up[7].square().sum() + mlp.down_proj.weight[:, 7].square().sum()
     torch.testing.assert_close(scores["mlp"][0, 7], expected)
@@ -79,7 +82,7 @@ def test_wanda_sp(gated: GatedModel, seen: Seen) -> None:
     def expected(x_TI: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
         return torch.stack([w_OI[:, i].abs().sum() * x_TI[:, i].square().mean().sqrt() for i in range(w_OI.shape[1])])
 
-    scores = wanda_sp.score(gated, BLOCKS)
+    scores = wanda_sp(gated, BLOCKS)
     torch.testing.assert_close(scores["mlp"][0], expected(seen.x["down"], seen.mlp.down_proj.weight))
     heads = expected(seen.x["o"], seen.attention.o_proj.weight)
     torch.testing.assert_close(scores["attn"][0], torch.stack([heads[:SIZE].sum(), heads[SIZE:].sum()]))
@@ -92,7 +95,7 @@ def test_flap(gated: GatedModel, seen: Seen) -> None:
         value = x_TI.var(0, correction=0) * w_OI.square().sum(0)
         return (value - value.mean()) / value.std()
 
-    scores = flap.score(gated, BLOCKS)
+    scores = flap(gated, BLOCKS)
     torch.testing.assert_close(scores["mlp"][0], expected(seen.x["down"], seen.mlp.down_proj.weight))
     heads = expected(seen.x["o"], seen.attention.o_proj.weight)
     torch.testing.assert_close(scores["attn"][0], heads.view(HEADS, SIZE).sum(1), rtol=1e-4, atol=1e-5)
@@ -113,7 +116,7 @@ def weight_gradients(gated: GatedModel, name: str, blocks: torch.Tensor = BLOCKS
 @pytest.mark.parametrize("mixed", [False, True])
 def test_llm_pruner(mixed: bool, gated: GatedModel) -> None:
     """Channel 5 of the MLP and KV group 1, weight by weight."""
-    scores = (llm_pruner.mixed if mixed else llm_pruner.taylor)(gated, BLOCKS)
+    scores = (llm_pruner_mixed if mixed else llm_pruner)(gated, BLOCKS)
 
     def value(name: str) -> torch.Tensor:
         weight = gated.model.get_submodule(f"model.layers.0.{name}").weight
@@ -131,7 +134,7 @@ def test_llm_pruner(mixed: bool, gated: GatedModel) -> None:
 def test_loraprune_at_its_first_step(gated: GatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """B is 0 then, so the estimate is s·g·Aᵀ·A; of an A that is the identity it is the gradient itself."""
 
-    def identity(weight: torch.Tensor, _: torch.Generator) -> loraprune.Addition:
+    def identity(weight: torch.Tensor, _: torch.Generator) -> gradient_scores.Addition:
         return nn.Parameter(torch.zeros_like(weight)), nn.Parameter(torch.eye(weight.shape[1]))
 
     def value(name: str, dim: int, num_units: int) -> torch.Tensor:
@@ -139,8 +142,8 @@ def test_loraprune_at_its_first_step(gated: GatedModel, monkeypatch: pytest.Monk
         sums = (weight * weight_gradients(gated, name, BLOCKS[:1])[0]).abs().sum(dim).view(num_units, -1).sum(1)
         return sums / sums.norm()  # of heads or channels, as LoRAPrune's code
 
-    monkeypatch.setattr(loraprune, "_addition", identity)
-    scores = loraprune.score(gated, BLOCKS[:1])
+    monkeypatch.setattr(gradient_scores, "_addition", identity)
+    scores = loraprune(gated, BLOCKS[:1])
     channels = sum(value(f"mlp.{name}_proj", dim, CHANNELS) for name, dim in (("gate", 1), ("up", 1), ("down", 0)))
     torch.testing.assert_close(scores["mlp"][0], channels, rtol=1e-4, atol=1e-7)
     heads = sum(value(f"self_attn.{name}_proj", dim, HEADS) for name, dim in (("q", 1), ("k", 1), ("v", 1), ("o", 0)))
@@ -154,20 +157,20 @@ def lorap_norms(seen: Seen) -> torch.Tensor:
 
 def test_lorap(gated: GatedModel, seen: Seen) -> None:
     activation = seen.x["down"].square().mean(0).sqrt()
-    scores = lorap.score(gated, BLOCKS)
+    scores = lorap(gated, BLOCKS)
     expected = lorap_norms(seen) + activation * seen.mlp.down_proj.weight.norm(dim=0)
     torch.testing.assert_close(scores["mlp"][0], expected)
-    assert torch.equal(scores["attn"], wanda_sp.score(gated, BLOCKS)["attn"])
+    assert torch.equal(scores["attn"], wanda_sp(gated, BLOCKS)["attn"])
 
 
 def test_the_lowest_hundredth_of_a_layer_stays() -> None:
-    scores = lorap.exempt_lowest(torch.arange(400.0).view(2, 200).flip(1))
+    scores = exempt_lowest(torch.arange(400.0).view(2, 200).flip(1))
     assert scores[:, -2:].isinf().all() and scores[:, :-2].isfinite().all()
 
 
 def test_slimllm(gated: GatedModel, seen: Seen) -> None:
     """Correlations by torch's own, over tokens, of each output of attention; principal components by an SVD."""
-    scores = slimllm.score(gated, BLOCKS)
+    scores = slimllm(gated, BLOCKS)
     weight = seen.attention.o_proj.weight
     parts = [seen.x["o"][:, g * SIZE : (g + 1) * SIZE] @ weight[:, g * SIZE : (g + 1) * SIZE].T for g in range(HEADS)]
     whole = parts[0] + parts[1]
@@ -186,7 +189,7 @@ def test_slimllm(gated: GatedModel, seen: Seen) -> None:
 
 def test_tyr(gated: GatedModel, seen: Seen) -> None:
     """By the definition, a group at a time."""
-    scores = tyr.score(gated, BLOCKS)
+    scores = tyr(gated, BLOCKS)
     for block, x, w_OI, size in (
         ("attn", seen.x["o"], seen.attention.o_proj.weight, SIZE),
         ("mlp", seen.x["down"], seen.mlp.down_proj.weight, 1),
@@ -202,7 +205,7 @@ def test_tyr(gated: GatedModel, seen: Seen) -> None:
 
 def test_gradients_of_gates(gated: GatedModel) -> None:
     """By the stock model with channel 3 scaled by hand: a difference quotient; squares are those of single tokens."""
-    first, second = fisher.gradients(gated, BLOCKS)
+    first, second = of_gates(gated, BLOCKS)
     down: Any = gated.model.get_submodule("model.layers.0.mlp.down_proj")
 
     def loss(scale: float) -> torch.Tensor:
@@ -227,16 +230,16 @@ def test_influence_is_how_far_a_layer_turns_its_input() -> None:
     for tokens in BLOCKS.split(1):
         states = model.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
         expected += 1 - F.cosine_similarity(states[0], states[1], dim=-1).mean()
-    scores = depth.score(gated, BLOCKS)
+    scores = depth(gated, BLOCKS)
     for kind, shape in gated.shapes.items():
         assert scores[kind].shape == shape and scores[kind].unique().numel() == 2
         torch.testing.assert_close(scores[kind][0, 0], expected)
 
 
-SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [wanda_sp.score, slimllm.score, llm_pruner.mixed]
+SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [wanda_sp, slimllm, llm_pruner_mixed]
 
 
-@pytest.mark.parametrize("score", [*SCORES, loraprune.score])
+@pytest.mark.parametrize("score", [*SCORES, loraprune])
 def test_a_score_leaves_the_model_as_it_was(score: Callable[[GatedModel, torch.Tensor], Masks]) -> None:
     gated = make(LlamaConfig, "kv-group")
     model: Any = gated.model
