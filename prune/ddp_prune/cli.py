@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from ddp_prune.read_recipe import INHERITED
 from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe
 from ddp_vllm import api
+from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.pages.tables import TABLES
 
@@ -152,7 +153,7 @@ def prune(
     """
     settings = _settings(**given(settings))
     if dry_run:
-        click.echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
+        echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
         return
     settings |= {"overwrite": overwrite, "tracker": tracker}
     api.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
@@ -201,7 +202,7 @@ def _settings(*, quant_friendly: bool = False, **settings: Any) -> dict[str, Any
 def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
     """Cut MODEL again from published masks alone; no text and no training needed."""
     api.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
-    click.echo(f"written: {output}")
+    echo(f"written: {output}")
 
 
 @click.command()
@@ -218,7 +219,7 @@ def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
     It needs an environment of its own beside vLLM's: pip install "ddp-vllm[quantize]". Weights are rounded to the
     nearest, which takes no text. First it says which layers' widths a kernel will not take, and what cures it.
     """
-    click.echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")
+    echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")
 
 
 @click.command()
@@ -265,4 +266,4 @@ def study(
     if texts:
         settings |= {"data": texts[0], "other_data": texts[1:]}
     page = api.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
-    click.echo(f"written: {page}")
+    echo(f"written: {page}")

@@ -76,8 +76,8 @@ def _open(folder: Path) -> Checkpoint:
     if checkpoint.widths.table.has_experts:
         if checkpoint.stock or not is_pruned(folder):  # transformers keeps its experts in one tensor, no module
             raise SettingError(
-                f"{folder} has routed experts, which quantize would leave as they are: it rounds linear layers alone. It "
-                f"is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
+                f"{folder} has routed experts, which quantize would leave as they are: it rounds linear layers alone. "
+                f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
                 f"vllm serve {folder} --quantization fp8"
             )
         raise SettingError(
