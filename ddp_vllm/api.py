@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import SettingError, printable
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.manifest import check_manifest
 from ddp_vllm.masks import MASKS_FILE
@@ -355,8 +355,9 @@ def _learning(module: str) -> Any:
 
 
 def _console(verbose: bool) -> Any:
-    return _part("rich.console").Console(quiet=not verbose, soft_wrap=True)  # lines are copied, so never wrapped
+    console = _part("ddp_vllm.pages.terminal").SafeConsole
+    return console(quiet=not verbose, soft_wrap=True)  # lines are copied, so never wrapped
 
 
 def _say(verbose: bool) -> Any:
-    return print if verbose else lambda _line: None
+    return (lambda line: print(printable(line))) if verbose else lambda _line: None

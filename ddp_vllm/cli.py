@@ -80,6 +80,11 @@ def _one_line(text: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE * 2 // 3]} … {line[-LONGEST_LINE // 3 :]}"
 
 
+def echo(text: object, *, err: bool = False) -> None:
+    """Print a line of a verb; control characters of a name in it are shown, and not obeyed by the terminal."""
+    click.echo(printable(str(text)), err=err)
+
+
 class _Lazy(click.Group):
     """A group whose verbs are imported when they are used."""
 
@@ -113,22 +118,22 @@ class _Lazy(click.Group):
             rank = os.environ.get("LOCAL_RANK", "0")  # of several processes on a machine one speaks …
             if rank == "0" or isinstance(error, TrainingError):  # … but one alone may run out of memory
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
-                click.echo(f"{who}: {_one_line(str(error))}", err=True)
+                echo(f"{who}: {_one_line(str(error))}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as stopped:
-            click.echo(f"\nddp-vllm: {stopped if str(stopped) else 'stopped'}", err=True)
+            echo(f"\nddp-vllm: {stopped if str(stopped) else 'stopped'}", err=True)
             ctx.exit(INTERRUPTED)
         except ModuleNotFoundError as error:
             if ctx.params["debug"] or (error.name or "").startswith("ddp_"):
                 raise
             package = (error.name or "").partition(".")[0].replace("_", "-")
-            click.echo(f"ddp-vllm: the package {package} is not installed; {remedy(package)}", err=True)
+            echo(f"ddp-vllm: the package {package} is not installed; {remedy(package)}", err=True)
             ctx.exit(DdpError.exit_code)
         except (OSError, UnicodeError, RecursionError) as error:  # of a file or a name; other errors are faults of ours
             if ctx.params["debug"]:
                 raise
             reason = _one_line(str(error)) or type(error).__name__
-            click.echo(f"ddp-vllm: {reason}; --debug shows what led to it", err=True)
+            echo(f"ddp-vllm: {reason}; --debug shows what led to it", err=True)
             ctx.exit(DdpError.exit_code)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from ddp_vllm import api
+from ddp_vllm.cli import echo
 
 
 @click.command()
@@ -23,4 +24,4 @@ def export(folder: Path, output: Path, form: str, type_name: str, overwrite: boo
     llama-server -m pruned.gguf
     """
     api.export_gguf(folder, output=output, type_name=type_name, overwrite=overwrite, verbose=True)
-    click.echo(f"written: {output} ({output.stat().st_size / 1e6:,.0f} MB)")
+    echo(f"written: {output} ({output.stat().st_size / 1e6:,.0f} MB)")

@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
+from ddp_vllm.cli import echo
 from ddp_vllm.errors import DdpError, ModelError, OutputError, TextError
 from ddp_vllm.output import atomic_file, atomic_folder, locked
 
@@ -185,4 +186,4 @@ def fetch(name: str) -> None:
 
     The models come as GGUF files, SmolLM2 of 4 bits, and are dequantised, so they are not equal to the originals.
     """
-    click.echo(fetch_conversations() if name == "sharegpt" else fetch_model(name))
+    echo(fetch_conversations() if name == "sharegpt" else fetch_model(name))

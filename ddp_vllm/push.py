@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import echo
 from ddp_vllm.errors import OutputError, SettingError
 from ddp_vllm.manifest import MANIFEST, check_manifest, to_text
 from ddp_vllm.pages.card import model_card
@@ -47,9 +48,9 @@ def push(
         dry_run=dry_run,
     )  # fmt: skip
     for name, size in sizes.items():
-        click.echo(f"{size:>15,}  {name}")
+        echo(f"{size:>15,}  {name}")
     total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
-    click.echo(f"{total} {'would go' if dry_run else 'went'} to {repository}")
+    echo(f"{total} {'would go' if dry_run else 'went'} to {repository}")
 
 
 def publish(

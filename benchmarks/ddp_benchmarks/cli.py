@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import PHASES, Workload
 
@@ -89,7 +90,7 @@ def sharegpt(
             console.print(f"{output} keeps vLLM's raw results")
             console.print(_picture(results, output.with_suffix(".png")))
             if as_json:
-                click.echo(json_line(results))
+                echo(json_line(results))
 
 
 def _picture(results: Mapping[str, Any], path: Path) -> str:
@@ -165,7 +166,7 @@ def kernel(
             print_kernel(results, console)
             console.print(f"{output} keeps every ratio and width")
             if as_json:
-                click.echo(kernel_line(results))
+                echo(kernel_line(results))
 
 
 @bench.command()
@@ -223,7 +224,7 @@ def steps(
     if output:
         write_results(found, output)
     if as_json:
-        click.echo(json.dumps(found))
+        echo(json.dumps(found))
 
 
 @click.command()

@@ -64,4 +64,4 @@ def result_line(
         "versions": where["versions"],
         "seed": seed,
     }
-    return json.dumps(line | answers, ensure_ascii=False, default=str)
+    return json.dumps(line | answers, default=str)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ddp_benchmarks.protocol import result_line
 from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score
+from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu, ratio_text, spread
 
 FILE_WIDTH = 200  # characters; with rich's 80 the columns of several models are cut off
@@ -47,7 +48,7 @@ def plain_console() -> Console:
     In a file tables are as wide as they need.
     """
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
-    return Console(highlight=False, markup=False, emoji=False, width=width, soft_wrap=True)
+    return SafeConsole(highlight=False, markup=False, emoji=False, width=width, soft_wrap=True)
 
 
 def print_report(results: Mapping[str, Any], console: Console) -> None:

@@ -8,6 +8,7 @@ import click
 from ddp_prune.cli import Sizes
 from ddp_study.tables import TABLES
 from ddp_vllm import api
+from ddp_vllm.cli import echo
 
 
 @click.command()
@@ -54,4 +55,4 @@ def study(
     if texts:
         settings |= {"data": texts[0], "other_data": texts[1:]}
     page = api.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
-    click.echo(f"written: {page}")
+    echo(f"written: {page}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ddp_vllm import api
+from ddp_vllm.cli import echo
 
 
 @click.command()
@@ -14,14 +15,12 @@ from ddp_vllm import api
 def inspect(folder: Path, as_json: bool) -> None:
     """Check a pruned checkpoint and show what each layer has left."""
     if as_json:
-        click.echo(json.dumps(api.inspect(folder)))
+        echo(json.dumps(api.inspect(folder)))
         return
     checkpoint = api.read(folder)
-    from rich.console import Console
+    from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
-    from ddp_vllm.pages.terminal import print_checkpoint
-
-    print_checkpoint(checkpoint, Console(soft_wrap=True))
+    print_checkpoint(checkpoint, SafeConsole(soft_wrap=True))
 
 
 @click.command()
@@ -32,7 +31,7 @@ def verify(folder: Path) -> None:
     Nothing may be missing, changed or added but the results of `eval` and `bench`. Then the checkpoint is checked as
     by `inspect`.
     """
-    click.echo(f"{folder}: {len(api.verify(folder))} files are as they were written")
+    echo(f"{folder}: {len(api.verify(folder))} files are as they were written")
 
 
 @click.command()
@@ -43,7 +42,7 @@ def report(folder: Path, output: Path | None) -> None:
 
     `prune` does this by itself; FOLDER is any pruned checkpoint.
     """
-    click.echo(f"written: {api.report(folder, output=output)}")
+    echo(f"written: {api.report(folder, output=output)}")
 
 
 @click.command()
@@ -79,7 +78,7 @@ def compare(
     if tolerance is not None:
         from ddp_vllm.pages.compare import choice
 
-        click.echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
+        echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
     for note, command in comparison.notes.items():
-        click.echo(f"{note}: {command}" if command else note, err=True)
-    click.echo(f"{output} and {output.with_suffix('.md')}")
+        echo(f"{note}: {command}" if command else note, err=True)
+    echo(f"{output} and {output.with_suffix('.md')}")

@@ -1,12 +1,13 @@
 """What `inspect` prints of a checkpoint: widths layer by layer, totals, and the quality it states."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich import table as rich_table
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import printable
@@ -26,6 +27,14 @@ from ddp_vllm.pages.summary import (
 from ddp_vllm.remote_code.widths import dense_expert_size, dense_kv_heads
 
 BAR = 24  # characters
+
+
+class SafeConsole(Console):
+    """A console that shows the control characters of names in what it prints; a terminal would obey them."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
 
 
 def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from ddp_prune.read_recipe import INHERITED
 from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe, kind_of
 from ddp_vllm import api
+from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import read_provenance
 from ddp_vllm.pages.summary import trained_together
@@ -153,7 +154,7 @@ def prune(
     """
     settings = _settings(**given(settings))
     if dry_run:
-        click.echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
+        echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
         return
     settings |= {"overwrite": overwrite, "tracker": tracker}
     api.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
@@ -209,12 +210,12 @@ def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite:
     provenance = read_provenance(masks)
     if (together := trained_together(provenance)) or "recovery" in provenance:
         when = "together with" if together else "after"
-        click.echo(
+        echo(
             f"warning: weights were trained {when} these masks, which do not hold them; {output} has the dense model's "
             f"weights and is worse until ddp-vllm recover {output} trains them",
             err=True,
         )
-    click.echo(f"written: {output}")
+    echo(f"written: {output}")
 
 
 @click.command()
@@ -231,4 +232,4 @@ def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
     It needs an environment of its own beside vLLM's: pip install "ddp-vllm[quantize]". Weights are rounded to the
     nearest, which takes no text. First it says which layers' widths a kernel will not take, and what cures it.
     """
-    click.echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")
+    echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")

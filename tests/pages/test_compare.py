@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.table import Table
 from written_folders import MACHINE, write_bench, write_evaluation, write_masks, write_model
 
 from ddp_vllm.cli import main
@@ -18,6 +20,7 @@ from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.facts import describe_model
 from ddp_vllm.pages.compare import headline, task_table
 from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
+from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import judge, verdicts
 
 HALF = [(1, 5), (1, 9)]
@@ -275,6 +278,19 @@ def test_a_page_whose_table_cannot_be_written_is_not_written_either(tmp_path: Pa
     result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "pages" / ("p" * 240))])
     assert result.exit_code == 5 and "cannot be written" in result.stderr
     assert list((tmp_path / "pages").iterdir()) == []
+
+
+def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:
+    """Of the page, of the model, and in the line of rich; none reaches the terminal."""
+    pruned = write_pruned(tmp_path / "half\x1b]0;evil\x07", "owner/dense")
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page\x1b[31m.html")])
+    assert result.exit_code == 0, result.output
+    assert "\\x1b]0;evil\\x07 was not evaluated" in result.stderr and "page\\x1b[31m.html and" in result.stdout
+    with (console := SafeConsole(force_terminal=True)).capture() as capture:
+        console.print("\x1b]0;evil", style="bold", markup=False)
+        console.print(Table("\x1b[2Jcell"))
+    shown = re.sub(r"\x1b\[[\d;]*m", "", result.output + capture.get())  # colors are rich's own
+    assert "\x1b" not in shown and "\\x1b]0;evil" in shown and "\\x1b[2J" in shown
 
 
 @pytest.mark.parametrize("tolerance", ["-1", "0", "nan", "inf"])
