@@ -194,7 +194,9 @@ class Sources:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 return node, module
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
                 if alias.name == "*" or name == (alias.asname or alias.name):
                     parts = package.split(".")
                     root = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
