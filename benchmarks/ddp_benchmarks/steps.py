@@ -116,7 +116,8 @@ def prefill_before_decode(scheduler: Any) -> None:
     schedule = scheduler.schedule
 
     def held(*arguments: Any, **options: Any) -> Any:
-        prefilling, decoding = [], []
+        prefilling: list[Any] = []
+        decoding: list[Any] = []
         for request in scheduler.running:
             (prefilling if request.num_computed_tokens < request.num_prompt_tokens else decoding).append(request)
         if not prefilling and not scheduler.waiting:

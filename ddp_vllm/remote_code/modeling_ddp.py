@@ -60,14 +60,17 @@ class RemovedAttention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
 
-    def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
-        if past_key_values is not None:  # the cache asks its first layer how many tokens it has seen
+    def forward(
+        self, hidden_states: torch.Tensor, cache: Any = None, past_key_values: Any = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        cache = past_key_values if cache is None else cache  # the name that older transformers give it
+        if cache is not None:  # the cache asks its first layer how many tokens it has seen
             batch, tokens, _hidden = hidden_states.shape
-            layers = past_key_values.layers
-            cache = layers[self.layer_idx] if self.layer_idx < len(layers) else None
-            width = getattr(cache, "q_group_size", 1)  # a quantised cache stores groups of so many numbers
+            layers = cache.layers
+            own = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+            width = getattr(own, "q_group_size", 1)  # a quantised cache stores groups of so many numbers
             empty = hidden_states.new_zeros(batch, 1, tokens, width)
-            past_key_values.update(empty, empty, self.layer_idx)
+            cache.update(empty, empty, self.layer_idx)
         return torch.zeros_like(hidden_states), None
 
 

@@ -10,12 +10,14 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
+from vllm.version import __version__, __version_tuple__
 
 from ddp_plugins.padding import fit
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, dense_kv_heads, parse_layers
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
+TESTED = (0, 32)  # the newest version of vLLM that the tests ran on
 RETRAIN = "it was made for other widths: train the adapter on this pruned folder"
 SLIDING = "sliding_attention"  # as in `layer_types`, where transformers says which layers see a window only
 
@@ -25,6 +27,19 @@ logger = init_logger("vllm.ddp_plugins.limits")
 def plain_config(config: Any) -> dict[str, Any]:
     """Return the fields of a transformers config as `config.json` has them; its model type belongs to the class."""
     return vars(config) | {"model_type": config.model_type}
+
+
+def warn_of_new_vllm() -> None:
+    """Tell once, where a pruned model is served, that the installed vLLM is newer than the tests know."""
+    if __version_tuple__[:2] > TESTED:
+        tested = ".".join(map(str, TESTED))
+        logger.warning_once(
+            "vLLM %s is newer than %s, the last version that ddp-vllm was tested with. If this pruned model does not "
+            "start, or answers otherwise than in transformers, install vLLM %s.",
+            __version__,
+            tested,
+            tested,
+        )
 
 
 class Limits(VerifyAndUpdateConfig):

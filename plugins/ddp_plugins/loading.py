@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 
+from ddp_plugins.limits import warn_of_new_vllm
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import is_mask
 from ddp_vllm.remote_code.widths import ModelWidths
@@ -26,6 +27,7 @@ class CheckedLoading:
 
     def expect_weights(self, vllm_config: VllmConfig, widths: ModelWidths, projections: Iterable[str]) -> None:
         """State what `load_weights` checks against. projections: modules on disk that vLLM has and pruning may cut."""
+        warn_of_new_vllm()
         unknown = [name for name in projections if widths.expected(f"{name}.weight") is None]
         assert not unknown, f"{unknown[0]} is not in the family's table in tensors.py: neither checked nor padded"
         self.widths = replace(widths, is_quantised=widths.is_quantised or vllm_config.quant_config is not None)

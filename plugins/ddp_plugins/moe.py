@@ -102,8 +102,8 @@ class NonUniformExperts(CheckedLoading):
         for name, module in self.named_modules():
             if isinstance(module, RoutedExperts):
                 on_disk = name.rpartition(".")[0]
-                for expert in module.expert_map_manager.get_local_expert_ids():
-                    if module.quant_method.widths[expert]:
+                for expert, width in enumerate(module.quant_method.widths):
+                    if width and module.expert_map_manager.is_local_expert(expert):
                         for part in (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name):
                             yield f"{on_disk}.{expert}.{part}"
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.model_executor.utils import set_weight_attrs
 
 from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert
 from ddp_plugins.padding import share_channels
@@ -46,7 +46,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         """Give `layer` its packed weights, w13 `[2, S, H]` and w2 `[S, H]`, zero where rows are padding."""
         if layer.activation is not MoEActivation.SILU or layer.apply_router_weight_on_input:
             raise CheckpointError(f"{layer.layer_name}: experts are served with hidden_act=silu only")
-        local = layer.expert_map_manager.get_local_expert_ids()
+        local = [expert for expert in range(len(self.widths)) if layer.expert_map_manager.is_local_expert(expert)]
         shares = share_channels([self.widths[e] for e in local], self.moe.tp_rank, self.moe.tp_size, ROW_ALIGNMENT)
         assert len(shares) == num_experts
         self.shares = dict(zip(local, enumerate(shares), strict=True))
@@ -92,8 +92,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         w13, w2 = finish_weights(self.layout, layer.w13_weight.data, layer.w2_weight.data)
-        replace_parameter(layer, "w13_weight", w13)
-        replace_parameter(layer, "w2_weight", w2)
+        layer.w13_weight.data, layer.w2_weight.data = w13, w2  # vLLM 0.33's replace_parameter copies: no huge pages
         if w2.device.type == "cuda":
             from ddp_plugins.moe_kernel import warm_up  # Triton is not there on every CPU
 

@@ -15,11 +15,16 @@ import torch
 import vllm.config.vllm
 from serve_tiny import skip_inspection
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ddp_plugins import limits
 from ddp_vllm.remote_code.widths import head_dim, parse_layers
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs  # since vLLM 0.33
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
 CACHE_BYTES = 1 << 30
 BLOCK = 16  # tokens
