@@ -13,7 +13,8 @@ from ddp_vllm.manifest import MANIFEST, check_manifest, to_text
 from ddp_vllm.pages.card import model_card
 
 CARD = "README.md"
-REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+_PART = r"\w[\w.-]{0,95}(?<![.-])"
+REPOSITORY = re.compile(rf"(?!.*(--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)  # as the hub's own client checks
 
 
 @click.command()
@@ -71,15 +72,12 @@ def publish(
         OutputError if the hub does.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    try:
-        validate_repo_id(repository)
-        fault = "" if REPOSITORY.fullmatch(repository) else "it must be OWNER/NAME"
-    except HFValidationError as error:
-        fault = str(error).partition(f": {repository!r}")[0]
-    if fault:
-        raise SettingError(f"{repository} is no name of a repository ({fault}); give OWNER/NAME, as me/llama-pruned")
+    if not REPOSITORY.fullmatch(repository):
+        raise SettingError(
+            f"{repository} is no name of a repository; give OWNER/NAME of letters, digits, '_', '-' and '.', each "
+            "beginning and ending with a letter, digit or '_', without '--', '..' or a final '.git'"
+        )
     folder = Path(folder)
     hashes, checkpoint = check_manifest(folder), read_checkpoint(folder)
     card = model_card(
