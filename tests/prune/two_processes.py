@@ -186,12 +186,10 @@ def keep_weights(model: str, folder: Path) -> None:
         for tensor in held():
             tensor.zero_()
         weights.optimizer.state.clear()  # as in a process that has just started
-        resuming = -moments + measured(
-            lambda run=run, weights=weights: weights.restore(*load_run(run, accelerator)[:2])
-        )
+        resuming = measured(lambda run=run, weights=weights: weights.restore(*load_run(run, accelerator)[:2]))
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
         finishing = measured(weights.finish)
-        peaks[name] = {"save": saving, "resume": resuming, "finish": finishing, "same": all(same)}
+        peaks[name] = {"save": saving, "resume": resuming - moments, "finish": finishing, "same": all(same)}
     with patch("ddp_prune.devices.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
