@@ -34,7 +34,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("batch_size", 0, "at least 1"),
     ("micro_batch_size", -1, "at least 0"),
     ("heldout_blocks", 0, "at least 1"),
-    ("save_every", 0, "at least 1"),
+    ("save_every", -1, "at least 0"),
     ("seq_len", 7, "at least 8"),
     ("distillation", -0.1, "at least 0"),
     ("distillation", float("nan"), "finite"),
