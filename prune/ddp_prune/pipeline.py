@@ -26,7 +26,7 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam
+from ddp_prune.exam import Exam, bos_warning
 from ddp_prune.export import Become, export, layer_widths
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import (
@@ -195,6 +195,8 @@ class Pruning:
             raise ModelError(
                 f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
             )
+        if warning := bos_warning(gated.model, recipe.model, self.tokenizer, self.blocks.heldout):
+            self.say(warning)
         weights = dense_model = None
         if recipe.learn == "full":
             dense_model = load(source, recipe, accelerator)
