@@ -26,7 +26,7 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam
+from ddp_prune.exam import Exam, bos_warning
 from ddp_prune.export import Become, export, layer_widths
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import (
@@ -208,6 +208,8 @@ class Pruning:
             raise ModelError(
                 f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
             )
+        if warning := bos_warning(gated.model, recipe.model, self.tokenizer, self.blocks.heldout):
+            self.say(warning)
         dense_model = load(source, recipe, accelerator) if full and recipe.distillation > 0 else None
         phase = partial(_phase, recipe, {pool.name: 1.0 - pool.keep_ratio for pool in self.pools})
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:

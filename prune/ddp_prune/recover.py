@@ -25,7 +25,7 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam
+from ddp_prune.exam import Exam, bos_warning
 from ddp_prune.export import export_recovered
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress, show
@@ -230,6 +230,8 @@ class Recovery:
     def learn(self, console: Console) -> None:
         """Judge both models, let the pruned one learn, and judge it again."""
         self.exam.take("dense", self.dense)
+        if warning := bos_warning(self.dense, self.recipe.model, self.tokenizer, next(iter(self.exam.texts.values()))):
+            self.say(warning)
         self.exam.take("pruned", self.model)
         self._give(*self.blocks)
         with StepProgress(console, self.recipe.steps, _phase, self.accelerator.is_main_process) as report:
