@@ -122,9 +122,8 @@ def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> 
         states = final_hidden(model, tokens[None]), final_hidden(model, F.pad(tokens, (1, 0), value=bos)[None])[1:]
         without, after = (negative_log_likelihood(each, head, tokens[1:]) / len(tokens[1:]) for each in states)
         found.append((without, after))
-    gains = [without - after for without, after in found]
-    error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-    if statistics.fmean(gains) < max(BOS_GAIN, 2 * error):
+    gain, error = mean_loss([without - after for without, after in found])
+    if gain < max(BOS_GAIN, 2 * (error or 0.0)):
         return ""
     without, after = (perplexity_of(values) for values in zip(*found, strict=True))
     token = tokenizer.convert_ids_to_tokens(bos)

@@ -48,7 +48,7 @@ def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(leaning: Path, tiny_t
     assert found and float(found[1]) < 0.9 * float(found[2])
     remedy = found[3].removeprefix("add it: ")
     mended = Path(shutil.copytree(leaning, tmp_path / "mended"))
-    exec(f"import transformers; {remedy}".replace(str(leaning), str(mended)))  # noqa: S102: the line that users are told
+    exec(f"import transformers; {remedy}".replace(str(leaning), str(mended)))  # the line that users are told
     assert load_tokenizer(str(mended))("fox")["input_ids"][0] == BOS
     silent = prune(mended, tiny_text, tmp_path / "after")
     assert silent.exit_code == 0 and "leaves out BOS" not in silent.output, silent.output
