@@ -172,7 +172,7 @@ class _Template:
     def marked(self, messages: Sequence[Message]) -> str:
         """Return a conversation with BEGIN and END around what the assistant generates, except the end of its turns.
 
-        Nothing lies between marks if the template does more to the words than to strip, split and drop them.
+        Nothing lies between marks if the template does more to the words than to strip, split or drop them.
         """
         text, replaced, turns = self.render(messages), list(messages), dict[str, tuple[str, str]]()
         for number, message in enumerate(messages):
@@ -183,9 +183,11 @@ class _Template:
                 replaced[number] = {**message, "content": content}
         if not turns:
             return text
+        other, contents = self.render(replaced), "".join(message["content"] for message in replaced)
+        once = all(other.count(sign) <= contents.count(sign) for sign in turns)
         pieces, done = [END], 0
-        for sign, (start, stop) in _spans(text, self.render(replaced), turns).items():
-            start, stop, (before, after) = max(start, done), max(stop, done), turns[sign]  # of a turn arranged twice
+        for sign, (start, stop) in _spans(text, other, turns).items() if once else ():
+            start, stop, (before, after) = max(start, done), max(stop, done), turns[sign]
             if before and (tags := re.compile(before + r"\s*\Z").search(text, done, start)):
                 start = tags.start()
             blanks = text[done + len(text[done:start].rstrip()) : start]
