@@ -231,7 +231,7 @@ def write_into(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def run_folders(output: Path) -> tuple[Path, Path, Path]:
     """Return the folder of a run, that of the run it put aside, and the first one's name while it is deleted."""
-    run, old, deleted = (output.with_name(f"{output.name}.run{ending}") for ending in ("", ".old", ".tmp"))
+    run, old, deleted = (output.parent / f"{output.name}.run{ending}" for ending in ("", ".old", ".tmp"))
     return run, old, deleted
 
 
