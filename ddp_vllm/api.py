@@ -22,7 +22,7 @@ from ddp_vllm.evaluations import default_output
 from ddp_vllm.manifest import check_manifest
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import local_provenance
-from ddp_vllm.output import check_file, check_output
+from ddp_vllm.output import check_file, check_output, clear, is_unfinished
 from ddp_vllm.results import results_folder
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def _written(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prune(recipes: Any, output: Path, *, overwrite: bool, tracker: str | None, verbose: bool) -> list[Checkpoint]:
-    if not (recipes[0].recover or len(recipes) > 1) or not output.is_dir():  # there may be something to go on from
+    clear(output)
+    resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
+    if not resumes:
         check_output(output, overwrite=overwrite)
     run = _learning("ddp_prune.pipeline").prune
     folders = run(recipes, output, overwrite=overwrite, tracker=tracker, console=_console(verbose))
@@ -110,7 +112,8 @@ def recover(
     given is as when the masks were learned. The other arguments are those of `prune`.
     """
     output = Path(output)
-    check_output(output, overwrite=overwrite)
+    clear(output)
+    check_output(output, overwrite=overwrite or is_unfinished(output))
     read_checkpoint(Path(model))
     provenance = local_provenance(Path(model) / MASKS_FILE)
     cut_from = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}

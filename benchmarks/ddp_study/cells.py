@@ -233,7 +233,8 @@ class Cells:
             return trainer
 
         make = row.method.trainer if isinstance(row.method, Search) else go_on
-        facts = fingerprint([text.train], weight_files(self.source.folder), companions(self.source.folder))
+        files = weight_files(self.source.folder), companions(self.source.folder)
+        facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
         run, weights, teacher = RunState(path.with_suffix(""), recipe, learned_from=facts), None, None
         with run.locked():
             if recipe.learn == "full":

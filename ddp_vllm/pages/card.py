@@ -11,6 +11,7 @@ from ddp_vllm.origins import is_hub_name
 from ddp_vllm.pages.evidence import block_losses
 from ddp_vllm.pages.page import Table, markdown_table
 from ddp_vllm.pages.summary import (
+    adaptation,
     has_experts,
     learning,
     perplexities,
@@ -178,6 +179,7 @@ def _perplexity(checkpoint: Checkpoint, place: str) -> str:
         f"Perplexity of a token on held-out text of {texts_of(provenance)} ({quality['tokens']:,} tokens): "
         f"{perplexities(quality)}."
     )
+    stated = " ".join([stated, *adaptation(quality)])
     try:
         losses = block_losses(quality)
     except ValueError:  # of another's making

@@ -5,27 +5,31 @@ of the hub, which is streamed. A row has a text, or a conversation, which the to
 has a row with an instruction and what was answered.
 """
 
+import errno
 import glob
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ddp_prune.templates import Templates
-from ddp_vllm.cache import cache_folder
+from ddp_vllm.cache import cache_folder, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says of a disk that is full, or of a file that is as large as it may be."""
 DEEPEST = 100  # objects and lists in each other, in a line of JSON
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # or one that does not end: every byte is looked at once
 INSTRUCTION = (("instruction", "prompt"), ("response", "output", "completion"), ("context", "input"))
 """Columns of what is asked, answered, and given beside the question; the first that says something is taken."""
+USED = {"text", "conversations", "messages", *itertools.chain.from_iterable(INSTRUCTION)}
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
 
 
@@ -45,16 +49,30 @@ def open_rows(name: str, column: str = "") -> Any:
         hub_name, configuration, split = [*name.split(":", 2), "", ""][:3]
         rows = datasets.load_dataset(hub_name, configuration or None, split=split or "train", streaming=True)
     if not column or _kind(path) == "text":
-        return rows
+        used = [name for name in rows.column_names or () if name in USED]
+        return rows.select_columns(used) if used else rows  # rows of thousands of columns take minutes to decode
     columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
     if column not in columns:
         raise TextError(f"{name} has no column {column}, only {', '.join(columns)}; name another with --text-column")
     return rows.select_columns([column]).rename_column(column, "text")
 
 
-def reading_text(data: str) -> AbstractContextManager[None]:
-    """Raise TextError for what `datasets` raises in the block, from pyarrow's errors to the hub's."""
-    return reading(data, TextError, f"give a hub dataset or a {_kinds()} file", how=" as text")
+@contextmanager
+def reading_text(data: str) -> Iterator[None]:
+    """Raise TextError for what `datasets` raises in the block, from pyarrow's errors to the hub's.
+
+    Raises: OutputError instead where the disk that holds the cache of `datasets` is full.
+    """
+    with reading(data, TextError, f"give a hub dataset or a {_kinds()} file", how=" as text"):
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause:
+                if isinstance(cause, OSError) and cause.errno in FULL:
+                    raise unwritable_cache(cache_folder(), cause) from error
+                cause = cause.__cause__ or cause.__context__
+            raise
 
 
 def _kinds() -> str:

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationConfig
 
 from ddp_prune.devices import checkpoint_layers
 from ddp_prune.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_prune.templates import Templates
+from ddp_prune.text import leading_bos
 from ddp_vllm.evaluations import mean_loss
 
 PROMPTS = (  # a question of each kind that people ask first, written down before any model had answered
@@ -24,6 +26,8 @@ PROMPTS = (  # a question of each kind that people ask first, written down befor
     "Rewrite this politely: Send me the report now.",
 )
 LONGEST = 64  # tokens of an answer
+BOS_BLOCKS = 4  # held-out blocks that are read with and without BOS
+BOS_GAIN = 0.05  # nats a token; models that lean on BOS lose far more without it
 
 
 class Exam:
@@ -101,6 +105,33 @@ class Exam:
             rise, error = mean_loss(rises, counted)
             if rise > 2 * (error or 0.0):
                 yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
+
+
+@torch.no_grad()
+def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> str:
+    """Return a line on BOS, or "": where the tokenizer leaves out the one of the model's config and the model needs it.
+
+    name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; both times the same tokens are predicted.
+    """
+    bos = model.config.get_text_config().bos_token_id
+    head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1]
+    if type(bos) is not int or not 0 <= bos < len(head.weight) or leading_bos(tokenizer) or not kept[:, 1:].numel():
+        return ""
+    found = list[tuple[float, float]]()
+    for tokens in kept.to(head.weight.device):
+        states = final_hidden(model, tokens[None]), final_hidden(model, F.pad(tokens, (1, 0), value=bos)[None])[1:]
+        without, after = (negative_log_likelihood(each, head, tokens[1:]) / len(tokens[1:]) for each in states)
+        found.append((without, after))
+    gain, error = mean_loss([without - after for without, after in found])
+    if gain < max(BOS_GAIN, 2 * (error or 0.0)):
+        return ""
+    without, after = (perplexity_of(values) for values in zip(*found, strict=True))
+    token = tokenizer.convert_ids_to_tokens(bos)
+    return (
+        f"warning: the tokenizer of {name} leaves out BOS, with which the model reads held-out text at perplexity "
+        f"{after:.2f} instead of {without:.2f}; add it: t = transformers.AutoTokenizer.from_pretrained({name!r}, "
+        f"bos_token={token!r}); t.add_bos_token = True; t.save_pretrained({name!r})"
+    )
 
 
 def _answers(model: Any, tokenizer: Any) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam
+from ddp_prune.exam import Exam, bos_warning
 from ddp_prune.export import Become, export, layer_widths
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import (
@@ -40,21 +40,20 @@ from ddp_prune.model import (
 )
 from ddp_prune.progress import StepProgress, show
 from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
-from ddp_prune.recover import recover
+from ddp_prune.recover import provenance_of, recover
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.speed import predicted, with_profile
 from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
-from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
+from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
-from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.origins import published_recipe
-from ddp_vllm.output import check_output
+from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import METRICS_FILE
 
-BRANCH = "branch"  # where a family keeps how far its search is, beside the folders of its sizes
+BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
 
 
 def prune(
@@ -68,6 +67,8 @@ def prune(
     first, alone = recipes[0], len(recipes) == 1
     folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
     for folder in folders:
+        clear(folder)
+    for folder in folders if alone else [*folders, output / BRANCH]:
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
     check_shares(first, accelerator.num_processes)
@@ -77,23 +78,22 @@ def prune(
     recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipes[-1].to_dict())
-    for place, (recipe, folder) in enumerate(zip(recipes, folders, strict=True)):
-        pruning = in_turn(
-            accelerator, partial(Pruning, recipe, source, shapes, recipes[-1].steps, accelerator, console)
-        )
-        before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
-        after = None if alone else pruning.state(output / BRANCH, recipe)
-        pruning.run(folder, (before, after), overwrite=overwrite)
-        pruning.recover(folder)
+    family = RunState(output / BRANCH, recipes[-1], writes=accelerator.is_main_process and not alone)
+    with ExitStack() as stack:
+        for place, (recipe, folder) in enumerate(zip(recipes, folders, strict=True)):
+            pruning = in_turn(
+                accelerator, partial(Pruning, recipe, source, shapes, recipes[-1].steps, accelerator, console)
+            )
+            if not place:  # model and text suit each other, so there will be something to write
+                with failing_together(accelerator):
+                    stack.enter_context(family.locked())
+            before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
+            after = pruning.state(output / BRANCH, recipe) if recipe is not recipes[-1] else None
+            pruning.run(folder, (before, after), overwrite=overwrite)
+            pruning.recover(folder)
+        family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
-    if accelerator.is_main_process:
-        if after and after.folder.is_dir():
-            after.remove()
-            with suppress(OSError):  # another run's files
-                after.folder.rmdir()
-        for folder in folders:
-            show(folder, first.model, console)
     return folders
 
 
@@ -129,7 +129,8 @@ class Pruning:
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)
         self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
-        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files)
+        profile = recipe.profile if recipe.budget == "latency" else ""
+        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=profile)
 
     def say(self, line: str) -> None:
         """Print a line, from one process."""
@@ -137,35 +138,45 @@ class Pruning:
             self.console.print(line, markup=False, soft_wrap=True)  # [ in the name of a file is a [
 
     def state(self, output: Path, recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> RunState:
-        """Return what is kept beside `output` of a run on this text."""
+        """Return the folder of a run on this text that writes `output`."""
         writes = self.accelerator.is_main_process
         return RunState(output, recipe, learned_from=self.learned_from, writes=writes, say=say)
 
     def run(self, output: Path, branches: Branches, *, overwrite: bool) -> None:
-        """Learn masks and write the pruned checkpoint, unless it was there before."""
+        """Learn masks and write the pruned checkpoint, unless this was done before; draw its report unless it will be
+        recovered; and delete the run."""
         self.announce()
-        if from_main(self.accelerator, _learned_before(self.recipe, output, self.learned_from)):
-            self.say(f"{output} was learned before")
-            return
-        with failing_together(self.accelerator):
-            if self.accelerator.is_main_process:
-                check_output(output, overwrite=overwrite)
-        set_seed(self.recipe.seed)
         run = self.state(output, self.recipe, self.say)
         with ExitStack() as stack:
             with failing_together(self.accelerator):
                 stack.enter_context(run.locked())
-            try:
-                learned, judged, become = self.learn(run, branches)
-            except torch.OutOfMemoryError as error:  # a step says it in words of its own
-                raise TrainingError(
-                    f"{self.recipe.model} and a sequence of {self.recipe.seq_len:,} tokens do not fit into the memory "
-                    "of a device; free it of other processes, lower --seq-len, or cut the weights over more devices "
-                    "with --shard"
-                ) from error
+            if from_main(self.accelerator, _learned_before(self.recipe, output, self.learned_from)):
+                self.say(f"{output} was learned before")
+            else:
+                self.learn_and_write(output, run, branches, overwrite=overwrite)
+            with failing_together(self.accelerator):
+                if self.accelerator.is_main_process:
+                    if not self.recipe.recover or "recovery" in provenance_of(output):
+                        show(output, self.recipe.model, self.console)
+                    if is_unfinished(output):
+                        run.remove()
+
+    def learn_and_write(self, output: Path, run: RunState, branches: Branches, *, overwrite: bool) -> None:
+        """Do both. Raises: OutputError before anything is learned, as `check_output`; TrainingError."""
+        with failing_together(self.accelerator):
             if self.accelerator.is_main_process:
-                self.write(output, run, learned, judged, become, overwrite=overwrite)
-                run.remove()
+                check_output(output, overwrite=overwrite)
+        set_seed(self.recipe.seed)
+        try:
+            learned, judged, become = self.learn(run, branches)
+        except torch.OutOfMemoryError as error:  # a step says it in words of its own
+            raise TrainingError(
+                f"{self.recipe.model} and a sequence of {self.recipe.seq_len:,} tokens do not fit into the memory "
+                "of a device; free it of other processes, lower --seq-len, or cut the weights over more devices "
+                "with --shard"
+            ) from error
+        if self.accelerator.is_main_process:
+            self.write(output, run, learned, judged, become, overwrite=overwrite)
 
     def announce(self) -> None:
         """Say what the run is about to do, a line each."""
@@ -197,6 +208,8 @@ class Pruning:
             raise ModelError(
                 f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
             )
+        if warning := bos_warning(gated.model, recipe.model, self.tokenizer, self.blocks.heldout):
+            self.say(warning)
         dense_model = load(source, recipe, accelerator) if full and recipe.distillation > 0 else None
         phase = partial(_phase, recipe, {pool.name: 1.0 - pool.keep_ratio for pool in self.pools})
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
@@ -245,7 +258,7 @@ class Pruning:
     def recover(self, output: Path) -> None:
         """Let the weights learn afterwards for as long as the recipe says, unless they have."""
         recipe, accelerator = self.recipe, self.accelerator
-        if not recipe.recover or from_main(accelerator, "recovery" in _provenance(output)):
+        if not recipe.recover or from_main(accelerator, "recovery" in provenance_of(output)):
             return
         shared: dict[str, Any] = {
             each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)
@@ -274,7 +287,7 @@ def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accel
     """Return the recipe with `learn` chosen: as an interrupted run for this output had it, or as memory allows now."""
     if recipe.learn != "auto":
         return recipe
-    for saved in (saved_header(output).get("recipe", {}), _provenance(output).get("recipe", {})):
+    for saved in (saved_header(output).get("recipe", {}), provenance_of(output).get("recipe", {})):
         asked = dataclasses.replace(recipe, learn=saved.get("learn", "auto"))
         same = accelerator.is_main_process and _is_by(saved, asked)
         if found := from_main(accelerator, saved["learn"] if same else None):
@@ -286,14 +299,6 @@ def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accel
     return dataclasses.replace(recipe, learn="full" if fits and recipe.controller == "gradual" else "scales")
 
 
-def _provenance(output: Path) -> dict[str, Any]:
-    """Return what a pruned folder says of its making, if there is one."""
-    try:
-        return read_provenance(output / MASKS_FILE)
-    except CheckpointError:
-        return {}
-
-
 def _is_by(saved: dict[str, Any], recipe: Recipe) -> bool:
     """Tell whether saved settings are those of a recipe, where they decide; of paths, checkpoints keep names."""
     ours = published_recipe(json.loads(json.dumps(recipe.to_dict())))
@@ -301,12 +306,13 @@ def _is_by(saved: dict[str, Any], recipe: Recipe) -> bool:
 
 
 def _learned_before(recipe: Recipe, output: Path, learned_from: dict[str, Any]) -> bool:
-    """Tell whether `output` holds what this recipe made of these texts and weights, for the rest to go on from."""
-    found = _provenance(output)
+    """Tell whether `output` holds what this recipe made of these texts and weights, and the command has more to do."""
+    found = provenance_of(output)
     learned_by = found.get("recipe", {})
     same = _is_by(learned_by, recipe)
-    unfinished = recipe.in_family or (recipe.recover and learned_by.get("recover") and "recovery" not in found)
-    return bool(unfinished and same and found.get("learned_from") == learned_from)
+    unrecovered = recipe.recover and learned_by.get("recover") and "recovery" not in found
+    more = recipe.in_family or unrecovered or is_unfinished(output)
+    return bool(more and same and found.get("learned_from") == learned_from)
 
 
 def find_model(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:

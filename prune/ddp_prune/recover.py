@@ -26,7 +26,7 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam
+from ddp_prune.exam import Exam, bos_warning
 from ddp_prune.export import export_recovered
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress, show
@@ -38,31 +38,40 @@ from ddp_prune.weight_trainer import WeightTrainer
 from ddp_prune.weights import highest_rate, local_part
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.origins import local_provenance
+from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import RECOVERY_FILE
 
 
 def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
-    """Do what the verb does: `recover`, then show what came of it."""
+    """Do what the verb does."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
-    if accelerator.is_main_process:
-        show(output, recipe.teacher, console)
 
 
 def recover(
     recipe: RecoveryRecipe, output: Path, accelerator: Accelerator, *, overwrite: bool, console: Console
 ) -> None:
-    """Let the weights of a pruned checkpoint learn from the dense model, and write what they become to `output`.
+    """Train the weights of a pruned checkpoint on the dense model's output, write the result to `output` and show it.
 
-    What a user can get wrong is checked before a model is loaded, whether the output exists by the command line.
+    What a user can get wrong is checked before a model is loaded, whether the output exists by the command line. A
+    command that was killed after it had written the output, which may be the pruned checkpoint itself, only shows it.
     Raises: a child of DdpError.
     """
+    clear(output)
     check_run_folders(output)
     check_shares(recipe, accelerator.num_processes)
+    if from_main(accelerator, _recovered_before(recipe, output)):
+        run = RunState(output, recipe, writes=accelerator.is_main_process)
+        with failing_together(accelerator), run.locked():
+            _finish(run, output, recipe, console)
+        return
+    with failing_together(accelerator):
+        if accelerator.is_main_process:
+            check_output(output, overwrite=overwrite)
     found = in_turn(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
     say = partial(console.print, markup=False, soft_wrap=True) if accelerator.is_main_process else lambda _: None
@@ -74,13 +83,36 @@ def recover(
             with failing_together(accelerator):
                 stack.enter_context(recovery.run.locked())
             recovery.learn(console)
-            if accelerator.is_main_process:
-                recovery.write(output, overwrite=overwrite)
+            with failing_together(accelerator):
+                if accelerator.is_main_process:
+                    recovery.write(output, overwrite=overwrite)
+                _finish(recovery.run, output, recipe, console)
     except torch.OutOfMemoryError as error:  # a step says it in words of its own
         raise TrainingError(
             f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
             "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
         ) from error
+
+
+def _finish(run: RunState, output: Path, recipe: RecoveryRecipe, console: Console) -> None:
+    """Show what was written, and delete the run; in the main process."""
+    if run.writes:
+        show(output, recipe.teacher, console)
+        run.remove()
+
+
+def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:
+    """Tell whether the same command has recovered `output`, and was killed before it had finished."""
+    asked = (saved_header(output).get("learned_from") or {}).get("asked")
+    return is_unfinished(output) and asked in (None, decisive(recipe.to_dict())) and "recovery" in provenance_of(output)
+
+
+def provenance_of(output: Path) -> dict[str, Any]:
+    """Return what a pruned folder says of its making, if there is one."""
+    try:
+        return read_provenance(output / MASKS_FILE)
+    except CheckpointError:
+        return {}
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
@@ -198,6 +230,8 @@ class Recovery:
     def learn(self, console: Console) -> None:
         """Judge both models, let the pruned one learn, and judge it again."""
         self.exam.take("dense", self.dense)
+        if warning := bos_warning(self.dense, self.recipe.model, self.tokenizer, next(iter(self.exam.texts.values()))):
+            self.say(warning)
         self.exam.take("pruned", self.model)
         self._give(*self.blocks)
         with StepProgress(console, self.recipe.steps, _phase, self.accelerator.is_main_process) as report:
@@ -213,7 +247,7 @@ class Recovery:
         self.trainer.read(batches, self.recipe)
 
     def write(self, output: Path, *, overwrite: bool) -> None:
-        """Write the checkpoint with what is known of it, say what came of it, and forget the run."""
+        """Write the checkpoint with what is known of it, and say what came of it."""
         learned_on, *watched = self.exam.texts
         metrics = self.run.metrics.read_text(encoding="utf-8")
         recovery = {
@@ -232,7 +266,6 @@ class Recovery:
             extra_files={RECOVERY_FILE: metrics},
             overwrite=overwrite,
         )
-        self.run.remove()
         for line in self.exam.sentences():
             self.say(line)
 

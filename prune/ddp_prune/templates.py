@@ -118,7 +118,7 @@ class Templates:
 class _Generation(Extension):
     """The block with which some templates name an assistant's words to transformers."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 types it)
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -156,7 +156,7 @@ class _Template:
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """Return a conversation; with `prompt`, the text after which an answer is generated. Raises: TemplateError."""
         given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
-        return str(self.compiled.render(**given | self.names))
+        return str(self.compiled.render(**given, **self.names))
 
     @cached_property
     def blanks(self) -> str:
@@ -172,19 +172,22 @@ class _Template:
     def marked(self, messages: Sequence[Message]) -> str:
         """Return a conversation with BEGIN and END around what the assistant generates, except the end of its turns.
 
-        Nothing lies between marks if the template does more to the words than to strip, split and drop them.
+        Nothing lies between marks if the template does more to the words than to strip, split or drop them.
         """
         text, replaced, turns = self.render(messages), list(messages), dict[str, tuple[str, str]]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 sign = chr(TURNS[number % len(TURNS)])
-                content, *turns[sign] = self._replace(message["content"], sign)
+                content, before, after = self._replace(message["content"], sign)
+                turns[sign] = before, after
                 replaced[number] = {**message, "content": content}
         if not turns:
             return text
+        other, contents = self.render(replaced), "".join(message["content"] for message in replaced)
+        once = all(other.count(sign) <= contents.count(sign) for sign in turns)
         pieces, done = [END], 0
-        for sign, (start, stop) in _spans(text, self.render(replaced), turns).items():
-            before, after = turns[sign]
+        for sign, (start, stop) in _spans(text, other, turns).items() if once else ():
+            start, stop, (before, after) = max(start, done), max(stop, done), turns[sign]
             if before and (tags := re.compile(before + r"\s*\Z").search(text, done, start)):
                 start = tags.start()
             blanks = text[done + len(text[done:start].rstrip()) : start]
@@ -201,8 +204,8 @@ class _Template:
         full = [place for place, part in enumerate(parts) if part.strip()] or [0]
         edges = tags[: full[0]], tags[full[-1] : -1]
         replaced = (re.sub(r"\A(\s*)\S|\S(?=\s*\Z)", rf"\g<1>{sign}", part) for part in parts)
-        patterns = (r"\s*".join(map(re.escape, some)) for some in edges)
-        return "".join(itertools.chain.from_iterable(zip(replaced, tags, strict=True))), *patterns
+        before, after = (r"\s*".join(map(re.escape, some)) for some in edges)
+        return "".join(itertools.chain.from_iterable(zip(replaced, tags, strict=True))), before, after
 
 
 def _spans(text: str, other: str, turns: Container[str]) -> dict[str, tuple[int, int]]:

@@ -9,6 +9,7 @@ import gzip
 import json
 import lzma
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_prune.documents import documents
+from ddp_prune.documents import documents, open_rows
 from ddp_prune.templates import BEGIN, END, Templates
-from ddp_vllm.errors import TextError
+from ddp_vllm.errors import OutputError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
 
@@ -269,6 +270,35 @@ def test_an_instruction_and_its_answer_are_a_conversation(row: dict[str, Any], t
 )
 def test_a_row_may_be_empty(row: dict[str, Any], tokenizer: Any) -> None:
     assert document(row, tokenizer, "a.jsonl") == ""
+
+
+def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path) -> None:
+    """3,000 rows with a key of their own each are a table of 3,000 columns, which took 28 s a pass."""
+    rows = [{"text": text, f"key {number}": number} for number, text in enumerate(DOCUMENTS)]
+    assert open_rows(str(_write(tmp_path / "keys.jsonl", rows))).column_names == ["text"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_a_full_disk_of_the_cache_is_not_blamed_on_the_text(
+    name: str, load: Callable[..., Any], tmp_path: Path, cache: Path
+) -> None:
+    """Files may grow to 9 kB here."""
+    _write(tmp_path / name, [{"text": text} for text in DOCUMENTS * 9])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*; make room there"):
+            load(tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("line", [b"[" * 101 + b'\\"' * 500_000, b'["' + b'\\"' * 500_000 + b"\\"])
+def test_a_string_that_does_not_end_is_looked_at_once(line: bytes, tmp_path: Path, load: Callable[..., Any]) -> None:
+    """A line of 40 KB took 21 s, one of 1 MB a day."""
+    (tmp_path / "a.jsonl").write_bytes(line)
+    with pytest.raises(TextError, match=r"nested more than 100 deep|cannot be read"):
+        load(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])

@@ -93,6 +93,15 @@ def test_under_published_templates_the_loss_is_on_what_the_assistant_generates(f
         assert [run for run in said.split("\0") if run] == [answer + end for answer in answers]
 
 
+@pytest.mark.parametrize("words", ["{{ m.content }}{{ m.content }}", "{{ m.content | length }}"])
+def test_nothing_counts_where_a_template_hides_which_words_are_the_assistants(tokenizer: Any, words: str) -> None:
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>" + words + "{% endfor %}"
+    turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "red foxes"}]
+    with Templates(tokenizer) as templates:
+        (text,) = documents([{"messages": turns}], templates, "chat")
+    assert (encode([text], tokenizer)[0] < 0).all()
+
+
 def test_all_counts_of_other_text_and_of_conversations_without_a_template(
     load: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,15 +136,28 @@ def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[s
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_slow_steps_are_saved_without_waiting_for_others(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves: list[int] = []
-    monkeypatch.setattr(RunState, "save", lambda run, step, *_: saves.append(step))
+def test_a_run_is_saved_by_time_and_no_more_often_than_saving_costs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of the test's own: a step takes 50 s, a save 1 s, later 10 s."""
+    saves, now, cost = list[int](), [0.0], [1.0]
+
+    def save(_run: RunState, step: int, *_: Any) -> None:
+        saves.append(step)
+        now[0] += cost[0]
+
+    def report(_metrics: dict[str, float]) -> None:
+        now[0] += 50.0
+
+    monkeypatch.setattr(RunState, "save", save)
     lab.run("out", save_every=5)
     assert saves == [5, 10, STEPS]  # the last one too: an export can fail
     saves.clear()
-    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
-    lab.run("slow", save_every=5)
-    assert saves == list(range(1, STEPS + 1))
+    monkeypatch.setattr(train_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    lab.run("cheap", report, save_every=0)
+    assert saves == [4, 7, 10, STEPS]  # two minutes after the last one
+    saves.clear()
+    cost[0] = 10.0
+    lab.run("dear", report, save_every=0)
+    assert saves == [4, 8, STEPS]  # 200 s after the last one
 
 
 def test_another_recipe_does_not_go_on_with_an_old_run(lab: Lab) -> None:

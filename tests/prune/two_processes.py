@@ -12,7 +12,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
+from ddp_prune import train as train_module
 from ddp_prune.devices import failing_together, forget_peak, free_memory, load_run, load_sharded, peak_bytes
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
@@ -27,6 +30,7 @@ from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
+from ddp_prune.trainer import Trainer
 from ddp_prune.weights import LearningWeights, local_part
 from ddp_vllm.errors import TextError
 
@@ -82,6 +86,16 @@ def command_line(*arguments: str) -> None:
     runpy.run_module("ddp_vllm", run_name="__main__", alter_sys=True)
 
 
+def noting(steps: list[float], state: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+    """Return `state`, which notes how many steps were done when it is asked for."""
+
+    def noted(trainer: Trainer) -> Any:
+        steps.append(max(float(each.max()) for each in trainer.num_steps.values()))
+        return state(trainer)
+
+    return noted
+
+
 def learn(model: str, folder: Path) -> None:
     """Learn masks in several ways; process 0 writes `<case>.safetensors`, each process `facts-<rank>.json`."""
     accelerator = Accelerator(cpu=True)
@@ -112,6 +126,10 @@ def learn(model: str, folder: Path) -> None:
         run("resumed", whole, recipe, stop=5)
     except KeyboardInterrupt:
         run("resumed", whole, recipe)
+    saved, ticks = facts.setdefault("saved", []), count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * (10.0, 10_000.0)[rank])  # a step asks three times
+    with patch.object(train_module, "time", clock), patch.object(Trainer, "state", noting(saved, Trainer.state)):
+        run("clocks", whole, replace(recipe, save_every=0))
     facts["types"] = {name: type(parameter).__name__ for name, parameter in cut_model.named_parameters()}
     facts["bytes"] = {
         name: getattr(parameter, "_local_tensor", parameter).nbytes for name, parameter in cut_model.named_parameters()
