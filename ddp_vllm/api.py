@@ -12,6 +12,7 @@ calls the same functions. A part, and torch with it, is imported when one of its
 import importlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,10 @@ def _prune(recipes: Any, output: Path, *, overwrite: bool, tracker: str | None, 
     if not resumes:
         check_output(output, overwrite=overwrite)
     run = _learning("ddp_prune.pipeline").prune
-    folders = run(recipes, output, overwrite=overwrite, tracker=tracker, console=_console(verbose))
+    folders = run(
+        recipes, output, overwrite=overwrite, tracker=tracker, console=_console(verbose),
+        measure=partial(profile, verbose=verbose),
+    )  # fmt: skip
     return [read_checkpoint(folder) for folder in folders]
 
 
