@@ -47,23 +47,24 @@ from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokeniz
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
 from ddp_vllm.masks import MASKS_FILE, read_provenance
-from ddp_vllm.origins import published_recipe
 from ddp_vllm.output import check_output
 from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.provenance import published_recipe
 
 BRANCH = "branch"  # where a family keeps how far its search is, beside the folders of its sizes
 
 
 def prune(
     recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, console: Console
-) -> list[Path]:
+) -> list[Checkpoint]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
 
-    What a user can get wrong is checked before the model is loaded, the output by `ddp_vllm.api`.
-    Returns the folders that were written. Raises: a child of DdpError.
+    What a user can get wrong is checked before the model is loaded, the output by `verbs`.
+    Returns the checkpoints that were written. Raises: a child of DdpError.
     """
     first, alone = recipes[0], len(recipes) == 1
     folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
@@ -87,14 +88,15 @@ def prune(
         pruning.recover(folder)
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
+    checkpoints = list(map(read_checkpoint, folders))
     if accelerator.is_main_process:
         if after and after.folder.is_dir():
             after.remove()
             with suppress(OSError):  # another run's files
                 after.folder.rmdir()
-        for folder in folders:
-            show(folder, first.model, console)
-    return folders
+        for checkpoint in checkpoints:
+            show(checkpoint, first.model, console)
+    return checkpoints
 
 
 class Pruning:

@@ -39,18 +39,20 @@ from ddp_prune.weights import highest_rate, local_part
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import local_provenance
 from ddp_vllm.pages.evidence import RECOVERY_FILE
+from ddp_vllm.provenance import local_provenance
 
 
-def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
-    """Do what the verb does: `recover`, then show what came of it."""
+def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
+    """Do what the verb does: `recover`, then show the checkpoint that was written, and return it."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
+    checkpoint = read_checkpoint(output)
     if accelerator.is_main_process:
-        show(output, recipe.teacher, console)
+        show(checkpoint, recipe.teacher, console)
+    return checkpoint
 
 
 def recover(

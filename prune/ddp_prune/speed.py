@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_prune.model import open_source
 from ddp_prune.recipe import Recipe
-from ddp_vllm.api import profile as measure
+from ddp_vllm import profile as measure
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import FORMAT, read_profile
