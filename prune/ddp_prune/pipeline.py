@@ -46,12 +46,13 @@ from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokeniz
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
 from ddp_vllm.latency import Profile
-from ddp_vllm.origins import published_recipe
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.provenance import published_recipe
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
@@ -65,12 +66,12 @@ def prune(
     tracker: str | None,
     console: Console,
     measure: Measure,
-) -> list[Path]:
+) -> list[Checkpoint]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
 
-    What a user can get wrong is checked before the model is loaded, the output by `ddp_vllm.api`. measure: measures the
+    What a user can get wrong is checked before the model is loaded, the output by `verbs`. measure: measures the
     latency profile that a speed budget requires, if there is none yet.
-    Returns the folders that were written. Raises: a child of DdpError.
+    Returns the checkpoints that were written. Raises: a child of DdpError.
     """
     first, alone = recipes[0], len(recipes) == 1
     folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
@@ -107,7 +108,7 @@ def prune(
         family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
-    return folders
+    return list(map(read_checkpoint, folders))
 
 
 class Pruning:
@@ -145,8 +146,8 @@ class Pruning:
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)
         self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
-        profile = recipe.profile if recipe.budget == "latency" else ""
-        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=profile)
+        measured = str(profile.path) if profile else ""
+        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=measured)
 
     def say(self, line: str) -> None:
         """Print a line, from one process."""
@@ -173,7 +174,7 @@ class Pruning:
             with failing_together(self.accelerator):
                 if self.accelerator.is_main_process:
                     if not self.recipe.recover or "recovery" in provenance_of(output):
-                        show(output, self.recipe.model, self.console)
+                        show(read_checkpoint(output), self.recipe.model, self.console)
                     if is_unfinished(output):
                         run.remove()
 
