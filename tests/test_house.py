@@ -14,14 +14,16 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {  # package -> its folder
     "ddp_vllm": ROOT / "ddp_vllm",
     "ddp_prune": ROOT / "prune" / "ddp_prune",
+    "ddp_recover": ROOT / "prune" / "ddp_recover",
     "ddp_plugins": ROOT / "plugins" / "ddp_plugins",
     "ddp_benchmarks": ROOT / "benchmarks" / "ddp_benchmarks",
     "ddp_study": ROOT / "benchmarks" / "ddp_study",
 }
-ARROWS = {"ddp_study": {"ddp_prune"}}  # package -> the others it may import; the ground floor is for all
+# package -> the others it may import; the ground floor is for all
+ARROWS = {"ddp_recover": {"ddp_prune"}, "ddp_study": {"ddp_prune"}}
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
 BORROWED = {  # package -> the verbs of other packages that it calls through that table
-    "ddp_prune": {"profile"},  # a target speedup needs a profile of this machine
+    "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover
     "ddp_benchmarks": {"evaluate_text"},  # eval --text
 }
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "rich", "numpy")
