@@ -11,10 +11,11 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
+from ddp_prune.batches import Batches
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import exact_support
-from ddp_prune.trainer import KEPT_FLOOR, Batches
+from ddp_prune.trainer import KEPT_FLOOR
 from ddp_study.scores import Search
 
 START = 3.0  # of log α

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import rotated, script_parser
+from ddp_prune.batches import Batches
 from ddp_prune.devices import fit_attention, forget_peak, peak_bytes
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 from ddp_vllm.results import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.batches import Batches, sequences_at_once
 from ddp_prune.budget import Pool, describe, make_pools
 from ddp_prune.devices import LEARNING_BYTES, USABLE, check_shares, free_memory, load, make_accelerator, pass_bytes
 from ddp_prune.gates import GatedModel
@@ -18,7 +19,6 @@ from ddp_prune.model import AGAIN, Source, loading_options
 from ddp_prune.pipeline import find_model, settled, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.train import TRAINERS, fit_batches
-from ddp_prune.trainer import Batches, sequences_at_once
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
+from ddp_prune.batches import Batches
 from ddp_prune.devices import (
     check_shares,
     failing_together,
@@ -33,7 +34,6 @@ from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.trainer import Batches
 from ddp_prune.weight_trainer import WeightTrainer
 from ddp_prune.weights import highest_rate, local_part
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint

@@ -12,11 +12,12 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.alm import AlmTrainer
+from ddp_prune.batches import Batches
 from ddp_prune.devices import SizedModel, fit_activations, fit_attention, from_main, load_run
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_prune.run_state import RunState
-from ddp_prune.trainer import Batches, Learned, Trainer
+from ddp_prune.trainer import Learned, Trainer
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import OutputError, TrainingError
 

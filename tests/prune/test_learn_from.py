@@ -15,10 +15,11 @@ from chat_templates import PUBLISHED, tokenizer_of
 from runs import BLOCKS, Lab, prune
 from safetensors.torch import load_file
 
+from ddp_prune.batches import Batches
 from ddp_prune.documents import documents
 from ddp_prune.templates import BEGIN, END, Templates
 from ddp_prune.text import Blocks, counting, cut, encode, pack
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
 
