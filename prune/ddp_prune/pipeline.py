@@ -26,7 +26,7 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam, bos_warning
+from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import Become, export, layer_widths, provenance_of
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import (
@@ -41,7 +41,7 @@ from ddp_prune.model import (
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
@@ -147,7 +147,7 @@ class Pruning:
         )
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)
-        self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
+        self.loss_mask = select_loss_mask(self.blocks, recipe.learn_from, recipe.data, self.say)
         measured = str(profile.path) if profile else ""
         self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=measured)
 
@@ -213,7 +213,7 @@ class Pruning:
             self.say(describe(pool))
 
     def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Become | None]:
-        """Return what was learned, what both models made of their exam, and what weights have become.
+        """Return what was learned, the evaluation of both models, and what weights have become.
 
         Raises: ModelError if the dense model cannot read.
         """
@@ -221,9 +221,9 @@ class Pruning:
         gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, self.head_unit)
         full = recipe.learn == "full"
         weights = LearningWeights(gated.model, accelerator) if full else None  # before any forward pass
-        exam = Exam({recipe.data: self.blocks.heldout}, self.tokenizer)
-        exam.take("dense", gated.model)
-        if not math.isfinite(dense := exam.perplexity(recipe.data)["dense"]):
+        evaluation = Evaluation({recipe.data: self.blocks.heldout}, self.tokenizer)
+        evaluation.evaluate("dense", gated.model)
+        if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
             raise ModelError(
                 f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
             )
@@ -234,12 +234,12 @@ class Pruning:
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
             learned = train(
                 gated, self.blocks.train, recipe, self.pools, accelerator, run, report, weights, dense_model, branches,
-                scored=self.scored, start=self.start,
+                loss_mask=self.loss_mask, start=self.start,
             )  # fmt: skip
         become = weights.finish() if weights else None
         with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
-            exam.take("pruned", gated.model)
-        return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, become
+            evaluation.evaluate("pruned", gated.model)
+        return learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, become
 
     def write(
         self,

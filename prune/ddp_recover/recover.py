@@ -26,13 +26,13 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam, bos_warning
+from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import export_recovered, provenance_of
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.weights import highest_rate, local_part
 from ddp_recover.weight_trainer import WeightTrainer
@@ -188,7 +188,7 @@ class Recovery:
         except TextError:
             if recipe.watch:
                 raise
-        self.exam = Exam(texts, self.tokenizer)
+        self.evaluation = Evaluation(texts, self.tokenizer)
         self.say(
             f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
             f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
@@ -196,7 +196,7 @@ class Recovery:
         )
         if len(texts) == 1:
             self.say("no text of another kind is watched; --watch names one, to hear if the model gets worse there")
-        self.blocks = blocks.train, counting(blocks, recipe.learn_from, recipe.data, self.say)
+        self.blocks = blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, self.say)
         learned_from = fingerprint([blocks.train, *texts.values()], *self.files)
         learned_from["asked"] = decisive(self.asked.to_dict())
         main = self.accelerator.is_main_process
@@ -223,35 +223,36 @@ class Recovery:
 
     def learn(self, console: Console) -> None:
         """Judge both models, let the pruned one learn, and judge it again."""
-        self.exam.take("dense", self.dense)
-        if warning := bos_warning(self.dense, self.recipe.model, self.tokenizer, next(iter(self.exam.texts.values()))):
+        self.evaluation.evaluate("dense", self.dense)
+        heldout = next(iter(self.evaluation.texts.values()))
+        if warning := bos_warning(self.dense, self.recipe.model, self.tokenizer, heldout):
             self.say(warning)
-        self.exam.take("pruned", self.model)
+        self.evaluation.evaluate("pruned", self.model)
         self._give(*self.blocks)
         with StepProgress(console, self.recipe.steps, _phase, self.accelerator.is_main_process) as report:
             take_steps(self.trainer, self.recipe, self.accelerator, self.run, report)
         self.become = self.trainer.weights.finish()
-        self.exam.take("recovered", self.model)
+        self.evaluation.evaluate("recovered", self.model)
 
-    def _give(self, blocks: torch.Tensor, scored: torch.Tensor | None) -> None:
+    def _give(self, blocks: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
         """Let the trainer learn from these blocks, as many at once as memory holds."""
-        batches = Batches(blocks, self.recipe, self.accelerator, scored)
+        batches = Batches(blocks, self.recipe, self.accelerator, loss_mask)
         fit_batches(self, batches, self.recipe, self.accelerator, self.say)
         fit_attention(self.dense, self.recipe.seq_len, self.accelerator.device)
         self.trainer.read(batches, self.recipe)
 
     def write(self, output: Path, *, overwrite: bool) -> None:
         """Write the checkpoint with what is known of it, and say what came of it."""
-        learned_on, *watched = self.exam.texts
+        learned_on, *watched = self.evaluation.texts
         metrics = self.run.metrics.read_text(encoding="utf-8")
         recovery = {
             "recipe": self.recipe.to_dict(),
             "texts": sources_of(learned_on),
             "seconds": sum(json.loads(line)["seconds"] for line in metrics.splitlines()),
-            "watched": {name: self.exam.perplexity(name) for name in watched},
-            **self.exam.said(),
+            "watched": {name: self.evaluation.perplexity(name) for name in watched},
+            **self.evaluation.samples(),
         }
-        perplexity = self.exam.perplexity(learned_on)
+        perplexity = self.evaluation.perplexity(learned_on)
         export_recovered(
             self.checkpoint,
             self.become,
@@ -260,7 +261,7 @@ class Recovery:
             extra_files={RECOVERY_FILE: metrics},
             overwrite=overwrite,
         )
-        for line in self.exam.sentences():
+        for line in self.evaluation.recovery_summary():
             self.say(line)
 
 

@@ -70,10 +70,10 @@ class WeightTrainer:
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
         student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
         share = len(numbers) / self.batches.size
-        # every token has something to learn of the teacher, but only those that count of the text itself
-        weights = self.batches.weights(step, numbers)
+        # the KL is over all tokens, the cross-entropy over those in the loss mask
+        loss_mask_N = self.batches.loss_mask_of(step, numbers)
         loss, cross_entropy, divergence = distilled_loss(
-            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, weights
+            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, loss_mask_N
         )
         (loss * share).backward()
         self.weights.collect()
