@@ -16,10 +16,10 @@ from accelerate import Accelerator
 
 from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import keep_schedule, kept_share, make_pools
-from ddp_prune.devices import narrow_layers
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.memory import narrow_layers
 from ddp_prune.recipe import Recipe
 from ddp_prune.weights import WARMUP, LearningWeights, highest_rate, rate_of
 from ddp_vllm.errors import TrainingError
