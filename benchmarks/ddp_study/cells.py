@@ -243,7 +243,8 @@ class Cells:
                 weights = LearningWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
             scored = counting(text, recipe.learn_from, recipe.data, lambda _line: None)
-            learned = train(self.gated, text.train, recipe, *means, make=make, scored=scored)
+            _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
+            learned = train(self.gated, text.train, recipe, pools, *means, make=make, scored=scored)
             took = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
                 weights.finish()

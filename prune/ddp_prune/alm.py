@@ -5,7 +5,7 @@ Legend: L layers, U units of a layer; G places where a budget holds, N units of 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,8 +94,16 @@ class AugmentedLagrangian(nn.Module):
 class AlmTrainer(Trainer):
     """Search with `controller="alm"`; rounding and polish are those of every search."""
 
-    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
-        super().__init__(gated, batches, recipe, accelerator)
+    def __init__(
+        self,
+        gated: GatedModel,
+        batches: Batches,
+        recipe: Recipe,
+        pools: Sequence[Pool],
+        accelerator: Accelerator,
+        start: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(gated, batches, recipe, pools, accelerator, start)
         for z in self.z.values():
             z.requires_grad_()
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}

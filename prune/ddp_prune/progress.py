@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
 
@@ -59,9 +58,9 @@ class StepProgress:
             )
 
 
-def show(output: Path, dense: str, console: Console) -> None:
-    """Print what a written checkpoint holds, draw its page, and say what to do with it."""
-    checkpoint = read_checkpoint(output)
+def show(checkpoint: Checkpoint, dense: str, console: Console) -> None:
+    """Print what a written checkpoint holds, draw its report, and print the commands that use it."""
+    output = checkpoint.folder
     print_checkpoint(checkpoint, console)
     page = write_report(checkpoint, output)
     console.print(

@@ -39,17 +39,18 @@ from ddp_prune.weights import highest_rate
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.masks import MASKS_FILE, read_provenance
-from ddp_vllm.origins import local_provenance
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import RECOVERY_FILE
+from ddp_vllm.provenance import local_provenance
 
 
-def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
-    """Do what the verb does."""
+def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
+    """Recover a pruned checkpoint as the verb does, and return what was written."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
+    return read_checkpoint(output)
 
 
 def recover(
@@ -97,7 +98,7 @@ def recover(
 def _finish(run: RunState, output: Path, recipe: RecoveryRecipe, console: Console) -> None:
     """Show what was written, and delete the run; in the main process."""
     if run.writes:
-        show(output, recipe.teacher, console)
+        show(read_checkpoint(output), recipe.teacher, console)
         run.remove()
 
 

@@ -8,6 +8,7 @@ those of routed experts are [L, E, C]: E experts with C channels each.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.batches import Batches, Teacher
-from ddp_prune.budget import keep_schedule, kept_share, make_pools
+from ddp_prune.budget import Pool, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
@@ -52,17 +53,19 @@ class Learned:
 class Trainer:
     """The default search, and the polish of every search."""
 
-    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
+    def __init__(
+        self,
+        gated: GatedModel,
+        batches: Batches,
+        recipe: Recipe,
+        pools: Sequence[Pool],
+        accelerator: Accelerator,
+        start: Mapping[str, float] | None = None,
+    ) -> None:
+        """start: the keep ratio at which the search begins, per pool; None: 1, all gates are open."""
         self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator
+        self.pools, self.start = pools, start or {pool.name: 1.0 for pool in pools}
         self.teacher = Teacher(gated.model, batches) if recipe.distillation > 0 else None
-        model: Any = gated.model
-        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        self.pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
-        self.start = {pool.name: 1.0 for pool in self.pools}  # keep ratios at which the search begins
-        if recipe.after:
-            before = recipe.resized(recipe.after)
-            pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, before)
-            self.start = {pool.name: pool.keep_ratio for pool in pools}
         self.narrow = narrow_layers(gated, accelerator, batches.micro, recipe.seq_len)
         device = accelerator.device
         self.z = {kind: torch.ones(shape, device=device) for kind, shape in gated.shapes.items()}

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
+from runs import pools_of
 from safetensors.torch import save_file
 
 from ddp_prune import train as train_module
@@ -116,7 +117,7 @@ def learn(model: str, folder: Path) -> None:
 
         # each process has its own disk, as if on its own machine
         state = RunState(folder / f"machine-{rank}" / name, recipe, writes=rank == 0)
-        learned = train(gated, BLOCKS, recipe, accelerator, state, report)
+        learned = train(gated, BLOCKS, recipe, pools_of(gated, recipe), accelerator, state, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
