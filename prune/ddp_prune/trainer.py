@@ -83,8 +83,6 @@ class Trainer:
     def learn_weights(self, weights: LearningWeights, dense: Any) -> None:
         """Let the weights of the gated model learn too; `dense` is another copy of it, which stays the teacher."""
         self.weights = weights
-        if self.narrow:
-            self.narrow.learning = True
         self.teacher = Teacher(dense, self.batches) if self.recipe.distillation > 0 else None
 
     @property
