@@ -161,7 +161,7 @@ class GatedModel:
         squares: Mapping[str, torch.Tensor] | None = None,
         narrow: "NarrowLayers | None" = None,
     ) -> Iterator[None]:
-        """Apply masks to every forward inside the block; backward belongs inside, as checkpointed layers run again in it.
+        """Apply masks to every forward inside the block, and to backward, where checkpointed layers run again.
 
         masks: of the shapes `self.shapes`, any float dtype; None is the dense model.
         squares: float32; backward adds the sum over tokens of (∂loss/∂mask at that token)².
