@@ -16,19 +16,18 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import (
-    LEARNING_BYTES,
-    check_shares,
-    failing_together,
-    fits_learning,
-    from_main,
-    in_turn,
+from ddp_prune.distributed import (
+    broadcast_from_main,
+    check_sharding,
     load,
+    main_process_first,
     make_accelerator,
+    raise_on_all_ranks,
 )
 from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import Become, export, layer_widths, provenance_of
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import TRAINING_BYTES, fits_training
 from ddp_prune.model import (
     Source,
     check_index,
@@ -83,9 +82,9 @@ def prune(
     for folder in folders if alone else [*folders, output / BRANCH]:
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
-    check_shares(first, accelerator.num_processes)
-    source, shapes = in_turn(accelerator, lambda: find_model(first, output))
-    profile = in_turn(accelerator, partial(latency_profile, first, source, measure))
+    check_sharding(first, accelerator.num_processes)
+    source, shapes = main_process_first(accelerator, lambda: find_model(first, output))
+    profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     if profile:
         first = dataclasses.replace(first, profile=str(profile.path))
     first = settled(first, shapes, folders[0], accelerator)
@@ -96,12 +95,12 @@ def prune(
     start: dict[str, float] | None = None  # the keep ratios of the size before
     with ExitStack() as stack:
         for place, (recipe, folder) in enumerate(zip(recipes, folders, strict=True)):
-            pruning = in_turn(
+            pruning = main_process_first(
                 accelerator,
                 partial(Pruning, recipe, source, shapes, recipes[-1].steps, accelerator, console, profile, start),
             )
             if not place:  # model and text suit each other, so there will be something to write
-                with failing_together(accelerator):
+                with raise_on_all_ranks(accelerator):
                     stack.enter_context(family.locked())
             start = {pool.name: pool.keep_ratio for pool in pruning.pools}
             before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
@@ -167,13 +166,13 @@ class Pruning:
         self.announce()
         run = self.state(output, self.recipe, self.say)
         with ExitStack() as stack:
-            with failing_together(self.accelerator):
+            with raise_on_all_ranks(self.accelerator):
                 stack.enter_context(run.locked())
-            if from_main(self.accelerator, _learned_before(self.recipe, output, self.learned_from)):
+            if broadcast_from_main(self.accelerator, _learned_before(self.recipe, output, self.learned_from)):
                 self.say(f"{output} was learned before")
             else:
                 self.learn_and_write(output, run, branches, overwrite=overwrite)
-            with failing_together(self.accelerator):
+            with raise_on_all_ranks(self.accelerator):
                 if self.accelerator.is_main_process:
                     if not self.recipe.recover or "recovery" in provenance_of(output):
                         show(read_checkpoint(output), self.recipe.model, self.console)
@@ -182,7 +181,7 @@ class Pruning:
 
     def learn_and_write(self, output: Path, run: RunState, branches: Branches, *, overwrite: bool) -> None:
         """Do both. Raises: OutputError before anything is learned, as `check_output`; TrainingError."""
-        with failing_together(self.accelerator):
+        with raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
                 check_output(output, overwrite=overwrite)
         set_seed(self.recipe.seed)
@@ -312,12 +311,12 @@ def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accel
     for saved in (saved_header(output).get("recipe", {}), provenance_of(output).get("recipe", {})):
         asked = dataclasses.replace(recipe, learn=saved.get("learn", "auto"))
         same = accelerator.is_main_process and _is_by(saved, asked)
-        if found := from_main(accelerator, saved["learn"] if same else None):
+        if found := broadcast_from_main(accelerator, saved["learn"] if same else None):
             return dataclasses.replace(recipe, learn=found)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     held = num_weights // (accelerator.num_processes if recipe.shard else 1)
     models = 2 if recipe.distillation > 0 else 1  # not loaded yet
-    fits = fits_learning(held, accelerator, LEARNING_BYTES + 2 * models)
+    fits = fits_training(held, accelerator, TRAINING_BYTES + 2 * models)
     return dataclasses.replace(recipe, learn="full" if fits and recipe.controller == "gradual" else "scales")
 
 

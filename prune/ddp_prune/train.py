@@ -14,10 +14,11 @@ from accelerate import Accelerator
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.batches import Batches
 from ddp_prune.budget import Pool
-from ddp_prune.devices import SizedModel, fit_activations, fit_attention, from_main, load_run
+from ddp_prune.distributed import broadcast_from_main
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import SizedModel, fit_activations, fit_attention
 from ddp_prune.recipe import Recipe, RecoveryRecipe
-from ddp_prune.run_state import RunState
+from ddp_prune.run_state import RunState, load_run
 from ddp_prune.trainer import Learned, Trainer
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import OutputError, TrainingError
@@ -167,7 +168,7 @@ class SaveClock:
         """Tell whether to save after this step; all processes must ask together, and get the same answer."""
         if self.save_every:
             return step % self.save_every == 0
-        return from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
+        return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 
 from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import Pool, keep_schedule, kept_share
-from ddp_prune.devices import narrow_layers
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.memory import narrow_layers
 from ddp_prune.recipe import Recipe
 from ddp_prune.weights import WARMUP, LearningWeights, highest_rate, rate_of
 from ddp_vllm.errors import TrainingError
@@ -83,8 +83,6 @@ class Trainer:
     def learn_weights(self, weights: LearningWeights, dense: Any) -> None:
         """Let the weights of the gated model learn too; `dense` is another copy of it, which stays the teacher."""
         self.weights = weights
-        if self.narrow:
-            self.narrow.learning = True
         self.teacher = Teacher(dense, self.batches) if self.recipe.distillation > 0 else None
 
     @property

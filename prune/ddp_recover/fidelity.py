@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_prune.devices import make_accelerator
+from ddp_prune.distributed import make_accelerator
 from ddp_prune.documents import content_of
 from ddp_prune.evaluation import Evaluation
 from ddp_prune.model import Source, load_model, open_pruned, open_source
