@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ddp_vllm
 from ddp_prune import read_recipe
 from ddp_prune.recipe import LearningSettings, Recipe
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
@@ -90,11 +89,12 @@ def _prune(
     if not resumes:
         check_output(output, overwrite=overwrite)
     from ddp_prune import pipeline
+    from ddp_vllm import profile
     from ddp_vllm.pages.written import show
 
     checkpoints = pipeline.prune(
         recipes, output, overwrite=overwrite, tracker=tracker, console=verb_console(verbose),
-        measure=partial(ddp_vllm.profile, verbose=verbose), show=show,
+        measure=partial(profile, verbose=verbose), show=show,
     )  # fmt: skip
     return [_recovered(recipe, checkpoint, verbose) for recipe, checkpoint in zip(recipes, checkpoints, strict=True)]
 
@@ -103,8 +103,10 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpo
     """Recover a checkpoint in place for the minutes of its recipe, unless there are none or this was done before."""
     if not recipe.recover or "recovery" in checkpoint.provenance:
         return checkpoint
+    from ddp_vllm import recover
+
     shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
-    return ddp_vllm.recover(
+    return recover(
         checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
         minutes=recipe.recover, **shared,
     )  # fmt: skip

@@ -190,6 +190,8 @@ def _report(_checkpoint: Any, folder: Path) -> Path:
 
 
 def _remove(run: RunState) -> None:
+    if not run.folder.exists():
+        return
     os.replace(run.folder, run.deleted)
     for name in ("lock", "metrics.jsonl", "state.safetensors"):
         (run.deleted / name).unlink()
