@@ -24,6 +24,7 @@ from ddp_vllm.errors import TextError, reading
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
+KINDS = f".txt/.jsonl/.json/.parquet (plain or {', '.join(COMPRESSIONS)})"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_DEPTH = 100  # nested objects and lists in a line of JSON
 ROWS_PER_BATCH = 32  # rows that are read and rendered at a time
@@ -99,7 +100,7 @@ def reading_text(data: str) -> Iterator[None]:
 
     Raises: OutputError instead if the disk that holds the cache of `datasets` is full.
     """
-    with reading(data, TextError, f"give a hub dataset or a {_kinds()} file", how=" as text"):
+    with reading(data, TextError, f"give a hub dataset or a {KINDS} file", how=" as text"):
         try:
             yield
         except Exception as error:
@@ -111,10 +112,6 @@ def reading_text(data: str) -> Iterator[None]:
             raise
 
 
-def _kinds() -> str:
-    return "/".join(kind for kind in READERS if kind != ".raw") + f" (plain or {', '.join(COMPRESSIONS)})"
-
-
 def _kind(path: Path) -> str | None:
     suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
     return READERS.get(suffixes[-1]) if suffixes else None
@@ -124,12 +121,12 @@ def _read_file(path: Path) -> Any:
     import datasets
 
     if not path.is_file():
-        raise TextError(f"{path} is not a file; give a {_kinds()} file or a hub dataset")
+        raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
     if path.stat().st_size == 0:
         raise TextError(f"{path} is empty; give a file with text")
     kind = _kind(path)
     if kind is None:
-        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {_kinds()} file")
+        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
     options = {"sample_by": "document"} if kind == "text" else {}
     # `datasets` identifies a file by its name and time, a decompressed one by its name alone
     cache, file = str(cache_folder() / "datasets" / content_of(path)), str(path)

@@ -42,7 +42,11 @@ class Evaluation:
         texts: blocks by the name of the text, int64 [num_blocks, seq_len].
         loss_masks: bool as `texts`, the tokens whose loss is taken; None: all of them.
         """
-        self.texts, self.tokenizer, self.loss_masks = texts, tokenizer, loss_masks
+        self.texts, self.tokenizer = texts, tokenizer
+        masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
+        self.loss_masks = {name: mask[:, 1:] for name, mask in masks.items()}  # of predicted tokens
+        self.block_tokens: dict[str, list[int]] = {name: mask.sum(1).tolist() for name, mask in self.loss_masks.items()}
+        self.num_tokens = {name: int(mask[:, 1:].sum()) if loss_masks else mask.numel() for name, mask in masks.items()}
         self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
         self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
         self.answers: dict[str, list[str]] = {}
@@ -61,7 +65,7 @@ class Evaluation:
         """Take the losses of a model, and its agreement with the first model."""
         head, hidden = OutputHead.of(model), dict[str, list[torch.Tensor]]()
         for name, blocks in self.texts.items():
-            self.losses[name][who], hidden[name] = losses_of(model, blocks, self._loss_mask(name))
+            self.losses[name][who], hidden[name] = losses_of(model, blocks, self.loss_masks[name])
         if self.first is None:
             self.first = head, {name: [each.cpu() for each in states] for name, states in hidden.items()}
             return
@@ -74,10 +78,10 @@ class Evaluation:
 
     def perplexity(self, text: str) -> dict[str, Any]:
         """Return each model's perplexity on a text, its losses by block, and its agreement with the first model."""
-        losses, block_tokens = self.losses[text], self._block_tokens(text)
+        losses, block_tokens = self.losses[text], self.block_tokens[text]
         found: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
-        found["tokens"] = sum(block_tokens) if self.loss_masks else self.texts[text].numel()
-        return found | {"block_losses": losses, "block_tokens": block_tokens, "agreement": self.agreements[text]}
+        found |= {"tokens": self.num_tokens[text], "block_losses": losses, "block_tokens": block_tokens}
+        return found | {"agreement": self.agreements[text]}
 
     def samples(self) -> dict[str, Any]:
         """Return the prompts, and the answers of each model."""
@@ -86,7 +90,7 @@ class Evaluation:
     def recovery_summary(self) -> Iterator[str]:
         """Yield a line per text on what recovery gained, and a warning where the model became worse."""
         for name, losses in self.losses.items():
-            block_tokens = self._block_tokens(name)
+            block_tokens = self.block_tokens[name]
             dense, pruned, recovered = (mean_loss(losses[who], block_tokens)[0] for who in STAGES)
             share = f", {(pruned - recovered) / (pruned - dense):.0%} of what was lost" if pruned > dense + 0.01 else ""
             values = " → ".join(f"{who} {perplexity_of(losses[who], block_tokens):.2f}" for who in losses)
@@ -95,15 +99,6 @@ class Evaluation:
             rise, error = mean_loss(rises, block_tokens)
             if rise > 2 * (error or 0.0):
                 yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
-
-    def _loss_mask(self, text: str) -> torch.Tensor:
-        """Return the loss mask of predicted tokens, bool [num_blocks, seq_len − 1]."""
-        mask = self.loss_masks[text] if self.loss_masks else torch.ones_like(self.texts[text], dtype=torch.bool)
-        return mask[:, 1:]
-
-    def _block_tokens(self, text: str) -> list[int]:
-        """Return the number of predicted tokens in the loss mask of each block."""
-        return [int(mask.sum()) for mask in self._loss_mask(text)]
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ RENDERING_BYTES = 1 << 29
 """Memory that rendering a batch may take."""
 PLACEHOLDERS = range(0x100000, 0x10FFFE)
 """Characters to which Unicode gives no meaning."""
+_PLACEHOLDER = re.compile(f"[{chr(PLACEHOLDERS[0])}-{chr(PLACEHOLDERS[-1])}]")
 
 _TAG = re.compile(r"<[^<>'\"{}%\s]+>|\[/?[A-Z_]+\]")
 """A tag in the source of a template: <think>, [THINK]."""
@@ -224,14 +225,14 @@ def _spans(text: str, other: str, signs: Container[str]) -> dict[str, tuple[int,
 
     Returns {} if the two differ in more than the placeholders.
     """
-    spans, restored, done = dict[str, tuple[int, int]](), list[str](), 0
-    for found in re.finditer(f"[{chr(PLACEHOLDERS[0])}-{chr(PLACEHOLDERS[-1])}]", other):
-        place, sign = found.start(), found[0]
-        restored += [other[done:place], text[place : place + 1]]
-        done = place + 1
-        if sign in signs and text[place : place + 1] != sign:
-            spans[sign] = spans.get(sign, (place, done))[0], done
-    return spans if "".join([*restored, other[done:]]) == text else {}
+    if len(text) != len(other) or _PLACEHOLDER.sub(lambda found: text[found.start()], other) != text:
+        return {}
+    spans = dict[str, tuple[int, int]]()
+    for found in _PLACEHOLDER.finditer(other):
+        sign, place = found[0], found.start()
+        if sign in signs and text[place] != sign:
+            spans[sign] = spans.get(sign, (place, place))[0], place + 1
+    return spans
 
 
 def _replies(requests: Iterator[bytes]) -> Iterator[dict[str, Any]]:
