@@ -235,7 +235,7 @@ class Readers:
 
 def _describe(folder: str) -> Any:
     from ddp_benchmarks.evaluate import EvalSettings
-    from ddp_vllm.facts import describe_model
+    from ddp_vllm.model_facts import describe_model
 
     EvalSettings(model=folder, tasks=("piqa",)).check()
     return describe_model(folder).to_json()

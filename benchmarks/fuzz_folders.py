@@ -14,11 +14,11 @@ import ddp_vllm
 from ddp_prune import export, text
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_vllm.facts import describe_model
 from ddp_vllm.latency import FORMAT as PROFILE_FORMAT
 from ddp_vllm.latency import dimensions_in, shapes_of
 from ddp_vllm.machine import hardware, versions
 from ddp_vllm.manifest import MANIFEST, manifest_of
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.results import FORMAT, verdicts
 
 STEM = "model"

@@ -6,7 +6,7 @@ from typing import Any
 
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.facts import known_folder
+from ddp_vllm.model_facts import known_folder
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.schema import COUNT, check
 

@@ -21,10 +21,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_prune.devices import LEARNING_BYTES, fits_learning, forget_peak, load, make_accelerator, peak_bytes
+from ddp_prune.distributed import load, make_accelerator
 from ddp_prune.export import layer_widths, read_masks, write_masks
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import perplexity
+from ddp_prune.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
 from ddp_prune.model import Source, companions, open_source, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
@@ -146,7 +147,7 @@ class Cells:
                 recipe, reason = self.study.recipe, str(error)
             heldout = _read(dataclasses.replace(self.study.recipe, seed=seed), self.tokenizer).heldout
             set_seed(seed)
-            forget_peak(self.accelerator.device)
+            reset_peak(self.accelerator.device)
             began, cpu = time.perf_counter(), time.process_time()
             masks, found = ({}, {"reason": reason}) if reason else self.masks(row, recipe, scores)
             found |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
@@ -216,7 +217,7 @@ class Cells:
         except SettingError as error:
             return str(error)
         num_weights = sum(math.prod(shape) for shape in shapes.values())
-        fits = recipe.learn != "full" or fits_learning(num_weights, self.accelerator, LEARNING_BYTES + 2)
+        fits = recipe.learn != "full" or fits_training(num_weights, self.accelerator, TRAINING_BYTES + 2)
         return "" if fits else "memory does not hold weights that learn and a second model to learn from"
 
     def learn(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
@@ -242,7 +243,8 @@ class Cells:
                 weights = LearningWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
             scored = counting(text, recipe.learn_from, recipe.data, lambda _line: None)
-            learned = train(self.gated, text.train, recipe, *means, make=make, scored=scored)
+            _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
+            learned = train(self.gated, text.train, recipe, pools, *means, make=make, scored=scored)
             took = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
                 weights.finish()

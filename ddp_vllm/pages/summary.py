@@ -28,7 +28,7 @@ _UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
 }
 
 
-def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what `inspect` shows, as plain data: widths by layer, what is left of what, quality, and how it was made.
 
     Names are those of the checkpoint's own files.

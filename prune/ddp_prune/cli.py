@@ -15,9 +15,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+import ddp_vllm
+from ddp_prune import verbs
 from ddp_prune.read_recipe import INHERITED
 from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe, kind_of
-from ddp_vllm import api
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import read_provenance
@@ -154,10 +155,10 @@ def prune(
     """
     settings = _settings(**given(settings))
     if dry_run:
-        echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
+        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, **settings)))
         return
     settings |= {"overwrite": overwrite, "tracker": tracker}
-    api.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
+    ddp_vllm.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
 
 
 @click.command(cls=Grouped)
@@ -173,7 +174,7 @@ def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool,
     text, sequences a step. Interrupted, the same command goes on where it was. On several devices:
     accelerate launch -m ddp_vllm recover …
     """
-    api.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **given(settings))
+    ddp_vllm.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **given(settings))
 
 
 def _settings(*, quant_friendly: bool = False, **settings: Any) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite:
     A masks file holds no weights. If weights were trained together with the masks (prune --learn full) or after them
     (recover), the written model has the dense model's weights instead and is worse; ddp-vllm recover trains them.
     """
-    api.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
+    verbs.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
     provenance = read_provenance(masks)
     if (together := trained_together(provenance)) or "recovery" in provenance:
         when = "together with" if together else "after"
@@ -232,4 +233,4 @@ def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
     It needs an environment of its own beside vLLM's: pip install "ddp-vllm[quantize]". Weights are rounded to the
     nearest, which takes no text. First it says which layers' widths a kernel will not take, and what cures it.
     """
-    echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")
+    echo(f"written: {ddp_vllm.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from ddp_prune.devices import checkpoint_layers
 from ddp_prune.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
+from ddp_prune.memory import checkpoint_layers
 from ddp_prune.templates import Templates
 from ddp_prune.text import leading_bos
 from ddp_vllm.evaluations import mean_loss

@@ -16,19 +16,18 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import (
-    LEARNING_BYTES,
-    check_shares,
-    failing_together,
-    fits_learning,
-    from_main,
-    in_turn,
+from ddp_prune.distributed import (
+    broadcast_from_main,
+    check_sharding,
     load,
+    main_process_first,
     make_accelerator,
+    raise_on_all_ranks,
 )
 from ddp_prune.exam import Exam, bos_warning
 from ddp_prune.export import Become, export, layer_widths, provenance_of
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import TRAINING_BYTES, fits_training
 from ddp_prune.model import (
     Source,
     check_index,
@@ -41,22 +40,24 @@ from ddp_prune.model import (
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.speed import predicted, with_profile
 from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
-from ddp_vllm.origins import published_recipe
+from ddp_vllm.latency import Profile
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.provenance import published_recipe
+from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
 
 
-Show = Callable[[Path, str, Console], None]
-"""Prints and draws what was written to a folder, of a dense model of this name."""
+Show = Callable[[Checkpoint, str, Console], None]
+"""Shows a written checkpoint of the dense model of this name."""
 Recover = Callable[[Recipe, Path, Accelerator, Console], None]
 """Recovers the checkpoint in a folder, in place, for the minutes of the recipe."""
 
@@ -68,13 +69,15 @@ def prune(
     overwrite: bool,
     tracker: str | None,
     console: Console,
+    measure: Measure,
     recover: Recover,
     show: Show,
-) -> list[Path]:
+) -> list[Checkpoint]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
 
-    What a user can get wrong is checked before the model is loaded, the output by `ddp_vllm.api`.
-    Returns the folders that were written. Raises: a child of DdpError.
+    What a user can get wrong is checked before the model is loaded, the output by `verbs`. measure: measures the
+    latency profile that a speed budget requires, if there is none yet.
+    Returns the checkpoints that were written. Raises: a child of DdpError.
     """
     first, alone = recipes[0], len(recipes) == 1
     folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
@@ -83,31 +86,36 @@ def prune(
     for folder in folders if alone else [*folders, output / BRANCH]:
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
-    check_shares(first, accelerator.num_processes)
-    first = in_turn(accelerator, partial(with_profile, first, verbose=not console.quiet))
-    source, shapes = in_turn(accelerator, lambda: find_model(first, output))
+    check_sharding(first, accelerator.num_processes)
+    source, shapes = main_process_first(accelerator, lambda: find_model(first, output))
+    profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
+    if profile:
+        first = dataclasses.replace(first, profile=str(profile.path))
     first = settled(first, shapes, folders[0], accelerator)
     recipes = [dataclasses.replace(each, profile=first.profile, learn=first.learn) for each in recipes]
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipes[-1].to_dict())
     family = RunState(output / BRANCH, recipes[-1], writes=accelerator.is_main_process and not alone)
+    start: dict[str, float] | None = None  # the keep ratios of the size before
     with ExitStack() as stack:
         for place, (recipe, folder) in enumerate(zip(recipes, folders, strict=True)):
-            pruning = in_turn(
-                accelerator, partial(Pruning, recipe, source, shapes, recipes[-1].steps, accelerator, console)
+            pruning = main_process_first(
+                accelerator,
+                partial(Pruning, recipe, source, shapes, recipes[-1].steps, accelerator, console, profile, start),
             )
             if not place:  # model and text suit each other, so there will be something to write
-                with failing_together(accelerator):
+                with raise_on_all_ranks(accelerator):
                     stack.enter_context(family.locked())
+            start = {pool.name: pool.keep_ratio for pool in pruning.pools}
             before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
             after = pruning.state(output / BRANCH, recipe) if recipe is not recipes[-1] else None
             pruning.run(folder, (before, after), show, overwrite=overwrite)
-            if recipe.recover and not from_main(accelerator, "recovery" in provenance_of(folder)):
+            if recipe.recover and not broadcast_from_main(accelerator, "recovery" in provenance_of(folder)):
                 recover(recipe, folder, accelerator, console)
         family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
-    return folders
+    return list(map(read_checkpoint, folders))
 
 
 class Pruning:
@@ -121,13 +129,16 @@ class Pruning:
         num_steps: int,
         accelerator: Accelerator,
         console: Console,
+        profile: Profile | None,
+        start: Mapping[str, float] | None,
     ) -> None:
         """Find text for `num_steps`, and check that recipe, text and model suit each other.
 
         Raises: SettingError, TextError.
         ."""
         self.recipe, self.source, self.accelerator, self.console = recipe, source, accelerator, console
-        self.head_unit, self.pools = suited_pools(recipe, source, shapes)
+        self.profile, self.start = profile, start
+        self.head_unit, self.pools = suited_pools(recipe, source, shapes, profile)
         self.tokenizer = load_tokenizer(str(source.folder))
         self.blocks = load_blocks(
             recipe.data,
@@ -142,8 +153,8 @@ class Pruning:
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)
         self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
-        profile = recipe.profile if recipe.budget == "latency" else ""
-        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=profile)
+        measured = str(profile.path) if profile else ""
+        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=measured)
 
     def say(self, line: str) -> None:
         """Print a line, from one process."""
@@ -161,22 +172,22 @@ class Pruning:
         self.announce()
         run = self.state(output, self.recipe, self.say)
         with ExitStack() as stack:
-            with failing_together(self.accelerator):
+            with raise_on_all_ranks(self.accelerator):
                 stack.enter_context(run.locked())
-            if from_main(self.accelerator, _learned_before(self.recipe, output, self.learned_from)):
+            if broadcast_from_main(self.accelerator, _learned_before(self.recipe, output, self.learned_from)):
                 self.say(f"{output} was learned before")
             else:
                 self.learn_and_write(output, run, branches, overwrite=overwrite)
-            with failing_together(self.accelerator):
+            with raise_on_all_ranks(self.accelerator):
                 if self.accelerator.is_main_process:
                     if not self.recipe.recover or "recovery" in provenance_of(output):
-                        show(output, self.recipe.model, self.console)
+                        show(read_checkpoint(output), self.recipe.model, self.console)
                     if is_unfinished(output):
                         run.remove()
 
     def learn_and_write(self, output: Path, run: RunState, branches: Branches, *, overwrite: bool) -> None:
         """Do both. Raises: OutputError before anything is learned, as `check_output`; TrainingError."""
-        with failing_together(self.accelerator):
+        with raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
                 check_output(output, overwrite=overwrite)
         set_seed(self.recipe.seed)
@@ -227,8 +238,8 @@ class Pruning:
         phase = partial(_phase, recipe, {pool.name: 1.0 - pool.keep_ratio for pool in self.pools})
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
             learned = train(
-                gated, self.blocks.train, recipe, accelerator, run, report, weights, dense_model, branches,
-                scored=self.scored,
+                gated, self.blocks.train, recipe, self.pools, accelerator, run, report, weights, dense_model, branches,
+                scored=self.scored, start=self.start,
             )  # fmt: skip
         become = weights.finish() if weights else None
         with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
@@ -246,7 +257,10 @@ class Pruning:
         overwrite: bool,
     ) -> None:
         """Write the checkpoint with all that is known of it."""
-        recipe, source = self.recipe, self.source
+        recipe, source, latency = self.recipe, self.source, {}
+        if self.profile:
+            widths = layer_widths(learned.gates, source, self.head_unit)
+            latency["latency"] = predicted_latency(self.profile, widths, recipe.workload)
         export(
             source,
             learned.gates,
@@ -258,7 +272,7 @@ class Pruning:
                 "texts": sources_of(recipe.data),
                 "rounding": learned.rounding,
                 **routing(learned, source.sizes.routed_layers),
-                **predicted(recipe, layer_widths(learned.gates, source, self.head_unit)),
+                **latency,
                 **judged,
                 "learned_from": self.learned_from,
             },
@@ -269,7 +283,18 @@ class Pruning:
         )
 
 
-def suited_pools(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]) -> tuple[str, list[Pool]]:
+def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile | None:
+    """Return the latency profile that the budget of a recipe requires, if it does."""
+    if recipe.budget != "latency":
+        return None
+    return find_profile(
+        recipe.profile, source.folder, source.config, recipe.workload, measure, other_machine=recipe.other_machine
+    )
+
+
+def suited_pools(
+    recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
+) -> tuple[str, list[Pool]]:
     """Return the head unit and the constraints of a recipe, where recipe and model suit each other.
 
     Raises: SettingError.
@@ -282,7 +307,7 @@ def suited_pools(recipe: Recipe, source: Source, shapes: Mapping[str, list[int]]
     if recipe.whole_experts and not source.sizes.num_experts:
         raise SettingError(f"{recipe.model} is no mixture of experts, so it has no whole experts to remove")
     head_unit = WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
-    return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe)
+    return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe, profile)
 
 
 def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accelerator: Accelerator) -> Recipe:
@@ -292,12 +317,12 @@ def settled(recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accel
     for saved in (saved_header(output).get("recipe", {}), provenance_of(output).get("recipe", {})):
         asked = dataclasses.replace(recipe, learn=saved.get("learn", "auto"))
         same = accelerator.is_main_process and _is_by(saved, asked)
-        if found := from_main(accelerator, saved["learn"] if same else None):
+        if found := broadcast_from_main(accelerator, saved["learn"] if same else None):
             return dataclasses.replace(recipe, learn=found)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     held = num_weights // (accelerator.num_processes if recipe.shard else 1)
     models = 2 if recipe.distillation > 0 else 1  # not loaded yet
-    fits = fits_learning(held, accelerator, LEARNING_BYTES + 2 * models)
+    fits = fits_training(held, accelerator, TRAINING_BYTES + 2 * models)
     return dataclasses.replace(recipe, learn="full" if fits and recipe.controller == "gradual" else "scales")
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,11 +12,14 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.alm import AlmTrainer
-from ddp_prune.devices import SizedModel, fit_activations, fit_attention, from_main, load_run
+from ddp_prune.batches import Batches
+from ddp_prune.budget import Pool
+from ddp_prune.distributed import broadcast_from_main
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import SizedModel, fit_activations, fit_attention
 from ddp_prune.recipe import Recipe, RecoveryRecipe
-from ddp_prune.run_state import RunState
-from ddp_prune.trainer import Batches, Learned, Trainer
+from ddp_prune.run_state import RunState, load_run
+from ddp_prune.trainer import Learned, Trainer
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import OutputError, TrainingError
 
@@ -50,6 +53,7 @@ def train(
     gated: GatedModel,
     blocks: torch.Tensor,
     recipe: Recipe,
+    pools: Sequence[Pool],
     accelerator: Accelerator,
     run: RunState,
     report: Report,
@@ -58,18 +62,20 @@ def train(
     branches: Branches = (None, None),
     make: Callable[..., Trainer] | None = None,
     scored: torch.Tensor | None = None,
+    start: Mapping[str, float] | None = None,
 ) -> Learned:
     """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
     The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it,
     the teacher. `make`
-    makes another trainer than that of the recipe's controller. scored: as of `Batches`. Raises: as `take_steps`.
+    makes another trainer than that of the recipe's controller. scored: as of `Batches`. start: as of `Trainer`.
+    Raises: as `take_steps`.
     """
     batches = Batches(blocks, recipe, accelerator, scored)
     model: Any = gated.model
     stock_attention = model.config._attn_implementation
     fit_batches(gated, batches, recipe, accelerator, run.say)
-    trainer = (make or TRAINERS[recipe.controller])(gated, batches, recipe, accelerator)
+    trainer = (make or TRAINERS[recipe.controller])(gated, batches, recipe, pools, accelerator, start)
     if weights:
         if dense is not None:
             fit_attention(dense, recipe.seq_len, accelerator.device)
@@ -162,7 +168,7 @@ class SaveClock:
         """Tell whether to save after this step; all processes must ask together, and get the same answer."""
         if self.save_every:
             return step % self.save_every == 0
-        return from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
+        return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_prune.devices import make_accelerator
+from ddp_prune.distributed import make_accelerator
 from ddp_prune.documents import content_of
 from ddp_prune.exam import Exam
 from ddp_prune.model import Source, load_model, open_pruned, open_source
@@ -15,10 +15,10 @@ from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TextError, TrainingError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
-from ddp_vllm.facts import describe_model, is_pruned, local_folder
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import bare_name, local_provenance
+from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
+from ddp_vllm.provenance import bare_name, local_provenance
 from ddp_vllm.results import write_new_results
 
 TOKENS, FEWEST = 16_384, 8  # of each text, in at least so many blocks: intervals are over these

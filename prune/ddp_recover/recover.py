@@ -15,42 +15,50 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.devices import (
-    check_shares,
-    failing_together,
-    fit_attention,
-    fits_learning,
-    from_main,
-    in_turn,
+from ddp_prune.batches import Batches
+from ddp_prune.distributed import (
+    broadcast_from_main,
+    check_sharding,
     load,
+    local_part,
+    main_process_first,
     make_accelerator,
+    raise_on_all_ranks,
 )
 from ddp_prune.exam import Exam, bos_warning
 from ddp_prune.export import export_recovered, provenance_of
+from ddp_prune.memory import fit_attention, fits_training
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress
-from ddp_prune.recipe import RecoveryRecipe
+from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.trainer import Batches
-from ddp_prune.weights import highest_rate, local_part
+from ddp_prune.weights import highest_rate
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import local_provenance
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import RECOVERY_FILE
 from ddp_vllm.pages.written import show
+from ddp_vllm.provenance import local_provenance
 
 
-def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
-    """Do what the verb does."""
+def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
+    """Recover a pruned checkpoint as the verb does, and return what was written."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
+    return read_checkpoint(output)
+
+
+def recover_pruned(recipe: Recipe, folder: Path, accelerator: Accelerator, console: Console) -> None:
+    """Recover a pruned checkpoint in place for the minutes, on the text and with the memory settings of its recipe."""
+    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
+    recovery = RecoveryRecipe(model=str(folder), teacher=recipe.model, minutes=recipe.recover, **shared)
+    recover(recovery, folder, accelerator, overwrite=True, console=console)
 
 
 def recover(
@@ -64,16 +72,16 @@ def recover(
     """
     clear(output)
     check_run_folders(output)
-    check_shares(recipe, accelerator.num_processes)
-    if from_main(accelerator, _recovered_before(recipe, output)):
+    check_sharding(recipe, accelerator.num_processes)
+    if broadcast_from_main(accelerator, _recovered_before(recipe, output)):
         run = RunState(output, recipe, writes=accelerator.is_main_process)
-        with failing_together(accelerator), run.locked():
+        with raise_on_all_ranks(accelerator), run.locked():
             _finish(run, output, recipe, console)
         return
-    with failing_together(accelerator):
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             check_output(output, overwrite=overwrite)
-    found = in_turn(accelerator, lambda: _open(recipe, output))
+    found = main_process_first(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
     say = partial(console.print, markup=False, soft_wrap=True) if accelerator.is_main_process else lambda _: None
     try:
@@ -81,10 +89,10 @@ def recover(
         recovery.settle(output)
         recovery.read(output)
         with ExitStack() as stack:
-            with failing_together(accelerator):
+            with raise_on_all_ranks(accelerator):
                 stack.enter_context(recovery.run.locked())
             recovery.learn(console)
-            with failing_together(accelerator):
+            with raise_on_all_ranks(accelerator):
                 if accelerator.is_main_process:
                     recovery.write(output, overwrite=overwrite)
                 _finish(recovery.run, output, recipe, console)
@@ -98,7 +106,7 @@ def recover(
 def _finish(run: RunState, output: Path, recipe: RecoveryRecipe, console: Console) -> None:
     """Show what was written, and delete the run; in the main process."""
     if run.writes:
-        show(output, recipe.teacher, console)
+        show(read_checkpoint(output), recipe.teacher, console)
         run.remove()
 
 
@@ -149,7 +157,7 @@ class Recovery:
         header = saved_header(output) if self.accelerator.is_main_process else {}
         asked = self.asked.to_dict()
         same = (header.get("learned_from") or {}).get("asked") == decisive(asked)
-        found = from_main(self.accelerator, decisive(header["recipe"]) if same else None)
+        found = broadcast_from_main(self.accelerator, decisive(header["recipe"]) if same else None)
         self.recipe = RecoveryRecipe(**asked | found) if found else self._chosen()
         self.trainer = WeightTrainer(self.model, self.dense, self.recipe, self.accelerator)
         if not self.recipe.tokens:
@@ -160,7 +168,7 @@ class Recovery:
         method, source = recipe.method, recipe.learn_from
         if method == "auto":
             held = sum(local_part(parameter).numel() for parameter in self.model.parameters())
-            method = "full" if fits_learning(held, self.accelerator) else "lora"
+            method = "full" if fits_training(held, self.accelerator) else "lora"
         if source == "auto":
             source = "assistant" if self.tokenizer.chat_template else "all"
         rate = recipe.learning_rate or highest_rate(method, self.model.config.hidden_size)
@@ -216,7 +224,7 @@ class Recovery:
             name: getattr(recipe, name) for name in ("seq_len", "heldout_blocks", "seed", "text_column")
         }
         sizes: dict[str, Any] = {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks}
-        blocks = in_turn(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **same))
+        blocks = main_process_first(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **same))
         check_vocabulary(blocks, self.dense.config.vocab_size, recipe.model)
         return blocks
 

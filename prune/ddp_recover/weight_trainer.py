@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.batches import Batches, Teacher
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.recipe import RecoveryRecipe
-from ddp_prune.trainer import Batches, Teacher
 from ddp_prune.weights import LearningWeights, rate_of
 from ddp_vllm.errors import TrainingError
 

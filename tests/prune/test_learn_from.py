@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from chat_templates import PUBLISHED, tokenizer_of
-from runs import BLOCKS, Lab, prune
+from runs import BLOCKS, Lab, pools_of, prune
 from safetensors.torch import load_file
 
+from ddp_prune.batches import Batches
 from ddp_prune.documents import documents
 from ddp_prune.templates import BEGIN, END, Templates
 from ddp_prune.text import Blocks, counting, cut, encode, pack
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
 
@@ -132,7 +133,8 @@ def test_masks_learn_from_the_cross_entropy_of_what_counts(lab: Lab) -> None:
     moved = []
     for size in (1, 4):
         recipe = lab.recipe(micro_batch_size=size)
-        trainer = Trainer(lab.gated, Batches(BLOCKS, recipe, Accelerator(), scored), recipe, Accelerator())
+        batches = Batches(BLOCKS, recipe, Accelerator(), scored)
+        trainer = Trainer(lab.gated, batches, recipe, pools_of(lab.gated, recipe), Accelerator())
         assert trainer.step(0)["ce"] == pytest.approx(wanted, rel=1e-5)
         moved.append(trainer.z["mlp"])
     torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
+from runs import pools_of
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from two_processes import (
@@ -56,7 +57,8 @@ def learned(
     gated = GatedModel(
         load_model(source, "float32"), source.family, source.sizes, "auto" if source.sizes.num_experts else "query-head"
     )
-    return train(gated, BLOCKS, recipe, Accelerator(), RunState(folder / "one", recipe), lambda _: None), folder
+    run, pools = RunState(folder / "one", recipe), pools_of(gated, recipe)
+    return train(gated, BLOCKS, recipe, pools, Accelerator(), run, lambda _: None), folder
 
 
 @pytest.mark.parametrize("name", ["whole", "cut", "cut-again", "resumed"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddp_prune.text import cut, excerpts_of, sources_of, take_turns
 from ddp_vllm.errors import TextError
-from ddp_vllm.origins import bare_name
+from ddp_vllm.provenance import bare_name
 
 COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 

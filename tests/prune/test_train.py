@@ -11,8 +11,9 @@ import pytest
 import torch
 from runs import BLOCKS, STEPS, Lab, assert_same
 
-from ddp_prune import devices
+from ddp_prune import batches as batches_module
 from ddp_prune import gates as gates_module
+from ddp_prune import memory
 from ddp_prune import run_state as run_state_module
 from ddp_prune import train as train_module
 from ddp_prune import trainer as trainer_module
@@ -232,7 +233,7 @@ def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyP
     """16 blocks, 48 sequences: three passes, the teacher's in the first alone."""
     cached = lab.run("cached", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == STEPS + 4
-    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == 2 * STEPS
     assert_same(cached, plain)
@@ -243,7 +244,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
     room: int, forwards: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 blocks of 16 tokens with 64 float32 each."""
-    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", room)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", room)
     lab.run("out", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == forwards
 
@@ -251,7 +252,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
 def test_passes_that_end_within_a_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 blocks, 4 a step: cached and new blocks meet in one micro-batch."""
     cached = lab.run("cached", blocks=BLOCKS[:10])
-    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:10])
     for kind in ("attn", "mlp"):
         torch.testing.assert_close(cached.gates[kind], plain.gates[kind], atol=1e-4, rtol=0)
@@ -339,7 +340,7 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
     assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
-    monkeypatch.setattr(devices, "USABLE", 0.0)
+    monkeypatch.setattr(memory, "USABLE", 0.0)
     for kind in widths:
         widths[kind].clear()
     whole = lab.run("whole")

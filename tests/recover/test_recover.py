@@ -352,6 +352,6 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_if_nothing_had_learned(
 def test_auto_learns_all_weights_where_memory_holds_the_optimizer(
     free: int, method: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_prune.devices.free_memory", lambda _: free)
+    monkeypatch.setattr("ddp_prune.memory.free_memory", lambda _: free)
     assert recover(pruned, tmp_path / "out").exit_code == 0
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["method"] == method
