@@ -66,6 +66,13 @@ def test_the_files_of_the_ground_floor_import_none_of_its_rooms() -> None:
         assert not [module for _, module in _imports(file) if module.startswith(rooms)], file
 
 
+def test_the_core_neither_draws_nor_prints_pages() -> None:
+    """Its callers hand in what does, so that matplotlib is loaded after the last step, and only where it is needed."""
+    drawing = tuple(f"ddp_vllm.pages.{name}" for name in ("written", "report", "pictures", "terminal"))
+    for file in ROOMS["ddp_prune"].rglob("*.py"):
+        assert not [module for _, module in _imports(file) if module.startswith(drawing)], file
+
+
 def test_rooms_call_no_other_verbs_of_each_other_than_these() -> None:
     for room, folder in ROOMS.items():
         nodes = [

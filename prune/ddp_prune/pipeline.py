@@ -25,8 +25,9 @@ from ddp_prune.distributed import (
     raise_on_all_ranks,
 )
 from ddp_prune.exam import Exam, bos_warning
-from ddp_prune.export import Become, export, layer_widths, provenance_of
+from ddp_prune.export import Transform, export, layer_widths
 from ddp_prune.gates import GatedModel
+from ddp_prune.masks_file import provenance_of
 from ddp_prune.memory import TRAINING_BYTES, fits_training
 from ddp_prune.model import (
     Source,
@@ -192,7 +193,7 @@ class Pruning:
                 check_output(output, overwrite=overwrite)
         set_seed(self.recipe.seed)
         try:
-            learned, judged, become = self.learn(run, branches)
+            learned, judged, transform = self.learn(run, branches)
         except torch.OutOfMemoryError as error:  # a step says it in words of its own
             raise TrainingError(
                 f"{self.recipe.model} and a sequence of {self.recipe.seq_len:,} tokens do not fit into the memory "
@@ -200,7 +201,7 @@ class Pruning:
                 "with --shard"
             ) from error
         if self.accelerator.is_main_process:
-            self.write(output, run, learned, judged, become, overwrite=overwrite)
+            self.write(output, run, learned, judged, transform, overwrite=overwrite)
 
     def announce(self) -> None:
         """Say what the run is about to do, a line each."""
@@ -217,8 +218,8 @@ class Pruning:
         for pool in self.pools:
             self.say(describe(pool))
 
-    def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Become | None]:
-        """Return what was learned, what both models made of their exam, and what weights have become.
+    def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Transform | None]:
+        """Return what was learned, what both models made of their exam, and the updated weights.
 
         Raises: ModelError if the dense model cannot read.
         """
@@ -241,10 +242,10 @@ class Pruning:
                 gated, self.blocks.train, recipe, self.pools, accelerator, run, report, weights, dense_model, branches,
                 scored=self.scored, start=self.start,
             )  # fmt: skip
-        become = weights.finish() if weights else None
+        transform = weights.finish() if weights else None
         with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
             exam.take("pruned", gated.model)
-        return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, become
+        return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, transform
 
     def write(
         self,
@@ -252,7 +253,7 @@ class Pruning:
         run: RunState,
         learned: Learned,
         judged: dict[str, Any],
-        become: Become | None,
+        transform: Transform | None,
         *,
         overwrite: bool,
     ) -> None:
@@ -276,10 +277,10 @@ class Pruning:
                 **judged,
                 "learned_from": self.learned_from,
             },
-            evidence={"z": learned.z, "saliency": learned.saliency, **learned.passed},
+            scores={"z": learned.z, "saliency": learned.saliency, **learned.passed},
             overwrite=overwrite,
             extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
-            become=become,
+            transform=transform,
         )
 
 

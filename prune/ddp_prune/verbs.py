@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_prune import read_recipe
 from ddp_prune.recipe import Recipe
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.output import check_output
 
 
@@ -43,7 +43,6 @@ def apply(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
-    from ddp_prune.export import apply_masks
+    from ddp_prune.masks_file import apply_masks
 
-    apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
-    return read_checkpoint(output)
+    return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
