@@ -22,9 +22,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ddp_prune.distributed import load, make_accelerator
-from ddp_prune.export import layer_widths, read_masks, write_masks
+from ddp_prune.export import layer_widths, write_masks
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import perplexity
+from ddp_prune.masks_file import read_masks
 from ddp_prune.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
 from ddp_prune.model import Source, companions, open_source, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools

@@ -25,8 +25,9 @@ from ddp_prune.distributed import (
     raise_on_all_ranks,
 )
 from ddp_prune.evaluation import Evaluation, bos_warning
-from ddp_prune.export import Become, export, layer_widths, provenance_of
+from ddp_prune.export import Transform, export, layer_widths
 from ddp_prune.gates import GatedModel
+from ddp_prune.masks_file import provenance_of
 from ddp_prune.memory import TRAINING_BYTES, fits_training
 from ddp_prune.model import (
     Source,
@@ -55,8 +56,11 @@ from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
 
+
 Show = Callable[[Checkpoint, str, Console], None]
-"""Prints and draws a checkpoint that was written, of a dense model of this name."""
+"""Shows a written checkpoint of the dense model of this name."""
+Recover = Callable[[Recipe, Path, Accelerator, Console], None]
+"""Recovers the checkpoint in a folder, in place, for the minutes of the recipe."""
 
 
 def prune(
@@ -67,6 +71,7 @@ def prune(
     tracker: str | None,
     console: Console,
     measure: Measure,
+    recover: Recover,
     show: Show,
 ) -> list[Checkpoint]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
@@ -106,6 +111,8 @@ def prune(
             before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
             after = pruning.state(output / BRANCH, recipe) if recipe is not recipes[-1] else None
             pruning.run(folder, (before, after), show, overwrite=overwrite)
+            if recipe.recover and not broadcast_from_main(accelerator, "recovery" in provenance_of(folder)):
+                recover(recipe, folder, accelerator, console)
         family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
@@ -186,7 +193,7 @@ class Pruning:
                 check_output(output, overwrite=overwrite)
         set_seed(self.recipe.seed)
         try:
-            learned, judged, become = self.learn(run, branches)
+            learned, judged, transform = self.learn(run, branches)
         except torch.OutOfMemoryError as error:  # a step says it in words of its own
             raise TrainingError(
                 f"{self.recipe.model} and a sequence of {self.recipe.seq_len:,} tokens do not fit into the memory "
@@ -194,7 +201,7 @@ class Pruning:
                 "with --shard"
             ) from error
         if self.accelerator.is_main_process:
-            self.write(output, run, learned, judged, become, overwrite=overwrite)
+            self.write(output, run, learned, judged, transform, overwrite=overwrite)
 
     def announce(self) -> None:
         """Say what the run is about to do, a line each."""
@@ -211,8 +218,8 @@ class Pruning:
         for pool in self.pools:
             self.say(describe(pool))
 
-    def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Become | None]:
-        """Return what was learned, the evaluation of both models, and what weights have become.
+    def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Transform | None]:
+        """Return what was learned, what both models made of the evaluation of both, and the updated weights.
 
         Raises: ModelError if the dense model cannot read.
         """
@@ -235,10 +242,10 @@ class Pruning:
                 gated, self.blocks.train, recipe, self.pools, accelerator, run, report, weights, dense_model, branches,
                 loss_mask=self.loss_mask, start=self.start,
             )  # fmt: skip
-        become = weights.finish() if weights else None
+        transform = weights.finish() if weights else None
         with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
             evaluation.evaluate("pruned", gated.model)
-        return learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, become
+        return learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, transform
 
     def write(
         self,
@@ -246,7 +253,7 @@ class Pruning:
         run: RunState,
         learned: Learned,
         judged: dict[str, Any],
-        become: Become | None,
+        transform: Transform | None,
         *,
         overwrite: bool,
     ) -> None:
@@ -270,10 +277,10 @@ class Pruning:
                 **judged,
                 "learned_from": self.learned_from,
             },
-            evidence={"z": learned.z, "saliency": learned.saliency, **learned.passed},
+            scores={"z": learned.z, "saliency": learned.saliency, **learned.passed},
             overwrite=overwrite,
             extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
-            become=become,
+            transform=transform,
         )
 
 

@@ -25,8 +25,9 @@ from transformers import (
 
 from ddp_prune import experts as experts_module
 from ddp_prune.experts import grouped, looped, neutral_where_idle
-from ddp_prune.export import apply_masks, export
+from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.masks_file import apply_masks
 from ddp_prune.model import Source, load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError
@@ -359,7 +360,7 @@ def test_masks_alone_cut_the_same_checkpoint(exported: Path, dense: Any, tmp_pat
 
 
 def test_masks_of_another_kind_are_refused(exported: Path, tiny_model: Path, dense: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"gates of experts.*needs those of attn.*another model"):
+    with pytest.raises(CheckpointError, match=r"gates of experts.*needs gates of attn.*another model"):
         apply_masks(
             str(tiny_model), exported / "qwen3_moe" / "ddp_masks.safetensors", tmp_path / "out", overwrite=False
         )

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from latency_profiles import written
 from runs import SMALL, assert_refused, prune, weights
 
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
 from ddp_prune.pipeline import Pruning
 from ddp_prune.read_recipe import family, load_recipes
 from ddp_prune.recipe import Recipe

@@ -15,7 +15,7 @@ from runs import SMALL, assert_refused, prune
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
 from ddp_prune.read_recipe import load_recipe
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint

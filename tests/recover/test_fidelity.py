@@ -1,4 +1,4 @@
-"""How near a model is to the dense one: KL and agreement against the whole vocabulary, on a user's own text."""
+"""`eval --text`: perplexity, KL divergence and top-1 agreement with the dense model on a user's own text."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import text_table
 from ddp_vllm.pages.measurements import collect
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 
 
 def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,19 +38,19 @@ def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def pruned(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
-    """Made anew for each test, for where the dense model is stands in the cache."""
+    """Pruned for each test, because the cache of that test holds the path of the dense model."""
     assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
     return tmp_path / "pruned"
 
 
 def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """In conversations only what the assistant says counts, and what was found stands on the page of compare.
+    """Of conversations only the assistant's turns are evaluated, and `compare` shows the results.
 
-    What `prune` found on the text that it held out stands in the folder.
+    The report shows what `prune` found on its held-out text.
     """
     near = api.inspect(pruned)["perplexity"]["agreement"]["pruned"]
     assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
-    assert "same likeliest token" in (pruned / "report.html").read_text()
+    assert "same likeliest token" in api.report(pruned).read_text()
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
     chats.write_text((json.dumps({"conversations": turns}) + "\n") * 400)
@@ -146,7 +146,7 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     twin = tmp_path / "elsewhere" / short.name
     for words, reason in (
         ([str(pruned), "--text", str(short)], "give more text, or lower --max-length"),
-        ([str(tiny_model), "--text", str(short)], "name one with --against"),
+        ([str(tiny_model), "--text", str(short)], "pass that model with --against"),
         ([str(pruned), "--text", str(short), "--max-length", "3"], "below 16"),
         ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
         ([str(pruned), "--text", str(short), "--limit", "3"], "--limit does nothing without --tasks beside --text"),
@@ -157,4 +157,4 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
     refused = CliRunner().invoke(main, ["eval", str(pruned), "--text", str(short)])
-    assert_refused(refused, 2, "which is not here; name it with --against")
+    assert_refused(refused, 2, "which is not here; pass its path with --against")

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from runs import BLOCKS, Lab, assert_refused
 
 from ddp_prune.batches import Batches
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.text import load_tokenizer
