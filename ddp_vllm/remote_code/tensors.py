@@ -89,7 +89,7 @@ class TensorTable:
         return any(each.block == "experts" for each in self.projections)
 
 
-SHAPES = {
+SHAPES: dict[str, tuple[str, ...]] = {
     "self_attn.q_proj": ("queries", "hidden"),
     **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), ("keys", "hidden")),
     "self_attn.o_proj": ("hidden", "values"),
