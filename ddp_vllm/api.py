@@ -163,7 +163,7 @@ def study(
     table: methods, relaxations, groups, recovery, data, cost, tokens or shapes. output: a folder; an interrupted study
     in it goes on, and what is asked beyond it is filled in. test: a text file to judge by. seeds: they order the text.
     recipe: a TOML file with settings. settings: any field of a `Study` (`methods`, `other_data`, `samples`, `polish`,
-    `detokenise`, `test_length`) or of a `Recipe` (`data`, `steps`, …).
+    `detokenize`, `test_length`) or of a `Recipe` (`data`, `steps`, …).
     """
     found = _part("ddp_prune.read_recipe").load_recipe
     sizes = tuple(sparsity) if isinstance(sparsity, Sequence) else (sparsity,)
@@ -171,7 +171,7 @@ def study(
         orders = tuple(map(int, seeds.split(","))) if isinstance(seeds, str) else tuple(seeds)
     except ValueError:
         raise SettingError(f"seeds is {seeds!r}; give numbers by commas, as 0,1,2") from None
-    names = ("methods", "other_data", "samples", "polish", "detokenise", "test_length")
+    names = ("methods", "other_data", "samples", "polish", "detokenize", "test_length")
     own = {name: settings.pop(name) for name in names if name in settings}
     if "other_data" in own:
         own["other_data"] = tuple(map(str, own["other_data"]))

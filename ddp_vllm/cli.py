@@ -23,7 +23,7 @@ VERBS = {  # verb -> (where it is, what it does)
     "recover": ("ddp_prune.cli", "Let the weights of a pruned model learn from the dense one."),
     "apply": ("ddp_prune.cli", "Cut a model again from published masks alone."),
     "quantize": ("ddp_prune.cli", "Quantise a pruned or dense model by llm-compressor."),
-    "study": ("ddp_study.cli", "Fill a table of the paper for a model of your own."),
+    "study": ("ddp_study.cli", "Reproduce a table of the paper for your own model."),
     "export": ("ddp_vllm.export", "Write a model as one file that stock llama.cpp runs (GGUF)."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "verify": ("ddp_vllm.pages.cli", "Compare the files of a pruned checkpoint with the hashes of its manifest."),
