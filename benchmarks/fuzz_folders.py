@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, MixtralConfig
 
@@ -13,11 +14,11 @@ import ddp_vllm
 from ddp_prune import export, text
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_vllm.facts import describe_model
 from ddp_vllm.latency import FORMAT as PROFILE_FORMAT
 from ddp_vllm.latency import dimensions_in, shapes_of
 from ddp_vllm.machine import hardware, versions
 from ddp_vllm.manifest import MANIFEST, manifest_of
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.results import FORMAT, verdicts
 from random_models import SENTENCES, write_models
 
@@ -143,7 +144,8 @@ def _write_runs(sound: Sound) -> None:
         run.log({"step": step, "loss": 1.0 / step})
     tokens = sound.folder_of("tokens")
     tokens.mkdir(parents=True)
-    text.save_blocks(tokens / "blocks.tokens", torch.arange(320).view(20, 16).numpy())
+    ids = np.arange(320, dtype=np.int32).reshape(20, 16)
+    text.save_blocks(tokens / "blocks.tokens", text.Tokens(ids, np.ones(ids.shape, bool)))
     config = json.loads((sound.dense / "config.json").read_text())
     cells = [
         {"batch": batch, "context": context, "decode": 1e-3 * batch + 1e-6 * context, "prefill": 5e-3 * batch}

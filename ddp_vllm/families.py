@@ -152,9 +152,7 @@ def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
         )
     if config["model_type"] == "deepseek" or (config.get("n_group") or 1) > 1:
         why = "experts in groups" if config["model_type"] != "deepseek" else "no stock class in transformers"
-        raise SettingError(
-            f"this {config['model_type']} model has {why}, so it keeps all experts; prune channels"
-        )
+        raise SettingError(f"this {config['model_type']} model has {why}, so it keeps all experts; prune channels")
     return {**config, **{key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}}
 
 

@@ -245,6 +245,18 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         ["offsets of", O_PROJ],
     ),
     "a shape that is negative": (_header(lambda h: h[O_PROJ].update(shape=[-16, -12])), ["lacks shape", O_PROJ]),
+    "config of many lists": (
+        lambda f: (f / "config.json").write_text(
+            '{"x": [' + "[]," * 2_000_000 + "[]], " + (f / "config.json").read_text()[1:]
+        ),
+        ["config.json cannot be read", "4,000,000 bytes"],
+    ),
+    "a name twice among many": (  # looked for one by one, it took an hour
+        lambda f: (f / "config.json").write_text(
+            "{" + "".join(f'"{number}": 0,' for number in range(200_000)) + '"199999": 0}'
+        ),
+        ["'199999' occurs twice"],
+    ),
     "config a pipe": (lambda f: _pipe(f / "config.json"), ["config.json", "not a file"]),
     "config without an end": (lambda f: _endless(f / "config.json"), ["config.json", "not a file"]),
     "a name twice": (

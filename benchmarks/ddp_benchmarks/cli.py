@@ -355,7 +355,7 @@ def _evaluate_text(
 ) -> None:
     """Compare with the dense model on the user's text, and print the results."""
     from ddp_benchmarks.tables import plain_console
-    from ddp_vllm.api import evaluate_text
+    from ddp_vllm import evaluate_text
     from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
     from ddp_vllm.results import with_interval
 

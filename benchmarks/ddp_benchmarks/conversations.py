@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import TextError
-from ddp_vllm.fetch import array_entries
+from ddp_vllm.hub.fetch import array_entries
 
 MIN_LENGTH, MAX_PROMPT_LENGTH, MAX_TOTAL_LENGTH = 4, 1024, 2048  # tokens; vllm.benchmarks.datasets.is_valid_sequence
 

@@ -23,9 +23,9 @@ from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
-from ddp_vllm.facts import describe_model, local_folder
 from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import versions
+from ddp_vllm.model_facts import describe_model, local_folder
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.facts import known_folder
+from ddp_vllm.model_facts import known_folder
 from ddp_vllm.remote_code.files import LARGEST_JSON, read_bytes
 from ddp_vllm.schema import COUNT, check
 

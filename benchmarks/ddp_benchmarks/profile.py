@@ -18,9 +18,9 @@ from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, SettingError
-from ddp_vllm.facts import local_folder
 from ddp_vllm.families import pruned_config
 from ddp_vllm.latency import FORMAT, Workload, dimensions_in, read_profile, shapes_of
+from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
 from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.widths import LayerWidths

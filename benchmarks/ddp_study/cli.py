@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from ddp_prune.cli import Sizes
+from ddp_study import verbs
 from ddp_study.tables import TABLES
-from ddp_vllm import api
 from ddp_vllm.cli import echo
 
 
@@ -54,5 +54,5 @@ def study(
         settings["methods"] = names.split(",")
     if texts:
         settings |= {"data": texts[0], "other_data": texts[1:]}
-    page = api.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
+    page = verbs.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
     echo(f"written: {page}")

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from ddp_study.tables import COLUMNS, TABLES, StudyTable, chains
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
-from ddp_vllm.origins import bare_name
 from ddp_vllm.output import write_text
 from ddp_vllm.pages.evidence import kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
@@ -33,6 +32,7 @@ from ddp_vllm.pages.pictures import (
     height_of_map,
     render,
 )
+from ddp_vllm.provenance import bare_name
 
 Cell = Mapping[str, Any]
 CELLS, STUDY_FILE = "cells", "study.json"

@@ -8,13 +8,11 @@ import math
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ddp_prune.alm import STRETCH_HIGH, STRETCH_LOW, AlmTrainer, ClampStraightThrough
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.recipe import Recipe
+from ddp_prune.gates import Masks
 from ddp_prune.selection import exact_support
-from ddp_prune.trainer import KEPT_FLOOR, Batches
+from ddp_prune.trainer import KEPT_FLOOR
 from ddp_study.scores import Search
 
 START = 3.0  # initial log α
@@ -30,9 +28,9 @@ class HardConcrete(AlmTrainer):
 
     is_binarized = False  # by λ3
 
-    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
-        super().__init__(gated, batches, recipe, accelerator)
-        self.noise = torch.Generator().manual_seed(recipe.seed)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.noise = torch.Generator().manual_seed(self.recipe.seed)
         for z in self.z.values():
             z.data.fill_(START)
         for weight in self.multipliers.lambda3.values():

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.batches import Batches
 from ddp_prune.gates import Masks
 from ddp_prune.loss import block_losses
-from ddp_prune.model import load_model, open_source
+from ddp_prune.model import load_model, open_source, weight_shapes
+from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import realign
 from ddp_prune.text import load_tokenizer
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 from ddp_study.study import read_test_blocks
 from study import gate, learning_parser, prepare_run, print_result, take_steps
 
@@ -44,7 +46,8 @@ def main() -> None:
 
     def trainer(align: int) -> Trainer:
         aligned = dataclasses.replace(recipe, align=align)
-        return Trainer(gated, Batches(blocks.train, aligned, accelerator), aligned, accelerator)
+        _, pools = suited_pools(aligned, source, weight_shapes(source))
+        return Trainer(gated, Batches(blocks.train, aligned, accelerator), aligned, pools, accelerator)
 
     def losses(gates: Masks | None) -> dict[str, Any]:
         return {name: block_losses(gated, gates, test) for name, test in tests.items()}

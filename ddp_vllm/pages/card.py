@@ -7,10 +7,10 @@ from contextlib import suppress
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.origins import is_hub_name
 from ddp_vllm.pages.evidence import block_losses
 from ddp_vllm.pages.page import Table, markdown_table
 from ddp_vllm.pages.summary import (
+    adaptation,
     has_experts,
     learning,
     perplexities,
@@ -20,6 +20,7 @@ from ddp_vllm.pages.summary import (
     size_table,
     texts_of,
 )
+from ddp_vllm.provenance import is_hub_name
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import dense_expert_size
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -178,6 +179,7 @@ def _perplexity(checkpoint: Checkpoint, place: str) -> str:
         f"Perplexity of a token on held-out text of {texts_of(provenance)} ({quality['tokens']:,} tokens): "
         f"{perplexities(quality)}."
     )
+    stated = " ".join([stated, *adaptation(quality)])
     try:
         losses = block_losses(quality)
     except ValueError:  # of another's making

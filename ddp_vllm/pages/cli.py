@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from ddp_vllm import api
 from ddp_vllm.cli import echo
+from ddp_vllm.pages import verbs
 
 
 @click.command()
@@ -15,9 +15,9 @@ from ddp_vllm.cli import echo
 def inspect(folder: Path, as_json: bool) -> None:
     """Check a pruned checkpoint and show what each layer has left."""
     if as_json:
-        echo(json.dumps(api.inspect(folder)))
+        echo(json.dumps(verbs.inspect(folder)))
         return
-    checkpoint = api.read(folder)
+    checkpoint = verbs.read(folder)
     from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
     print_checkpoint(checkpoint, SafeConsole(soft_wrap=True))
@@ -31,7 +31,7 @@ def verify(folder: Path) -> None:
     Nothing may be missing, changed or added but the results of `eval` and `bench`. Then the checkpoint is checked as
     by `inspect`.
     """
-    echo(f"{folder}: {len(api.verify(folder))} files are as they were written")
+    echo(f"{folder}: {len(verbs.verify(folder))} files are as they were written")
 
 
 @click.command()
@@ -42,7 +42,7 @@ def report(folder: Path, output: Path | None) -> None:
 
     `prune` does this by itself; FOLDER is any pruned checkpoint.
     """
-    echo(f"written: {api.report(folder, output=output)}")
+    echo(f"written: {verbs.report(folder, output=output)}")
 
 
 @click.command()
@@ -72,7 +72,7 @@ def compare(
 
     Results of bench and eval are found in each folder and its eval folder, or passed with --results.
     """
-    comparison = api.compare(
+    comparison = verbs.compare(
         folders, output=output, results=results, dense=dense, tolerance=tolerance, overwrite=overwrite
     )
     if tolerance is not None:

@@ -23,6 +23,7 @@ from ddp_vllm.schema import COUNT, Number, check
 
 METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
 """What `prune` and `recover` logged, a JSON object a step; in the pruned folder."""
+MOST_STEPS = 200_000  # lines of one of them, which take seconds to read; the paper's search has 1,000 steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,9 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
     """Return one object a step, none if the masks were not learned here. Raises: OSError, ValueError."""
     if not path.exists():
         return []
-    metrics = [parse_json(line) for line in read_bytes(path, LARGEST_JSON).splitlines()]
+    if len(lines := read_bytes(path, LARGEST_JSON).splitlines()) > MOST_STEPS:
+        raise ValueError(f"{path.name} has {len(lines):,} lines, more than {MOST_STEPS:,}")
+    metrics = [parse_json(line) for line in lines]
     for number, step in enumerate(metrics, 1):
         check(step, {"step": COUNT}, f"line {number} of {path.name}")
         check(step, {str: Number(-math.inf, math.inf)}, f"line {number} of {path.name}")

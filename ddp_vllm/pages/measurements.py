@@ -24,9 +24,9 @@ from ddp_vllm.evaluations import (
     perplexity_ratio,
     score,
 )
-from ddp_vllm.facts import ModelFacts, describe_model, identify, is_pruned
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import local_provenance
+from ddp_vllm.model_facts import ModelFacts, describe_model, identify, is_pruned
+from ddp_vllm.provenance import local_provenance
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import FORMAT, check_results, measured, on_gpu
 

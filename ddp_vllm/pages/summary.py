@@ -28,7 +28,7 @@ _UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
 }
 
 
-def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what `inspect` shows, as plain data: widths by layer, what is left of what, quality, and how it was made.
 
     Names are those of the checkpoint's own files.
@@ -75,7 +75,9 @@ def conclusion(checkpoint: Checkpoint) -> str:
     _, dense, left = footprint(checkpoint)[0]
     gone = f"{1 - left / dense:.1%} of the parameters are gone"
     quality = checkpoint.provenance.get("perplexity")
-    return f"{gone}; perplexity on held-out text: {perplexities(quality)}." if quality else f"{gone}."
+    if not quality:
+        return f"{gone}."
+    return " ".join([f"{gone}; perplexity on held-out text: {perplexities(quality)}.", *adaptation(quality)])
 
 
 def without_embeddings(checkpoint: Checkpoint) -> Size:
@@ -209,6 +211,17 @@ def bare_names(names: Sequence[str]) -> str:
 def perplexities(quality: Mapping[str, Any]) -> str:
     """Return the held-out perplexity of each model that a checkpoint went through, in their order."""
     return " → ".join(f"{who} {quality[who]:.2f}" for who in ("dense", "pruned", "recovered") if who in quality)
+
+
+def adaptation(quality: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if the model reads the held-out text better than the dense one does; [] if not."""
+    last = next(who for who in ("recovered", "pruned", "dense") if who in quality)
+    if not quality[last] < quality["dense"]:
+        return []
+    return [
+        f"The {last} model reads this text better than the dense one because it was trained on text of the same kind: "
+        "it adapted to that text, so these figures do not show what pruning cost on other text."
+    ]
 
 
 def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str, Any]) -> Table:

@@ -15,6 +15,7 @@ from ddp_vllm.evaluations import fidelity
 from ddp_vllm.pages.page import Table
 from ddp_vllm.pages.summary import (
     Size,
+    adaptation,
     footprint,
     has_experts,
     perplexities,
@@ -106,6 +107,8 @@ def _print_quality(provenance: Mapping[str, Any], console: Console) -> None:
     """Print held-out perplexities and what rounding changed, if the checkpoint says so."""
     if quality := provenance.get("perplexity"):
         _say(console, "held-out perplexity", f"{perplexities(quality)} ({quality['tokens']:,} tokens)")
+        for sentence in adaptation(quality):
+            _say(console, "note", sentence)
         if near := fidelity(quality):
             _say(console, "beside dense", near)
     if promised := prediction(provenance):

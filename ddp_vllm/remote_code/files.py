@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 LARGEST_JSON = 500_000_000  # bytes; tokenizers of 256,000 tokens take 40 MB
+LARGEST_CONFIG = 4_000_000  # bytes of a config.json; lists take 25 times that in memory, and real ones take 1 MB
 LONGEST_HEADER = 100_000_000  # bytes of a safetensors file; its own library's limit
 DEEPEST = 100  # levels of nested objects and lists
 MOST_DIGITS = 19  # of an integer; more digits exceed 64 bits
@@ -71,15 +73,15 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises: OSError; ValueError as `parse_json`."""
-    return parse_json(read_bytes(path, LARGEST_JSON))
+    """Read a JSON file. Raises: OSError, also if it is too large; ValueError as `parse_json`."""
+    return parse_json(read_bytes(path, LARGEST_CONFIG if path.name == "config.json" else LARGEST_JSON))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} occurs twice in an object")
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise ValueError(f"{short(twice)} occurs twice in an object")
     return found
 
 

@@ -20,6 +20,29 @@ BLOCK_OF = {"query_head": "attn", "kv_head": "attn", "channel": "mlp", "expert_c
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 
 
+SHAPES: dict[str, tuple[str, ...]] = {  # unchanged module -> its shape, in names of `widths.lengths_of`
+    "self_attn.q_proj": ("queries", "hidden"),
+    **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), ("keys", "hidden")),
+    "self_attn.o_proj": ("hidden", "values"),
+    **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), ("head",)),
+    "self_attn.q_a_proj": ("query_rank", "hidden"),  # latent attention
+    "self_attn.q_a_layernorm": ("query_rank",),
+    "self_attn.q_b_proj": ("latent_queries", "query_rank"),
+    "self_attn.kv_a_proj_with_mqa": ("latent_and_rotated", "hidden"),
+    "self_attn.kv_a_layernorm": ("latent",),
+    "self_attn.kv_b_proj": ("keys_and_values", "latent"),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ("channels", "hidden")),
+    "mlp.down_proj": ("hidden", "channels"),
+    **{f"mlp.{shared}.{name}_proj": ("shared", "hidden") for shared in ("shared_expert", "shared_experts")
+       for name in ("gate", "up")},
+    **dict.fromkeys(("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj"), ("hidden", "shared")),
+    "mlp.shared_expert_gate": ("one", "hidden"),
+    **dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), ("experts", "hidden")),
+    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), ("hidden",)),
+    **dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), ("hidden",)),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Projection:
     """One linear layer whose weight `[out, in]` has units along `axis`."""
@@ -59,7 +82,7 @@ class TensorTable:
     biases: tuple[str, ...] = ()
     """Projections that always have a bias."""
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SHAPES)
-    """Unchanged module -> the shape of its weight, in names of `widths.lengths_of`."""
+    """As in `SHAPES`."""
     is_tied: bool = False
     """Whether the output head is the embedding if the config does not state it."""
 
@@ -87,29 +110,6 @@ class TensorTable:
     def has_experts(self) -> bool:
         """Whether the family is a mixture of experts, of which only routed experts are pruned."""
         return any(each.block == "experts" for each in self.projections)
-
-
-SHAPES: dict[str, tuple[str, ...]] = {
-    "self_attn.q_proj": ("queries", "hidden"),
-    **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), ("keys", "hidden")),
-    "self_attn.o_proj": ("hidden", "values"),
-    **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), ("head",)),
-    "self_attn.q_a_proj": ("query_rank", "hidden"),  # latent attention
-    "self_attn.q_a_layernorm": ("query_rank",),
-    "self_attn.q_b_proj": ("latent_queries", "query_rank"),
-    "self_attn.kv_a_proj_with_mqa": ("latent_and_rotated", "hidden"),
-    "self_attn.kv_a_layernorm": ("latent",),
-    "self_attn.kv_b_proj": ("keys_and_values", "latent"),
-    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ("channels", "hidden")),
-    "mlp.down_proj": ("hidden", "channels"),
-    **{f"mlp.{shared}.{name}_proj": ("shared", "hidden") for shared in ("shared_expert", "shared_experts")
-       for name in ("gate", "up")},
-    **dict.fromkeys(("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj"), ("hidden", "shared")),
-    "mlp.shared_expert_gate": ("one", "hidden"),
-    **dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), ("experts", "hidden")),
-    **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), ("hidden",)),
-    **dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), ("hidden",)),
-}  # fmt: skip
 
 
 def _rows(name: str, *units: str) -> Projection:

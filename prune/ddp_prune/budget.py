@@ -8,7 +8,6 @@ experts), N units of such a place.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from ddp_prune.selection import (
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import Dimensions, dense_layers, fewer_experts, unit_shapes
-from ddp_vllm.latency import EXPERT_BLOCK, read_profile
+from ddp_vllm.latency import EXPERT_BLOCK, Profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -234,9 +233,11 @@ def make_pools(
     sizes: Dimensions,
     head_unit: str,
     recipe: Recipe,
+    profile: Profile | None = None,
 ) -> list[Pool]:
     """Return the constraints that a recipe puts on a dense model, given by its config and the shapes of its tensors.
 
+    profile: the latency profile that the budget `latency` requires, checked by `ddp_vllm.speed.find_profile`.
     Raises: SettingError for a budget, a target or a tensor-parallel size that this model cannot meet.
     """
     units = unit_shapes(sizes, head_unit)
@@ -268,7 +269,8 @@ def make_pools(
     elif recipe.budget == "latency":
         if shares_kv:
             raise SettingError("a query head without its KV head saves no time worth a budget; leave head_unit out")
-        pools = [_measured_pool(units, sizes, blocks, config, recipe, common)]
+        assert profile
+        pools = [_measured_pool(units, blocks, profile, recipe, common)]
     else:
         layers = prices(recipe.budget, config, shapes, recipe.context_length)
         queries = sizes.queries_per_kv if head_unit == "kv-group" else 1
@@ -302,15 +304,12 @@ def make_pools(
 
 def _measured_pool(
     units: Mapping[str, tuple[int, ...]],
-    sizes: Dimensions,
     blocks: Mapping[str, int],
-    config: Mapping[str, Any],
+    profile: Profile,
     recipe: Recipe,
     common: dict[str, Any],
 ) -> Pool:
     """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it cannot be met."""
-    profile = read_profile(Path(recipe.profile))
-    profile.check_suits(config)
     times = profile.times(recipe.workload)
     curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
     costs, opening, tables, steps = {}, {}, {}, {}

@@ -79,7 +79,7 @@ class _Applied:
     masks: Mapping[str, Sequence[torch.Tensor]] | None = None
     """The masks of every layer."""
     squares: Mapping[str, torch.Tensor] | None = None
-    counts_LE: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
     routed: Sequence[torch.Tensor] | None = None
     """The experts of every layer that its router chooses among."""
     kept: Mapping[str, Sequence[torch.Tensor | None]] | None = None
@@ -90,7 +90,7 @@ class _Applied:
         if self.masks is None:
             return LayerGates(None, None, None)
         squares = None if self.squares is None else self.squares["experts"][place]
-        counts = None if self.counts_LE is None else self.counts_LE[place]
+        counts = None if self.counts is None else self.counts[place]
         routed = None if self.routed is None else self.routed[place]
         return LayerGates(self.masks["experts"][place], squares, counts, routed)
 
@@ -203,11 +203,11 @@ class GatedModel:
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
         """Add to int64 `counts_LE` how often each expert is chosen by forwards with masks inside the block."""
-        previous, self._applied.counts_LE = self._applied.counts_LE, counts_LE
+        previous, self._applied.counts = self._applied.counts, counts_LE
         try:
             yield
         finally:
-            self._applied.counts_LE = previous
+            self._applied.counts = previous
 
 
 class NarrowLayers:

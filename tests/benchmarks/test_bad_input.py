@@ -21,7 +21,7 @@ from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.sharegpt import Load, Settings, _schedule, results_file, run_benchmark
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
-from ddp_vllm.facts import describe_model
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_file
 from ddp_vllm.results import read_results
 

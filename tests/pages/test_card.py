@@ -93,7 +93,7 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
 
 
 def test_what_fits_llama_cpp_is_what_the_export_takes() -> None:
-    gguf_file = pytest.importorskip("ddp_vllm.gguf_file")
+    gguf_file = pytest.importorskip("ddp_vllm.gguf.file")
     assert gguf_file.FITS == IN_LLAMA_CPP
 
 

@@ -17,7 +17,7 @@ from written_folders import MACHINE, write_bench, write_evaluation, write_masks,
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.facts import describe_model
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.pages.compare import headline, task_table
 from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
 from ddp_vllm.pages.terminal import SafeConsole

@@ -1,6 +1,7 @@
 """The report of a pruned checkpoint: its numbers are the checkpoint's, its pictures are there, nothing is fetched."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -15,12 +16,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
+from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from written_folders import write_masks, write_weights
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.pictures import draw_widths, render, smooth
+from ddp_vllm.pages.report import write_report
+from ddp_vllm.pages.terminal import print_checkpoint
 
 FIGURES = ["heads", "widths", "gates", "curves"]
 
@@ -92,6 +97,19 @@ def test_the_page_opens_with_what_is_gone_and_what_it_cost(pruned: Path) -> None
     quality = f"dense {provenance['dense']:.2f} → pruned {provenance['pruned']:.2f}"
     first = _Page((pruned / "report.html").read_text()).text.partition("From ")[0].rpartition("removed\n")[2]
     assert re.search(rf"^\s*[\d.]+% of the parameters are gone; perplexity on held-out text: {quality}\.\s*$", first)
+
+
+def test_a_model_that_adapted_to_its_held_out_text_is_reported_as_such(trained: Path, tmp_path: Path) -> None:
+    """Perplexity 85 of the dense model and 55 of the pruned one is no sign of quality."""
+    checkpoint, console = read_checkpoint(trained), Console(record=True, width=500)
+    sentence = "The pruned model reads this text better than the dense one because it was trained on text of"
+    for by, adapted in ({"dense": 85.0, "pruned": 55.0}, True), ({"dense": 55.0, "pruned": 85.0}, False):
+        provenance = checkpoint.provenance | {"perplexity": checkpoint.provenance["perplexity"] | by}
+        changed = dataclasses.replace(checkpoint, provenance=provenance)
+        print_checkpoint(changed, console)
+        page = write_report(changed, Path(shutil.copytree(trained, tmp_path / str(adapted)))).read_text()
+        for shown in (console.export_text(), page, model_card(changed, "pruned")):
+            assert (sentence in shown) == adapted
 
 
 def test_numbers_are_those_of_the_checkpoint(pruned: Path) -> None:
@@ -195,10 +213,11 @@ def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path
     save_file(masks, folder / "ddp_masks.safetensors", {"ddp": "{}"})
     result = CliRunner().invoke(main, ["report", str(folder)])
     assert result.exit_code == 7 and "different checkpoints" in result.stderr
-    for line in ("{", "[1]", '{"loss": 1}'):
+    for line in ("{", "[1]", '{"loss": 1}', '{"step": 1}\n' * 200_001):
         (folder / "ddp_metrics.jsonl").write_text(line)
         result = CliRunner().invoke(main, ["report", str(folder)])
-        assert result.exit_code == 7 and "cannot be read" in result.stderr, line
+        assert result.exit_code == 7 and "cannot be read" in result.stderr, line[:20]
+    assert "200,001 lines, more than 200,000" in result.stderr
 
 
 def test_a_perplexity_without_the_loss_of_each_block_is_refused(trained: Path, tmp_path: Path) -> None:

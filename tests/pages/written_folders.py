@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from ddp_vllm.facts import describe_model
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.results import FORMAT, verdicts
 
 MACHINE = {"hardware": {"gpus": [], "cores": 2, "cpu": "a CPU"}, "versions": {"torch": "2.13"}}

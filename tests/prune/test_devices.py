@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from runs import pools_of
 from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -194,7 +195,8 @@ def test_keys_with_a_bias_stay_with_fused_attention() -> None:
 
 def _run(gated: GatedModel, folder: Path, **settings: Any) -> Learned:
     recipe = Recipe(model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, **settings)
-    return train(gated, TOKENS, recipe, Accelerator(cpu=True), RunState(folder, recipe), lambda _: None)
+    run, pools = RunState(folder, recipe), pools_of(gated, recipe)
+    return train(gated, TOKENS, recipe, pools, Accelerator(cpu=True), run, lambda _: None)
 
 
 def test_narrow_weights_must_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

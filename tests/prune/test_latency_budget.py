@@ -29,7 +29,8 @@ def recipe(profile: Path, **changes: Any) -> Recipe:
 
 
 def pool_of(profile: Path, config: dict[str, Any] = CONFIG, **changes: Any) -> Pool:
-    (pool,) = make_pools(config, {}, dimensions_of(config), "kv-group", recipe(profile, **changes))
+    asked = recipe(profile, **changes)
+    (pool,) = make_pools(config, {}, dimensions_of(config), "kv-group", asked, read_profile(profile))
     return pool
 
 

@@ -161,7 +161,7 @@ def test_a_size_in_percent() -> None:
         assert cli.prune.make_context("prune", ["m", "-o", "o", "--sparsity", said]).params["sparsity"] == meant
 
 
-MEASURED = ["--profile", "PROFILE", "--context", "1024"]
+MEASURED = ["--profile", "PROFILE", "--other-machine", "--context", "1024"]
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
     "units": (["--sparsity", "30%"], r"31.2% of what can be pruned = 25.5% of the model: 113.1K → 84.29K parameters; "
               r"for 30% of all: --target-params 79.16K"),

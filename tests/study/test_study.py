@@ -13,11 +13,11 @@ from accelerate import Accelerator
 from click.testing import CliRunner, Result
 from runs import BLOCKS, Lab, assert_refused
 
+from ddp_prune.batches import Batches
 from ddp_prune.export import read_masks
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.text import load_tokenizer
-from ddp_prune.trainer import Batches
 from ddp_study import study
 from ddp_study.scores import Score, choose, even_support
 from ddp_study.searches import HardConcrete

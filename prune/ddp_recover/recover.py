@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
+from ddp_prune.batches import Batches
 from ddp_prune.devices import (
     check_shares,
     failing_together,
@@ -25,44 +26,54 @@ from ddp_prune.devices import (
     load,
     make_accelerator,
 )
-from ddp_prune.exam import Exam
-from ddp_prune.export import export_recovered
+from ddp_prune.evaluation import Evaluation, bos_warning
+from ddp_prune.export import export_recovered, provenance_of
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
-from ddp_prune.progress import StepProgress, show
+from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.trainer import Batches
-from ddp_prune.weight_trainer import WeightTrainer
 from ddp_prune.weights import highest_rate, local_part
+from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import local_provenance
+from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import RECOVERY_FILE
+from ddp_vllm.pages.written import show
+from ddp_vllm.provenance import local_provenance
 
 
-def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
-    """Do what the verb does: `recover`, then show what came of it."""
+def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
+    """Recover a pruned checkpoint as the verb does, and return what was written."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
-    if accelerator.is_main_process:
-        show(output, recipe.teacher, console)
+    return read_checkpoint(output)
 
 
 def recover(
     recipe: RecoveryRecipe, output: Path, accelerator: Accelerator, *, overwrite: bool, console: Console
 ) -> None:
-    """Let the weights of a pruned checkpoint learn from the dense model, and write what they become to `output`.
+    """Train the weights of a pruned checkpoint on the dense model's output, write the result to `output` and show it.
 
-    What a user can get wrong is checked before a model is loaded, whether the output exists by the command line.
+    What a user can get wrong is checked before a model is loaded, whether the output exists by the command line. A
+    command that was killed after it had written the output, which may be the pruned checkpoint itself, only shows it.
     Raises: a child of DdpError.
     """
+    clear(output)
     check_run_folders(output)
     check_shares(recipe, accelerator.num_processes)
+    if from_main(accelerator, _recovered_before(recipe, output)):
+        run = RunState(output, recipe, writes=accelerator.is_main_process)
+        with failing_together(accelerator), run.locked():
+            _finish(run, output, recipe, console)
+        return
+    with failing_together(accelerator):
+        if accelerator.is_main_process:
+            check_output(output, overwrite=overwrite)
     found = in_turn(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
     say = partial(console.print, markup=False, soft_wrap=True) if accelerator.is_main_process else lambda _: None
@@ -74,13 +85,28 @@ def recover(
             with failing_together(accelerator):
                 stack.enter_context(recovery.run.locked())
             recovery.learn(console)
-            if accelerator.is_main_process:
-                recovery.write(output, overwrite=overwrite)
+            with failing_together(accelerator):
+                if accelerator.is_main_process:
+                    recovery.write(output, overwrite=overwrite)
+                _finish(recovery.run, output, recipe, console)
     except torch.OutOfMemoryError as error:  # a step says it in words of its own
         raise TrainingError(
             f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
             "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
         ) from error
+
+
+def _finish(run: RunState, output: Path, recipe: RecoveryRecipe, console: Console) -> None:
+    """Show what was written, and delete the run; in the main process."""
+    if run.writes:
+        show(read_checkpoint(output), recipe.teacher, console)
+        run.remove()
+
+
+def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:
+    """Tell whether the same command has recovered `output`, and was killed before it had finished."""
+    asked = (saved_header(output).get("learned_from") or {}).get("asked")
+    return is_unfinished(output) and asked in (None, decisive(recipe.to_dict())) and "recovery" in provenance_of(output)
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
@@ -162,7 +188,7 @@ class Recovery:
         except TextError:
             if recipe.watch:
                 raise
-        self.exam = Exam(texts, self.tokenizer)
+        self.evaluation = Evaluation(texts, self.tokenizer)
         self.say(
             f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
             f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
@@ -170,7 +196,7 @@ class Recovery:
         )
         if len(texts) == 1:
             self.say("no text of another kind is watched; --watch names one, to hear if the model gets worse there")
-        self.blocks = blocks.train, counting(blocks, recipe.learn_from, recipe.data, self.say)
+        self.blocks = blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, self.say)
         learned_from = fingerprint([blocks.train, *texts.values()], *self.files)
         learned_from["asked"] = decisive(self.asked.to_dict())
         main = self.accelerator.is_main_process
@@ -197,33 +223,36 @@ class Recovery:
 
     def learn(self, console: Console) -> None:
         """Judge both models, let the pruned one learn, and judge it again."""
-        self.exam.take("dense", self.dense)
-        self.exam.take("pruned", self.model)
+        self.evaluation.evaluate("dense", self.dense)
+        heldout = next(iter(self.evaluation.texts.values()))
+        if warning := bos_warning(self.dense, self.recipe.model, self.tokenizer, heldout):
+            self.say(warning)
+        self.evaluation.evaluate("pruned", self.model)
         self._give(*self.blocks)
         with StepProgress(console, self.recipe.steps, _phase, self.accelerator.is_main_process) as report:
             take_steps(self.trainer, self.recipe, self.accelerator, self.run, report)
         self.become = self.trainer.weights.finish()
-        self.exam.take("recovered", self.model)
+        self.evaluation.evaluate("recovered", self.model)
 
-    def _give(self, blocks: torch.Tensor, scored: torch.Tensor | None) -> None:
+    def _give(self, blocks: torch.Tensor, loss_mask: torch.Tensor | None) -> None:
         """Let the trainer learn from these blocks, as many at once as memory holds."""
-        batches = Batches(blocks, self.recipe, self.accelerator, scored)
+        batches = Batches(blocks, self.recipe, self.accelerator, loss_mask)
         fit_batches(self, batches, self.recipe, self.accelerator, self.say)
         fit_attention(self.dense, self.recipe.seq_len, self.accelerator.device)
         self.trainer.read(batches, self.recipe)
 
     def write(self, output: Path, *, overwrite: bool) -> None:
-        """Write the checkpoint with what is known of it, say what came of it, and forget the run."""
-        learned_on, *watched = self.exam.texts
+        """Write the checkpoint with what is known of it, and say what came of it."""
+        learned_on, *watched = self.evaluation.texts
         metrics = self.run.metrics.read_text(encoding="utf-8")
         recovery = {
             "recipe": self.recipe.to_dict(),
             "texts": sources_of(learned_on),
             "seconds": sum(json.loads(line)["seconds"] for line in metrics.splitlines()),
-            "watched": {name: self.exam.perplexity(name) for name in watched},
-            **self.exam.said(),
+            "watched": {name: self.evaluation.perplexity(name) for name in watched},
+            **self.evaluation.samples(),
         }
-        perplexity = self.exam.perplexity(learned_on)
+        perplexity = self.evaluation.perplexity(learned_on)
         export_recovered(
             self.checkpoint,
             self.become,
@@ -232,8 +261,7 @@ class Recovery:
             extra_files={RECOVERY_FILE: metrics},
             overwrite=overwrite,
         )
-        self.run.remove()
-        for line in self.exam.sentences():
+        for line in self.evaluation.recovery_summary():
             self.say(line)
 
 

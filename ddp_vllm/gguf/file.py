@@ -21,8 +21,8 @@ from gguf.utility import LocalTensor, SafetensorsLocal
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.facts import is_pruned
-from ddp_vllm.gguf_tokenizer import add_tokenizer
+from ddp_vllm.gguf.tokenizer import add_tokenizer
+from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths

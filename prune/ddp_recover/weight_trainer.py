@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.batches import Batches, Teacher
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.recipe import RecoveryRecipe
-from ddp_prune.trainer import Batches, Teacher
 from ddp_prune.weights import LearningWeights, rate_of
 from ddp_vllm.errors import TrainingError
 
@@ -70,10 +70,10 @@ class WeightTrainer:
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
         student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
         share = len(numbers) / self.batches.size
-        # every token has something to learn of the teacher, but only those that count of the text itself
-        weights = self.batches.weights(step, numbers)
+        # the KL is over all tokens, the cross-entropy over those in the loss mask
+        loss_mask_N = self.batches.loss_mask_of(step, numbers)
         loss, cross_entropy, divergence = distilled_loss(
-            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, weights
+            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, loss_mask_N
         )
         (loss * share).backward()
         self.weights.collect()

@@ -9,16 +9,16 @@ import torch
 
 from ddp_prune.devices import make_accelerator
 from ddp_prune.documents import content_of
-from ddp_prune.exam import Exam
+from ddp_prune.evaluation import Evaluation
 from ddp_prune.model import Source, load_model, open_pruned, open_source
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TextError, TrainingError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
-from ddp_vllm.facts import describe_model, is_pruned, local_folder
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import bare_name, local_provenance
+from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
+from ddp_vllm.provenance import bare_name, local_provenance
 from ddp_vllm.results import write_new_results
 
 TOKENS, FEWEST = 16_384, 8  # of each text, in at least so many blocks: intervals are over these
@@ -62,13 +62,13 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     for blocks in read.values():
         check_vocabulary(blocks, dense.config["vocab_size"], settings.model)
     texts = {name: blocks.train for name, blocks in read.items()}
-    exam = Exam(texts, tokenizer, {name: blocks.scored for name, blocks in read.items()})
+    evaluation = Evaluation(texts, tokenizer, {name: blocks.loss_mask for name, blocks in read.items()})
     device = make_accelerator(output, None).device
     try:
         for who, source in (("dense", dense), ("pruned", own)):
             say(f"{source.folder.name} reads")
             model = load_model(source, settings.dtype, device)
-            exam.read(who, model)
+            evaluation.evaluate_texts(who, model)
             del model
     except torch.OutOfMemoryError as error:
         raise TrainingError(
@@ -84,7 +84,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
         "model": describe_model(settings.model).to_json(),
         "against": describe_model(str(dense.folder)).to_json(),
         "texts": {
-            bare_name(name): exam.perplexity(name)
+            bare_name(name): evaluation.perplexity(name)
             | ({"sha256": content_of(Path(name))} if Path(name).is_file() else {})
             for name in settings.texts
         },
@@ -112,11 +112,13 @@ def _open(model: str, dense: Source) -> Source:
 
 
 def _read(name: str, tokenizer: Any, length: int) -> Blocks:
-    """Return blocks of a text in which something counts. Raises: TextError."""
+    """Return the blocks of a text that have tokens in the loss mask. Raises: TextError."""
     wanted = max(FEWEST, TOKENS // length)
     sizes: dict[str, Any] = {"seq_len": length, "train_blocks": wanted, "heldout_blocks": 0, "min_train_blocks": 0}
     blocks = load_blocks(name, tokenizer, **sizes, seed=0)
-    counts = blocks.scored[:, 1:].any(1)
-    if not counts.any():
-        raise TextError(f"{name} has no block of {length:,} tokens that counts; give more text, or lower --max-length")
-    return Blocks(train=blocks.train[counts], scored=blocks.scored[counts], heldout=blocks.heldout, found=blocks.found)
+    has_loss = blocks.loss_mask[:, 1:].any(1)
+    if not has_loss.any():
+        raise TextError(f"{name} has no block of {length:,} tokens with a loss; give more text, or lower --max-length")
+    return Blocks(
+        train=blocks.train[has_loss], loss_mask=blocks.loss_mask[has_loss], heldout=blocks.heldout, found=blocks.found
+    )

@@ -18,9 +18,9 @@ from ddp_prune.export import copy_companions, stored, write_config, write_weight
 from ddp_prune.model import open_source
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, DdpError, SettingError
-from ddp_vllm.facts import is_pruned
 from ddp_vllm.families import pruned_config, register_pruned
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.evidence import METRICS_FILE
