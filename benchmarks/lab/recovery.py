@@ -1,6 +1,6 @@
 """How much of what pruning lost does recovery give back, by method and by the minute?
 
-    python benchmarks/lab/recovery.py MODEL --pruned DIR,DIR --data TEXT --tests WIKITEXT,C4,CHAT --detokenise \\
+    python benchmarks/lab/recovery.py MODEL --pruned DIR,DIR --data TEXT --tests WIKITEXT,C4,CHAT --detokenize \\
         --methods full,lora --minutes 10,60 -o FOLDER
 
 Each pruned folder is recovered from MODEL by the verb that users run, each method for each number of minutes, one after
@@ -43,13 +43,13 @@ def main() -> None:
     parser.add_argument("--pruned", required=True, help="Pruned folders, separated by commas.")
     parser.add_argument("--data", required=True, help="Text to recover on.")
     parser.add_argument("--tests", required=True, help="Texts to judge by, separated by commas: .txt, .raw or .jsonl.")
-    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing in .raw, as lm-eval does.")
+    parser.add_argument("--detokenize", action="store_true", help="Undo WikiText's spacing in .raw, as lm-eval does.")
     parser.add_argument("--methods", default="full,lora")
     parser.add_argument("--minutes", default="10")
     parser.add_argument("--set", action="append", default=[], help="Option of recover: --set learning-rate=1e-4")
     parser.add_argument("-o", "--output", type=Path, required=True)
     arguments = parser.parse_args()
-    judge = Judge(arguments.model, arguments.tests.split(","), arguments.detokenise, arguments.output)
+    judge = Judge(arguments.model, arguments.tests.split(","), arguments.detokenize, arguments.output)
     cells = []
     ways = itertools.product(arguments.pruned.split(","), arguments.methods.split(","), arguments.minutes.split(","))
     for folder, method, minutes in ways:
@@ -68,9 +68,9 @@ def main() -> None:
 class Judge:
     """Reads test texts with models, each folder once."""
 
-    def __init__(self, model: str, tests: list[str], detokenise: bool, output: Path) -> None:
+    def __init__(self, model: str, tests: list[str], detokenize: bool, output: Path) -> None:
         self.model, self.source, self.output = model, open_source(model), output
-        self.texts = {Path(test).name: _read(Path(test), load_tokenizer(model), detokenise) for test in tests}
+        self.texts = {Path(test).name: _read(Path(test), load_tokenizer(model), detokenize) for test in tests}
 
     def cell(self, name: str, pruned: Path, recovered: Path) -> dict[str, Any]:
         """Return perplexities and what was given back."""
@@ -96,10 +96,10 @@ class Judge:
         return found
 
 
-def _read(path: Path, tokenizer: Any, detokenise: bool) -> torch.Tensor:
+def _read(path: Path, tokenizer: Any, detokenize: bool) -> torch.Tensor:
     """Return the first tokens of a text, int64 [TEST_BLOCKS, TEST_LENGTH]; of many documents, the beginning of each."""
     wanted = TEST_BLOCKS * TEST_LENGTH
-    if path.suffix == ".raw" and detokenise:
+    if path.suffix == ".raw" and detokenize:
         from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
         texts = [Document(wikitext_detokenizer({"page": path.read_text(encoding="utf-8")}))]

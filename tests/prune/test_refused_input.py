@@ -50,7 +50,7 @@ def _no_tokenizer(folder: Path) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "unsupported family": (_config(model_type="gpt2"), ["'gpt2'", "supported: llama"]),
-    "quantised": (_config(quantization_config={"quant_method": "awq"}), ["quantised"]),
+    "quantised": (_config(quantization_config={"quant_method": "awq"}), ["quantized"]),
     "tokenizer missing": (_no_tokenizer, ["no tokenizer", "tokenizer.json"]),
     "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), [".safetensors"]),
     "index missing": (
@@ -190,7 +190,7 @@ def test_an_index_that_points_outside_is_not_followed(tiny_model: Path, tiny_tex
     names = load_file(weights)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, f"../{weights.name}")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "'../model-1.safetensors', no file of this folder")
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "'../model-1.safetensors', not a file of its folder")
 
 
 def test_more_layers_than_the_config_states_are_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
