@@ -27,7 +27,7 @@ from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import perplexity
 from ddp_prune.masks_file import read_masks
 from ddp_prune.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
-from ddp_prune.model import Source, companions, open_source, weight_files, weight_shapes
+from ddp_prune.model import Source, open_source, tokenizer_and_config_files, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, fingerprint
@@ -68,7 +68,9 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
         check_vocabulary(part, source.config["vocab_size"], study.recipe.model)
     make_folder(output / CELLS)
     with locked(output / ".lock", f"another process uses {output}; wait for it, or choose another folder"):
-        facts = fingerprint([blocks.heldout, test], weight_files(source.folder), companions(source.folder))
+        facts = fingerprint(
+            [blocks.heldout, test], weight_files(source.folder), tokenizer_and_config_files(source.folder)
+        )
         _record(study, facts, output)
         cells = Cells(study, output, source, tokenizer, test, make_accelerator(output, None))
         cells.dense(blocks)
@@ -232,7 +234,7 @@ class Cells:
             return trainer
 
         make = row.method.trainer if isinstance(row.method, Search) else second_run
-        files = weight_files(self.source.folder), companions(self.source.folder)
+        files = weight_files(self.source.folder), tokenizer_and_config_files(self.source.folder)
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
         run, weights, teacher = RunState(path.with_suffix(""), recipe, learned_from=facts), None, None
         with run.locked():

@@ -1,10 +1,10 @@
 """Gates on routed experts (Eq. 18): one implementation of transformers' experts interface, for all families.
 
-Every expert's intermediate activation is multiplied by its own gates before the down projection. Weights are frozen
-and get no gradient; gates are never folded while learning, which would make a gradient as large as the weights.
-Memory: what a layer keeps for backward is 4·C + H numbers a slot (log 10).
-Legend: T tokens, K experts a token is sent to, S = T·K slots sorted by expert; E experts, C channels of an expert;
-L layers with experts.
+Every expert's intermediate activation is multiplied by its own gates before the down projection. Gates are not folded
+into the weights during training, because that would make a gradient as large as the weights. A layer keeps 4·C + H
+numbers per slot for backward.
+Legend: T tokens, K experts per token, S = T·K slots sorted by expert; E experts, C channels of an expert, I and O input
+and output features, L layers with experts.
 """
 
 from itertools import pairwise
@@ -35,8 +35,8 @@ class LayerGates(NamedTuple):
 class _ScaleExperts(torch.autograd.Function):
     """y[s] = x[s] · mask[expert of s], with a gradient for the mask that sums over the slots of each expert.
 
-    Neither the mask of every slot nor its gradient lives from forward to backward, and the sums are the same on every
-    run: slots of an expert are neighbours, so no atomic additions are needed.
+    Neither the mask of every slot nor its gradient is kept from forward to backward. The sums are deterministic: the
+    slots of an expert are neighbors, so no atomic additions are needed.
     """
 
     @staticmethod
@@ -63,22 +63,22 @@ class _ScaleExperts(torch.autograd.Function):
 
 
 def _sums(rows_SC: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each expert's rows, [E, C]; `unsafe` leaves out checks for which a GPU would stop."""
+    """Return the sum of each expert's rows, [E, C]; `unsafe` skips checks that would synchronize a GPU."""
     return torch.segment_reduce(rows_SC, "sum", lengths=sizes_E, axis=0, unsafe=True, initial=0.0)
 
 
 def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Return what the routed experts add, [T, H]; an implementation of transformers' experts interface.
+    """Return the output of the routed experts, [T, H]; an implementation of transformers' experts interface.
 
-    `experts` is the family's module of stacked dense experts with one thing more, `ddp_gates`: a function that
-    returns the layer's `LayerGates`.
+    experts: the family's module of stacked dense experts; its attribute `ddp_gates` returns the layer's `LayerGates`.
+    ids_TK, weights_TK: the router's choices.
     """
     gates: LayerGates = experts.ddp_gates()
     if gates.routed is not None:
         ids_TK = gates.routed[ids_TK]
     num_tokens, num_chosen = ids_TK.shape
     experts_S, order_S = ids_TK.flatten().sort(stable=True)
-    # not bincount, which on a GPU waits for its largest number
+    # bincount would synchronize a GPU to find the largest number
     ends_E = torch.searchsorted(experts_S, torch.arange(experts.num_experts, device=experts_S.device), right=True)
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     if gates.counts is not None:
@@ -95,14 +95,14 @@ def gated_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weight
 
 
 def grouped_linear(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return [S, O]: each slot's row times the weight of its expert; expert e owns the slots before ends_E[e]."""
+    """Return [S, O]: each slot's row times its expert's weight. The slots of expert e end before ends_E[e]."""
     return (grouped if can_group(weight_EOI) else looped)(x_SI, weight_EOI, ends_E)
 
 
 def can_group(weight_EOI: torch.Tensor) -> bool:
-    """Say whether torch has a kernel for this weight here: bfloat16, rows of 16 bytes, compute capability 9 or 10.
+    """Tell whether torch has a kernel for this weight: bfloat16, rows of 16 bytes, compute capability 9 or 10.
 
-    Elsewhere its grouped matmul is a loop too, over idle experts as well (GroupedMMUtils.h).
+    Otherwise torch's grouped matmul is a loop too, over idle experts as well (GroupedMMUtils.h).
     """
     return (
         weight_EOI.is_cuda
@@ -118,9 +118,9 @@ def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) 
 
 
 def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """`grouped_linear` expert by expert; only those that some slot belongs to.
+    """`grouped_linear` as a loop over the experts that have slots.
 
-    Split, not sliced: each slice's gradient would be as large as all of them.
+    Rows are split and not sliced: the gradient of a slice would be as large as all rows.
     """
     sizes = [b - a for a, b in pairwise([0, *ends_E.tolist()])]
     pairs = zip(x_SI.split(sizes), weight_EOI.unbind(), strict=True)
@@ -128,12 +128,12 @@ def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -
 
 
 def neutral_where_idle(saliency_LEC: torch.Tensor, counts_LE: torch.Tensor) -> torch.Tensor:
-    """Return the saliency with the layer's mean in place of that of experts that no token was sent to.
+    """Return the saliency, with the layer's mean for experts that no token was sent to.
 
-    No gradient ever reached them, which says nothing about what they are worth elsewhere. Left at 0 they would be the
-    first to go; kept at all cost, the experts that do work would pay for them. So they count as average: since a few
-    channels carry most of the mean, an average channel survives until the budget is harsh. `counts_LE` holds the
-    slots of each expert so far.
+    counts_LE: the slots of each expert so far.
+    Idle experts get no gradient, which does not show that they are unimportant on other text. With saliency 0 they
+    would be removed first; if they were always kept, busy experts would be removed instead. A few channels carry most
+    of the mean, so a channel of mean saliency is kept until little remains.
     """
     active_LE1 = (counts_LE > 0).unsqueeze(-1)
     mean_L = (saliency_LEC * active_LE1).sum((1, 2)) / (active_LE1.sum((1, 2)) * saliency_LEC.shape[-1]).clamp_min(1)

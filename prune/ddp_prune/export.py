@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ddp_prune.gates import Masks
-from ddp_prune.model import Source, companions, weight_files
+from ddp_prune.model import Source, tokenizer_and_config_files, weight_files
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError
@@ -235,7 +235,7 @@ def write_model(
 ) -> None:
     """Write weights and config, copy the tokenizer's and other data files of `source`, and add the code of a pruned
     config."""
-    for file in companions(source):
+    for file in tokenizer_and_config_files(source):
         if file.name != "config.json":
             copy = folder / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)

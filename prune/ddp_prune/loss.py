@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from ddp_prune.gates import GatedModel, Masks
 from ddp_vllm.evaluations import mean_loss
 
-# Of one float32 copy of logits; logits and probabilities of student and teacher are four. Smaller chunks are slower on
-# a CPU (log 54); a GPU wants some 300 tokens a product to be busy with arithmetic rather than with reading the head.
+# Bytes of one float32 copy of a chunk's logits. Logits and probabilities of student and teacher are four copies.
+# Smaller chunks are slower on a CPU. A GPU requires about 300 tokens per product to be limited by arithmetic and not by
+# reading the head.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 20 << 20, 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputHead:
-    """How a model makes logits of its final hidden states: c·tanh(W h / (d·c)), or W h / d without a cap."""
+    """How a model computes logits from final hidden states h: c·tanh(W h / (d·c)), or W h / d without a cap."""
 
     weight: torch.Tensor
     """[V, H], the output embedding."""
@@ -48,37 +49,48 @@ class OutputHead:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def pull_back(self, gradient_NV: torch.Tensor, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Return [N, H]: the gradient of the logits taken back to the hidden states; overwrites the logits."""
+        """Return [N, H]: the gradient of the hidden states from that of the logits; overwrites the logits."""
         if self.cap is not None:  # the slope of the cap is 1 − (logit / c)²
             gradient_NV = gradient_NV * logits_NV.div_(self.cap).square_().neg_().add_(1.0)
         return gradient_NV.to(self.weight.dtype) @ self.weight / self.divisor
 
 
 def chunk_tokens(weight_VH: torch.Tensor) -> int:
-    """Return how many tokens' float32 logits fit into a chunk on the device of the head; at least 16."""
+    """Return how many tokens' float32 logits fit into a chunk on the head's device; at least 16."""
     size = CHUNK_BYTES if weight_VH.device.type == "cpu" else GPU_CHUNK_BYTES
     return max(16, size // (4 * len(weight_VH)))
 
 
 def head_bytes(model: Any) -> int:
-    """Return about how many bytes the head takes beside its weights: logits and probabilities of two models, and one
-    copy in the making."""
+    """Estimate the bytes the head requires on top of its weights: logits, probabilities of two models, and a copy."""
     weight_VH = OutputHead.of(model).weight
     return 5 * 4 * chunk_tokens(weight_VH) * len(weight_VH)
 
 
 def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax [N, V] and log Σ exp [N]: one pass of exponentials, where log-softmax and exp are two."""
+    """Return softmax [N, V] and log Σ exp [N] with one pass of exponentials; log-softmax and exp would need two."""
     p = logits_NV.softmax(-1)
     return p, logits_NV.amax(-1) - p.amax(-1).log()
 
 
-class _DistilledHead(torch.autograd.Function):
-    """mean(CE + η·KL(teacher‖student)) over tokens, and its gradient for the hidden states, in one pass over chunks.
+def _divergence(
+    teacher_NV: torch.Tensor, logits_NV: torch.Tensor, log_z_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the teacher's softmax [N, V] and the summed KL(teacher‖student); overwrites the teacher's logits.
 
-    With target q = (onehot + η·p_teacher)/(1 + η) the gradient of the logits is (1 + η)(p_student − q); forward
-    already takes it back through the head, so nothing of size V is kept for backward. With weights w of the labels it
-    is (w + η)·p_student − w·onehot − η·p_teacher.
+    log_z_N: log Σ exp of the student's logits.
+    """
+    t, log_z_teacher_N = _softmax(teacher_NV)
+    # KL = Σ t (log t − log p), with each logarithm written as a logit minus its normalizer
+    return t, teacher_NV.sub_(logits_NV).mul_(t).sum() + (log_z_N - log_z_teacher_N).sum()
+
+
+class _DistilledHead(torch.autograd.Function):
+    """mean(w·CE + η·KL(teacher‖student)) over tokens, and its gradient for the hidden states, in one pass over chunks.
+
+    The gradient of a token's logits is (w + η)·p_student − η·p_teacher − w·onehot, where w is its loss mask. Forward
+    already multiplies it by the head, so nothing of size V is kept for backward. Without a loss mask w is 1, and the
+    factor 1 + η moves behind the head: p_student − (η·p_teacher + onehot) / (1 + η), one pass over V less.
     """
 
     @staticmethod
@@ -93,35 +105,27 @@ class _DistilledHead(torch.autograd.Function):
         loss_mask_N: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = student_NH.shape[0]
+        scale = 1.0 / (1.0 + eta) if loss_mask_N is None else 1.0  # of the gradient of the logits
         gradient_NH = torch.empty_like(student_NH)
         cross_entropy = torch.zeros((), device=student_NH.device)
         divergence = torch.zeros((), device=student_NH.device)
-        distil = teacher_NH is not None and eta > 0
         size = chunk_tokens(head.weight)
         for start in range(0, num_tokens, size):
             chunk = slice(start, start + size)
             logits, labels = head.logits(student_NH[chunk]), labels_N[chunk, None]
-            p, log_z = _softmax(logits)
+            gradient, log_z = _softmax(logits)
             losses = log_z - logits.gather(1, labels)[:, 0]
-            gradient, share = p, 1.0 / (1.0 + eta) if distil else 1.0  # share: of the labels in the target q
+            mask = torch.ones_like(losses) if loss_mask_N is None else loss_mask_N[chunk]
+            cross_entropy += (losses * mask).sum()
             if loss_mask_N is not None:
-                losses, weights, share = losses * loss_mask_N[chunk], loss_mask_N[chunk, None], 1.0
-            cross_entropy += losses.sum()
-            if distil and teacher_NH is not None:
-                teacher = teacher_head.logits(teacher_NH[chunk])
-                t, log_z_teacher = _softmax(teacher)
-                # KL = Σ t (log t − log p), the logarithms taken apart into logits and normalisers
-                divergence += teacher.sub_(logits).mul_(t).sum() + (log_z - log_z_teacher).sum()
-                if loss_mask_N is None:
-                    gradient = p.sub_(t, alpha=1.0 - share)
-                else:
-                    gradient = p.mul_(weights + eta).sub_(t, alpha=eta)
-                del teacher, t  # before the gradient is rounded and taken back
-            elif loss_mask_N is not None:
-                gradient = p.mul_(weights)
-            onehot = torch.full_like(labels, -share, dtype=gradient.dtype)
-            gradient.scatter_add_(1, labels, onehot if loss_mask_N is None else -weights)
-            gradient_NH[chunk] = head.pull_back(gradient, logits) / (share * num_tokens)
+                gradient.mul_(mask[:, None] + eta)
+            if teacher_NH is not None and eta > 0:
+                t, sum_of_chunk = _divergence(teacher_head.logits(teacher_NH[chunk]), logits, log_z)
+                divergence += sum_of_chunk
+                gradient.sub_(t, alpha=scale * eta)
+                del t  # before the gradient is rounded and multiplied by the head
+            gradient.scatter_add_(1, labels, mask[:, None] * -scale)
+            gradient_NH[chunk] = head.pull_back(gradient, logits) / (scale * num_tokens)
         ctx.save_for_backward(gradient_NH)
         metrics = torch.stack([cross_entropy, divergence]) / num_tokens
         ctx.mark_non_differentiable(metrics)
@@ -142,12 +146,15 @@ def distilled_loss(
     teacher_head: OutputHead | None = None,
     loss_mask_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float, float]:
-    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats a token (Eq. 16 and 17; w is 1 without `loss_mask_N`).
+    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats per token (Eq. 16 and 17).
 
-    `student_NH` and `teacher_NH` are final hidden states [N, H] after the last norm, `labels_N` int64 [N]. The first
-    value is differentiable in `student_NH` only; the KL is exact, over the whole vocabulary. `teacher_NH=None` leaves
-    the distillation out. Both models have the same `head`, unless the teacher has one of its own.
+    student_NH, teacher_NH: final hidden states after the last norm; without a teacher, η is 0.
+    labels_N: int64.
+    teacher_head: None means that both models share `head`.
+    loss_mask_N: w, float32, as `Batches.loss_mask_of` returns it; None means 1.
+    The first value is differentiable in `student_NH` only. The KL is exact, over the whole vocabulary.
     """
+    eta = 0.0 if teacher_NH is None else eta
     arguments = (student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, loss_mask_N)
     loss, metrics = _DistilledHead.apply(*arguments)
     cross_entropy, divergence = metrics.tolist()
@@ -179,7 +186,7 @@ def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -
 
 @torch.no_grad()
 def losses(model: Any, blocks: torch.Tensor) -> list[float]:
-    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]) on its own, in nats a token."""
+    """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]), in nats per token."""
     head, predicted = OutputHead.of(model), blocks.shape[1] - 1
     return [
         negative_log_likelihood(final_hidden(model, tokens[None]), head, tokens[1:]) / predicted
@@ -191,16 +198,14 @@ def losses(model: Any, blocks: torch.Tensor) -> list[float]:
 def agreement(
     hidden_NH: torch.Tensor, head: OutputHead, teacher_NH: torch.Tensor, teacher_head: OutputHead
 ) -> tuple[float, int]:
-    """Return the summed KL(teacher‖student) in nats, over the whole vocabulary, and for how many tokens both models
-    hold the same next one likeliest; shapes as `distilled_loss`."""
-    divergence, alike, size = 0.0, 0, chunk_tokens(head.weight)
+    """Return the summed KL(teacher‖student) in nats, and the number of tokens with top-1 agreement; shapes as
+    `distilled_loss`."""
+    divergence, agreeing, size = 0.0, 0, chunk_tokens(head.weight)
     for hidden, teacher in zip(hidden_NH.split(size), teacher_NH.split(size), strict=True):
-        logits, wanted = head.logits(hidden), teacher_head.logits(teacher)
-        alike += int((logits.argmax(-1) == wanted.argmax(-1)).sum())
-        t, log_z_teacher = _softmax(wanted)
-        log_z = torch.logsumexp(logits, -1)
-        divergence += (wanted.sub_(logits).mul_(t).sum() + (log_z - log_z_teacher).sum()).item()
-    return divergence, alike
+        logits, teacher_logits = head.logits(hidden), teacher_head.logits(teacher)
+        agreeing += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
+        divergence += _divergence(teacher_logits, logits, torch.logsumexp(logits, -1))[1].item()
+    return divergence, agreeing
 
 
 def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> float:

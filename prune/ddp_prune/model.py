@@ -1,6 +1,6 @@
-"""The dense model: a local folder, or a hub name downloaded into the hub's own cache; checked, then loaded.
+"""The model of a run: a local folder, or a hub name downloaded into the hub's cache; checked, then loaded.
 
-And the pruned one that was cut from it, where its weights shall learn.
+It is the dense model, or for recovery a pruned one that was cut from it.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,7 +26,7 @@ from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, in
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
 
-COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we know by name, never code
+TOKENIZER_AND_CONFIG_FILES = (  # copied along with the weights: data files known by name, never code
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
@@ -36,12 +36,12 @@ COMPANIONS = (  # files beside the weights that a checkpoint needs: data that we
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 FORMATS = ("BF16", "F16", "F32")
 AGAIN = "download the model again, or update transformers"
-COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the format of those who trained the model
+COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the publisher's own format
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint on disk: a dense one, or one that was pruned."""
+    """A dense or pruned checkpoint on disk."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -52,10 +52,9 @@ class Source:
 
 
 def open_source(model: str) -> Source:
-    """Find the dense model, check that it can be pruned, and see to it that transformers can read it.
+    """Find the dense model, check from its headers that it can be pruned, and prepare transformers for its family.
 
-    No weight is loaded. Raises: ModelError if the folder is unknown, holds no readable safetensors or is of a family
-    without a row.
+    Raises: ModelError if the folder is unknown, or its weights are unreadable, incomplete or of an unsupported family.
     """
     folder = Path(model) if Path(model).is_dir() else _download(model)
     config = read_config(folder)
@@ -66,38 +65,36 @@ def open_source(model: str) -> Source:
     source = Source(folder=folder, config=config, family=family, sizes=sizes)
     shapes = weight_shapes(source)
     _check_names(source, shapes)
-    _check_shapes(source, shapes)
-    try:  # as what is made of it will be
+    try:  # as every checkpoint made from it will be checked
         widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
-        widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items())
+        widths.check_complete(widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items()))
     except WidthsError as error:
-        fault = str(error).partition(";")[0]
-        raise ModelError(f"{folder}: {fault}, unlike in its family's models; download the model again") from None
+        fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # which states the dense widths
+        raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
     _prepare_transformers(config)
     return source
 
 
 def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
-    """Return a pruned checkpoint that was cut from a model like `dense`, for transformers to load by our own classes.
+    """Return a pruned checkpoint as a source for transformers to load by our own classes.
 
-    Raises: CheckpointError if it is quantised; ModelError if `dense` has other sizes, another vocabulary or family.
+    Raises: CheckpointError if it is quantized; ModelError if it was not cut from a model like `dense`.
     """
     folder, config = checkpoint.folder, checkpoint.config
     if config.get("quantization_config"):
         raise CheckpointError(
-            f"{folder} is quantised; give the folder it was made of: recover or measure that, then quantise"
+            f"{folder} is quantized; pass the folder it was made from: recover or measure that, then quantize"
         )
     own = dict(config, model_type=dense_type(config))
     for key in ("model_type", "vocab_size", "tie_word_embeddings"):
         if (ours := own.get(key)) != (theirs := dense.config.get(key)):
             raise ModelError(
-                f"{dense.folder} has {key} {theirs}, but {folder} has {ours}; give the model it was pruned from"
+                f"{dense.folder} has {key} {theirs}, but {folder} has {ours}; pass the model it was pruned from"
             )
     if (ours := dimensions_of(own)) != dense.sizes:
-        differing = [name for name, value in vars(ours).items() if value != getattr(dense.sizes, name)]
+        name = next(name for name, value in vars(ours).items() if value != getattr(dense.sizes, name))
         raise ModelError(
-            f"{dense.folder} has another {differing[0]} than {folder} had before it was pruned; give the model it was "
-            "pruned from"
+            f"{dense.folder} has another {name} than {folder} had before pruning; pass the model it was pruned from"
         )
     if checkpoint.stock:
         return open_source(str(folder))
@@ -105,9 +102,9 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes)
 
 
-def companions(folder: Path) -> list[Path]:
-    """Return the files of a model that travel with its weights; `checkpoint.check_links` has checked the folder."""
-    return [file for pattern in COMPANIONS for file in sorted(folder.glob(pattern)) if file.is_file()]
+def tokenizer_and_config_files(folder: Path) -> list[Path]:
+    """Return a model's files that are copied along with its weights; `check_links` has checked the folder."""
+    return [file for pattern in TOKENIZER_AND_CONFIG_FILES for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def check_spares_source(output: Path, source: Source) -> None:
@@ -117,7 +114,7 @@ def check_spares_source(output: Path, source: Source) -> None:
 
 
 def check_index(folder: Path) -> None:
-    """Refuse weights that can be cut as they are, but that transformers cannot load. Raises: ModelError."""
+    """Refuse weights that can be pruned, but that transformers cannot load. Raises: ModelError."""
     if not any((folder / name).exists() for name in ("model.safetensors", INDEX_FILE)):
         raise ModelError(
             f"{folder} holds {weight_files(folder)[0].name}, but neither model.safetensors nor {INDEX_FILE}; "
@@ -126,9 +123,9 @@ def check_index(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a dense checkpoint, those that transformers reads. Raises: ModelError.
+    """Return the safetensors files of a dense checkpoint that transformers reads. Raises: ModelError.
 
-    `model.safetensors` goes before the files that the index names; where there is neither, any will do.
+    `model.safetensors` has precedence over the files in the index; without either, these are all files.
     """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -141,9 +138,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_shapes(source: Source) -> dict[str, list[int]]:
-    """Return the shape of every parameter of a dense model, from the headers of its weights alone.
+    """Return the shape of every parameter of a dense model from its safetensors headers.
 
-    Raises: ModelError if there are none, or a file cannot be read, as one that is cut short.
+    Raises: ModelError if there are no weights, or a file cannot be read, for example because it is cut short.
     """
     shapes: dict[str, list[int]] = {}
     files = weight_files(source.folder)
@@ -159,19 +156,20 @@ def weight_shapes(source: Source) -> dict[str, list[int]]:
                 raise ModelError(f"{path}: tensor {short(name)} is in another file too; download the model again")
             shapes[name] = shape
             if dtype not in FORMATS:
+                supported = ", ".join(FORMATS)
                 raise ModelError(
-                    f"{path}: tensor {short(name)} is {dtype}; supported are {', '.join(FORMATS)}: prune the "
-                    "unquantised checkpoint"
+                    f"{path}: tensor {short(name)} is {dtype}, but only {supported} are supported; prune the "
+                    "unquantized checkpoint"
                 )
     if source.config.get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)  # some write the embedding down twice
+        shapes.pop("lm_head.weight", None)  # some checkpoints store the embedding twice
     return shapes
 
 
 def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:
-    """The decoder's tensors must be named as those of the whole model. Raises: ModelError.
+    """Refuse a decoder that was saved without the prefix of the whole model. Raises: ModelError.
 
-    transformers also loads a decoder that was saved alone, without the prefix that the export looks for.
+    transformers loads it too, but the export looks for the prefix.
     """
     prefix = f"{LAYERS}."
     if not any(name.startswith(prefix) for name in shapes):
@@ -181,48 +179,24 @@ def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:
         )
 
 
-def _check_shapes(source: Source, shapes: Mapping[str, list[int]]) -> None:
-    """Every weight that the export cuts must be there, of the size that the config states. Raises: ModelError."""
-    sizes, wanted = source.sizes, {}
-    for layer in range(sizes.num_layers):
-        for projection in source.family.tensors.projections:
-            numbers = range(sizes.num_experts) if layer in sizes.routed_layers else range(0)
-            length = sum(map(sizes.units_in, projection.units)) * projection.unit_size(sizes.head_dim)
-            shape = [length, sizes.hidden_size] if projection.axis == 0 else [sizes.hidden_size, length]
-            for number in numbers if projection.block == "experts" else (0,):
-                wanted[f"{LAYERS}.{layer}.{projection.name.format(number)}.weight"] = shape
-    for name in shapes:
-        place = name.removeprefix(f"{LAYERS}.").partition(".")[0]
-        if name.startswith(f"{LAYERS}.") and (not place.isdecimal() or int(place[:9]) >= sizes.num_layers):
-            raise ModelError(
-                f"{source.folder}: tensor {short(name)} is of a layer past the {sizes.num_layers} of config.json; "
-                "download the model again"
-            )
-    wrong = [name for name, shape in wanted.items() if shapes.get(name) != shape]
-    if known := [name for name in wrong if name in shapes]:
-        raise ModelError(
-            f"{source.folder}: tensor {known[0]} has shape {shapes[known[0]]}, but config.json asks for "
-            f"{wanted[known[0]]}; download the model again"
-        )
-    check_complete(source, wrong)
-
-
 def _download(model: str) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ModelError(f"{model} is no folder here and no hub name (owner/name); check the path")
+        raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=[*COMPANIONS, *WEIGHTS], ignore_patterns=COPIES))
-    except Exception as error:  # the hub's client raises many kinds, of several libraries
+        return Path(
+            snapshot_download(model, allow_patterns=[*TOKENIZER_AND_CONFIG_FILES, *WEIGHTS], ignore_patterns=COPIES)
+        )
+    except Exception as error:  # the hub's client raises errors of several libraries
         reason = shorten(str(error).strip().split("\n")[0], 200)
         raise ModelError(
-            f"{model} is no folder here and cannot be downloaded ({reason}); check name and network"
+            f"{model} is not a folder and cannot be downloaded ({reason}); check name and network"
         ) from error
 
 
 def _prepare_transformers(config: Mapping[str, Any]) -> None:
-    """Teach transformers the family that it does not know, model and tokenizer, and silence its progress bars."""
+    """Register the family that transformers does not know, and silence its progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -233,11 +207,11 @@ def _prepare_transformers(config: Mapping[str, Any]) -> None:
 
 
 def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
-    """Return the number format and the attention that transformers shall give the model on `device` (None: a CPU).
+    """Return the dtype and the attention implementation for loading the model on `device` (None: a CPU).
 
-    `auto` is the stored format, but bfloat16 for float16, in which small gradients would vanish. On GPUs older than
-    Ampere, which multiply no bfloat16, it is float32 for both. transformers' fused attention leaves out the cap on
-    scores that Gemma-2 was trained with and vLLM applies.
+    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
+    bfloat16, so there it is float32 for both. Gemma-2 requires eager attention: transformers' fused attention leaves
+    out the soft-cap on scores that it was trained with and vLLM applies.
     """
     from safetensors import safe_open
     from transformers import AutoConfig
@@ -247,7 +221,7 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
         if dtype == "auto"
         else getattr(torch, dtype)
     )
-    if wanted is None:  # the config does not say
+    if wanted is None:  # not in the config
         with safe_open(weight_files(source.folder)[0], framework="pt") as file:
             wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
     if dtype == "auto" and wanted == torch.float16:
@@ -260,9 +234,9 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
 
 
 def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
-    """Load the stock transformers model, frozen, in eval mode; onto `device`, and not by way of host memory.
+    """Load the stock transformers model, frozen and in eval mode, straight to `device`.
 
-    Raises: ModelError if weights are missing, which transformers would make up, or of another shape.
+    Raises: ModelError if weights are missing or have another shape; transformers would initialize them at random.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -272,7 +246,7 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     if device is not None and device.type != "cpu":
         options["device_map"] = {"": device}
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it tells of missing weights, our error says
+    logging.set_verbosity_error()  # it would list missing weights, which our error reports
     try:
         with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
             model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -290,9 +264,9 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
 
 
 def check_complete(source: Source, lacking: Collection[str]) -> None:
-    """Refuse a checkpoint that lacks weights, named as transformers names them. Raises: ModelError."""
+    """Refuse a checkpoint that lacks weights, given by their names in transformers. Raises: ModelError."""
     if lacking:
         raise ModelError(
-            f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json asks for "
+            f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json states "
             f"({len(lacking)} weights in all); download the model again, as published"
         )

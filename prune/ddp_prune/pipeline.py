@@ -33,8 +33,8 @@ from ddp_prune.model import (
     Source,
     check_index,
     check_spares_source,
-    companions,
     open_source,
+    tokenizer_and_config_files,
     weight_files,
     weight_shapes,
 )
@@ -152,7 +152,7 @@ class Pruning:
             text_column=recipe.text_column,
         )
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
-        files = weight_files(source.folder), companions(source.folder)
+        files = weight_files(source.folder), tokenizer_and_config_files(source.folder)
         self.loss_mask = select_loss_mask(self.blocks, recipe.learn_from, recipe.data, self.say)
         measured = str(profile.path) if profile else ""
         self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=measured)

@@ -31,7 +31,15 @@ from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import Transform, config_of, stored_tensors, write_card, write_masks, write_model
 from ddp_prune.masks_file import provenance_of, read_masks, read_scores
 from ddp_prune.memory import fit_attention, fits_training
-from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
+from ddp_prune.model import (
+    Source,
+    check_index,
+    check_spares_source,
+    open_pruned,
+    open_source,
+    tokenizer_and_config_files,
+    weight_files,
+)
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
@@ -243,7 +251,9 @@ def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> str:
 
 def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
     """Return what identifies a run: hashes of text, weights and configs, and the recipe before it was resolved."""
-    weights, others = ([file for folder in folders for file in files(folder)] for files in (weight_files, companions))
+    weights, others = (
+        [file for folder in folders for file in files(folder)] for files in (weight_files, tokenizer_and_config_files)
+    )
     return fingerprint([text.blocks, *text.heldout.values()], weights, others) | {"asked": decisive(recipe.to_dict())}
 
 

@@ -57,4 +57,4 @@ def test_a_sharded_model_equals_the_model_loaded_whole(group_of_one: None, tmp_p
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight.*1 weights in all"):
-        load_sharded(open_source(str(tmp_path / "gemma")), "auto", torch.device("cpu"), 1)
+        load_sharded(source, "auto", torch.device("cpu"), 1)
