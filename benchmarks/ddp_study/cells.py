@@ -249,7 +249,7 @@ class Cells:
             if weights:
                 weights.finish()
             run.remove()
-        numbers = [*learned.gates.values(), *(weights.learning.values() if weights else ())]
+        numbers = [*learned.gates.values(), *(weights.trained.values() if weights else ())]
         found: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
         found |= {
             "learns": sum(map(torch.numel, numbers)),

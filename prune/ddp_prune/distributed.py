@@ -17,6 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import safe_open
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -146,3 +147,35 @@ def shard_layers(model: Any, device: torch.device, num_processes: int, dtype: to
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's rows of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a whole tensor in the main process, None in the others, which never hold more than their own rows."""
+    main, part = accelerator.is_main_process, local_part(tensor)
+    if not isinstance(tensor, DTensor):
+        return part if main else None
+    if not main:
+        if part.numel():
+            distributed.send(part.contiguous(), 0)
+        return None
+    whole = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
+    for rank, rows in enumerate(whole.chunk(accelerator.num_processes)):  # as FSDP shards them
+        if rank:
+            distributed.recv(rows, rank)
+        else:
+            rows.copy_(part)
+    return whole
+
+
+def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, whole: torch.Tensor | None) -> None:
+    """Copy the main process's `whole` into a tensor, or into its rows that this process holds; None in the others."""
+    part = local_part(tensor)
+    if whole is not None:
+        pieces = whole.chunk(accelerator.num_processes) if isinstance(tensor, DTensor) else [whole]
+        part.copy_(pieces[0])
+        for rank, rows in enumerate(pieces[1:], 1):
+            distributed.send(rows.to(part.device).contiguous(), rank)
+    elif isinstance(tensor, DTensor) and part.numel():
+        distributed.recv(part, 0)
+    if accelerator.num_processes > 1 and not isinstance(tensor, DTensor):
+        distributed.broadcast(part, 0)

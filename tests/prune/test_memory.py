@@ -224,7 +224,7 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
     assert not chosen(one + copies - 10)[1] and chosen(one + copies)[1]
     for _ in range(2):  # two passes
         gated.model.get_decoder()(TOKENS, use_cache=False).last_hidden_state.sum().backward()
-        gradients = sum(each.grad.nbytes for each in weights.learning.values() if each.grad is not None)
+        gradients = sum(each.grad.nbytes for each in weights.trained.values() if each.grad is not None)
         weights.collect()
     masters = weights.masters.values()
     gradients += sum(each.grad.nbytes for each in masters if each.grad is not None)

@@ -198,7 +198,7 @@ def keep_weights(model: str, folder: Path) -> None:
 
         def held(weights: LearningWeights = weights) -> list[torch.Tensor]:
             moments = [weights.optimizer.state[each] for each in weights.masters.values()]
-            every = [*weights.masters.values(), *weights.learning.values()]
+            every = [*weights.masters.values(), *weights.trained.values()]
             every += [each[key] for each in moments for key in ("exp_avg", "exp_avg_sq")]
             return [local_part(each.detach()) for each in every]
 
