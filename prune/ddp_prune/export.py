@@ -21,10 +21,9 @@ from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import WHOLE_EXPERT, fewer_experts, pruned_config, unit_shapes
-from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
-from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.provenance import local_provenance, published, remember
 from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.files import INDEX_FILE

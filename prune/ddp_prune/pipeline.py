@@ -50,9 +50,8 @@ from ddp_prune.weights import LearningWeights
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, read_provenance
 from ddp_vllm.output import check_output
-from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.provenance import published_recipe
 
 BRANCH = "branch"  # where a family keeps how far its search is, beside the folders of its sizes

@@ -38,8 +38,7 @@ from ddp_prune.weight_trainer import WeightTrainer
 from ddp_prune.weights import highest_rate, local_part
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
-from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages.evidence import RECOVERY_FILE
+from ddp_vllm.masks import MASKS_FILE, RECOVERY_FILE
 from ddp_vllm.provenance import local_provenance
 
 
