@@ -20,8 +20,7 @@ from ddp_benchmarks.engine import CPU_DEFAULTS, Server
 from ddp_benchmarks.processes import kill_with_us, terminable
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
-from ddp_vllm.pages.evidence import answers
-from ddp_vllm.pages.summary import perplexities
+from ddp_vllm.pages.summary import answers, perplexities
 
 FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"

@@ -22,10 +22,11 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.errors import DdpError
+    from ddp_vllm.folder import read, verify
     from ddp_vllm.gguf.export import export_gguf
     from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
     from ddp_vllm.hub.push import publish
-    from ddp_vllm.pages.verbs import compare, inspect, read, report, verify
+    from ddp_vllm.pages.verbs import compare, inspect, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
     "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "export_gguf", "read", "inspect",
@@ -38,7 +39,8 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_recover.verbs": ("prune", "prune_sizes", "recover", "quantize", "evaluate_text"),
     "ddp_study.verbs": ("study",),
     "ddp_benchmarks.verbs": ("profile", "bench", "evaluate"),
-    "ddp_vllm.pages.verbs": ("read", "inspect", "verify", "report", "compare"),
+    "ddp_vllm.folder": ("read", "verify"),
+    "ddp_vllm.pages.verbs": ("inspect", "report", "compare"),
     "ddp_vllm.gguf.export": ("export_gguf",),
     "ddp_vllm.hub.push": ("publish",),
     "ddp_vllm.hub.fetch": ("fetch_model", "fetch_conversations"),

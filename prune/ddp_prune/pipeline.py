@@ -49,8 +49,8 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
 from ddp_vllm.latency import Profile
+from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
-from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.provenance import published_recipe
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 

@@ -42,9 +42,8 @@ from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
-from ddp_vllm.pages.evidence import METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.pages.written import show
 from ddp_vllm.provenance import local_provenance
 

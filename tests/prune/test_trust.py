@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from ddp_prune.templates import Templates
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
-from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.remote_code import FILES
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.model_facts import is_pruned
-from ddp_vllm.pages.evidence import gather
+from ddp_vllm.pages.metrics import gather
 from ddp_vllm.pages.summary import footprint, removed_parameters, units
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
