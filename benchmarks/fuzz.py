@@ -183,11 +183,11 @@ class Readers:
             raise DdpError(str(error)) from error
 
     def tokenizer_for_prune(self) -> list[int]:
-        from ddp_prune.text import encode, load_tokenizer
+        from ddp_prune.documents import Document
+        from ddp_prune.text import load_tokenizer, tokenize
 
-        return [
-            int(each) for part in encode(["some text", "and more"], load_tokenizer(str(self.folder))) for each in part
-        ]
+        documents = map(Document, ["some text", "and more"])
+        return [int(each) for part in tokenize(documents, load_tokenizer(str(self.folder))) for each in part.ids]
 
     def bench_reads(self) -> Any:
         from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter

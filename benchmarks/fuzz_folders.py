@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
@@ -156,7 +157,8 @@ def _write_runs(sound: Sound) -> None:
         run.log({"step": step, "loss": 1.0 / step})
     tokens = sound.folder_of("tokens")
     tokens.mkdir(parents=True)
-    text.save_blocks(tokens / "blocks.tokens", torch.arange(320).view(20, 16).numpy())
+    ids = np.arange(320, dtype=np.int32).reshape(20, 16)
+    text.save_blocks(tokens / "blocks.tokens", text.Tokens(ids, np.ones(ids.shape, bool)))
     config = json.loads((sound.dense / "config.json").read_text())
     cells = [
         {"batch": batch, "context": context, "decode": 1e-3 * batch + 1e-6 * context, "prefill": 5e-3 * batch}

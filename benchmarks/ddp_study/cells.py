@@ -31,7 +31,7 @@ from ddp_prune.model import Source, companions, open_source, weight_files, weigh
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, fingerprint
-from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import LearningWeights
@@ -243,9 +243,9 @@ class Cells:
                 teacher = load(self.source, recipe, self.accelerator) if recipe.distillation > 0 else None
                 weights = LearningWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
-            scored = counting(text, recipe.learn_from, recipe.data, lambda _line: None)
+            loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
             _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
-            learned = train(self.gated, text.train, recipe, pools, *means, make=make, scored=scored)
+            learned = train(self.gated, text.train, recipe, pools, *means, make=make, loss_mask=loss_mask)
             took = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
                 weights.finish()

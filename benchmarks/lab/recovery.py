@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.documents import documents, open_rows
+from ddp_prune.documents import Document, as_documents, open_rows
 from ddp_prune.loss import losses
 from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.templates import Templates
@@ -102,13 +102,12 @@ def _read(path: Path, tokenizer: Any, detokenise: bool) -> torch.Tensor:
     if path.suffix == ".raw" and detokenise:
         from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-        texts = [wikitext_detokenizer({"page": path.read_text(encoding="utf-8")})]
+        texts = [Document(wikitext_detokenizer({"page": path.read_text(encoding="utf-8")}))]
     else:
         with Templates(tokenizer) as templates:
-            rows = documents(list(open_rows(str(path))), templates, str(path))
+            rows = as_documents(list(open_rows(str(path))), templates, str(path))
         texts = [text[:TEXT_LENGTH] for text in rows] if len(rows) > 1 else rows
-    tokens = torch.from_numpy(pack(texts, tokenizer, wanted)).long()
-    return torch.where(tokens < 0, ~tokens, tokens).view(TEST_BLOCKS, TEST_LENGTH)
+    return torch.from_numpy(pack(texts, tokenizer, wanted).ids).long().view(TEST_BLOCKS, TEST_LENGTH)
 
 
 if __name__ == "__main__":

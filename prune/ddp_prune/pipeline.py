@@ -24,7 +24,7 @@ from ddp_prune.distributed import (
     make_accelerator,
     raise_on_all_ranks,
 )
-from ddp_prune.exam import Exam, bos_warning
+from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import Transform, export, layer_widths
 from ddp_prune.gates import GatedModel
 from ddp_prune.masks_file import provenance_of
@@ -41,7 +41,7 @@ from ddp_prune.model import (
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import Branches, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
@@ -56,11 +56,8 @@ from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
 
-
 Show = Callable[[Checkpoint, str, Console], None]
-"""Shows a written checkpoint of the dense model of this name."""
-Recover = Callable[[Recipe, Path, Accelerator, Console], None]
-"""Recovers the checkpoint in a folder, in place, for the minutes of the recipe."""
+"""Prints and draws a checkpoint that was written, of a dense model of this name."""
 
 
 def prune(
@@ -71,7 +68,6 @@ def prune(
     tracker: str | None,
     console: Console,
     measure: Measure,
-    recover: Recover,
     show: Show,
 ) -> list[Checkpoint]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
@@ -111,8 +107,6 @@ def prune(
             before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
             after = pruning.state(output / BRANCH, recipe) if recipe is not recipes[-1] else None
             pruning.run(folder, (before, after), show, overwrite=overwrite)
-            if recipe.recover and not broadcast_from_main(accelerator, "recovery" in provenance_of(folder)):
-                recover(recipe, folder, accelerator, console)
         family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
@@ -153,7 +147,7 @@ class Pruning:
         )
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)
-        self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
+        self.loss_mask = select_loss_mask(self.blocks, recipe.learn_from, recipe.data, self.say)
         measured = str(profile.path) if profile else ""
         self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=measured)
 
@@ -219,7 +213,7 @@ class Pruning:
             self.say(describe(pool))
 
     def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Transform | None]:
-        """Return what was learned, what both models made of their exam, and the updated weights.
+        """Return what was learned, the evaluation of both models, and the updated weights.
 
         Raises: ModelError if the dense model cannot read.
         """
@@ -227,9 +221,9 @@ class Pruning:
         gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, self.head_unit)
         full = recipe.learn == "full"
         weights = LearningWeights(gated.model, accelerator) if full else None  # before any forward pass
-        exam = Exam({recipe.data: self.blocks.heldout}, self.tokenizer)
-        exam.take("dense", gated.model)
-        if not math.isfinite(dense := exam.perplexity(recipe.data)["dense"]):
+        evaluation = Evaluation({recipe.data: self.blocks.heldout}, self.tokenizer)
+        evaluation.evaluate("dense", gated.model)
+        if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
             raise ModelError(
                 f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
             )
@@ -240,12 +234,12 @@ class Pruning:
         with StepProgress(self.console, recipe.steps, phase, accelerator.is_main_process) as report:
             learned = train(
                 gated, self.blocks.train, recipe, self.pools, accelerator, run, report, weights, dense_model, branches,
-                scored=self.scored, start=self.start,
+                loss_mask=self.loss_mask, start=self.start,
             )  # fmt: skip
         transform = weights.finish() if weights else None
         with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
-            exam.take("pruned", gated.model)
-        return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, transform
+            evaluation.evaluate("pruned", gated.model)
+        return learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, transform
 
     def write(
         self,

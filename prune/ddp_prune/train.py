@@ -61,17 +61,17 @@ def train(
     dense: Any = None,
     branches: Branches = (None, None),
     make: Callable[..., Trainer] | None = None,
-    scored: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
     start: Mapping[str, float] | None = None,
 ) -> Learned:
     """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
     The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it,
     the teacher. `make`
-    makes another trainer than that of the recipe's controller. scored: as of `Batches`. start: as of `Trainer`.
+    makes another trainer than that of the recipe's controller. loss_mask: as of `Batches`. start: as of `Trainer`.
     Raises: as `take_steps`.
     """
-    batches = Batches(blocks, recipe, accelerator, scored)
+    batches = Batches(blocks, recipe, accelerator, loss_mask)
     model: Any = gated.model
     stock_attention = model.config._attn_implementation
     fit_batches(gated, batches, recipe, accelerator, run.say)

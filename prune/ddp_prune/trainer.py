@@ -83,8 +83,6 @@ class Trainer:
     def learn_weights(self, weights: LearningWeights, dense: Any) -> None:
         """Let the weights of the gated model learn too; `dense` is another copy of it, which stays the teacher."""
         self.weights = weights
-        if self.narrow:
-            self.narrow.learning = True
         self.teacher = Teacher(dense, self.batches) if self.recipe.distillation > 0 else None
 
     @property
@@ -154,8 +152,8 @@ class Trainer:
             tokens = self.batches.blocks[numbers].to(self.accelerator.device)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            weights_N = self.batches.weights(step, numbers)
-            found = self._backward(tokens, numbers, weights_N, leaves, parts, routed.get("experts"))
+            loss_mask_N = self.batches.loss_mask_of(step, numbers)
+            found = self._backward(tokens, numbers, loss_mask_N, leaves, parts, routed.get("experts"))
             losses += found * (len(numbers) / size)
             if self.weights:
                 self.weights.collect(len(numbers) / size)
@@ -175,7 +173,7 @@ class Trainer:
         self,
         tokens: torch.Tensor,
         numbers: list[int],
-        weights_N: torch.Tensor | None,
+        loss_mask_N: torch.Tensor | None,
         leaves: Masks,
         squares: Masks,
         counts: torch.Tensor | None,
@@ -188,7 +186,7 @@ class Trainer:
                 student = final_hidden(model, tokens)
             head, labels_N = OutputHead.of(model), tokens[:, 1:].reshape(-1)
             loss, cross_entropy, divergence = distilled_loss(
-                student, teacher, head, labels_N, self.recipe.distillation, weights_N=weights_N
+                student, teacher, head, labels_N, self.recipe.distillation, loss_mask_N=loss_mask_N
             )
             loss.backward()
         return torch.tensor([cross_entropy, divergence], device=tokens.device)

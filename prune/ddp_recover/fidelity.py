@@ -9,7 +9,7 @@ import torch
 
 from ddp_prune.distributed import make_accelerator
 from ddp_prune.documents import content_of
-from ddp_prune.exam import Exam
+from ddp_prune.evaluation import Evaluation
 from ddp_prune.model import Source, load_model, open_pruned, open_source
 from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -61,12 +61,12 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     tokenizer = load_tokenizer(str(source.folder))
     texts = {name: _load_text(name, settings, tokenizer, dense.config["vocab_size"]) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
-    exam = Exam(blocks, tokenizer, loss_masks)
+    evaluation = Evaluation(blocks, tokenizer, loss_masks)
     device = make_accelerator(output, None).device
     try:
         for who, each in (("dense", dense), ("pruned", source)):
             say(f"evaluating {each.folder.name}")
-            exam.read(who, load_model(each, settings.dtype, device))
+            evaluation.evaluate_texts(who, load_model(each, settings.dtype, device))
     except torch.OutOfMemoryError as error:
         raise TrainingError(
             f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
@@ -81,7 +81,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
         "model": describe_model(settings.model).to_json(),
         "against": describe_model(str(dense.folder)).to_json(),
         "texts": {
-            bare_name(name): exam.perplexity(name)
+            bare_name(name): evaluation.perplexity(name)
             | ({"sha256": content_of(Path(name))} if Path(name).is_file() else {})
             for name in settings.texts
         },
@@ -120,8 +120,8 @@ def _load_text(
         name, tokenizer, seq_len=length, train_blocks=max(MIN_BLOCKS, TOKENS // length), heldout_blocks=0,
         min_train_blocks=0, seed=0,
     )  # fmt: skip
-    evaluated = blocks.scored[:, 1:].any(1)
+    evaluated = blocks.loss_mask[:, 1:].any(1)
     if not evaluated.any():
         raise TextError(f"{name} has no block of {length:,} tokens to evaluate; give more text, or lower --max-length")
     check_vocabulary(blocks, vocab_size, settings.model)
-    return blocks.train[evaluated], blocks.scored[evaluated]
+    return blocks.train[evaluated], blocks.loss_mask[evaluated]

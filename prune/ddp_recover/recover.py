@@ -27,15 +27,15 @@ from ddp_prune.distributed import (
     make_accelerator,
     raise_on_all_ranks,
 )
-from ddp_prune.exam import Exam, bos_warning
+from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import Transform, config_of, stored_tensors, write_card, write_masks, write_model
 from ddp_prune.masks_file import provenance_of, read_masks, read_scores
 from ddp_prune.memory import fit_attention, fits_training
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress
-from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
+from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.weights import LearningWeights, highest_rate
 from ddp_recover.weight_trainer import WeightTrainer
@@ -83,13 +83,6 @@ def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, cons
     return read_checkpoint(output)
 
 
-def recover_pruned(recipe: Recipe, folder: Path, accelerator: Accelerator, console: Console) -> None:
-    """Recover a pruned checkpoint in place for the minutes, on the text and with the memory settings of its recipe."""
-    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
-    recovery = RecoveryRecipe(model=str(folder), teacher=recipe.model, minutes=recipe.recover, **shared)
-    recover(recovery, folder, accelerator, overwrite=True, console=console)
-
-
 def recover(
     recipe: RecoveryRecipe, output: Path, accelerator: Accelerator, *, overwrite: bool, console: Console
 ) -> None:
@@ -134,12 +127,12 @@ def recover(
         with ExitStack() as stack:
             with raise_on_all_ranks(accelerator):
                 stack.enter_context(run.locked())
-            exam, transform = _train(resolved, models, weights, text, run, console)
+            evaluation, transform = _train(resolved, models, weights, text, run, console)
             with raise_on_all_ranks(accelerator):
                 if main:
-                    provenance |= _results(resolved, run, exam)
+                    provenance |= _results(resolved, run, evaluation)
                     written = _write(checkpoint, transform, run, provenance, overwrite=overwrite)
-                    for line in exam.sentences():
+                    for line in evaluation.recovery_summary():
                         say(line)
                     show(written, recipe.teacher, console)
                     run.remove()
@@ -228,7 +221,7 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
     )
     if len(heldout) == 1:
         say("no text of another kind is watched; name one with --watch to learn whether the model gets worse there")
-    return Text(blocks.train, counting(blocks, recipe.learn_from, recipe.data, say), heldout)
+    return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, say), heldout)
 
 
 def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> str:
@@ -249,19 +242,19 @@ def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[st
 
 def _train(
     recipe: RecoveryRecipe, models: Models, weights: LearningWeights, text: Text, run: RunState, console: Console
-) -> tuple[Exam, Transform]:
+) -> tuple[Evaluation, Transform]:
     """Train the pruned model; return the evaluation of dense, pruned and recovered model, and the updated weights."""
-    exam = Exam(text.heldout, models.tokenizer)
-    exam.take("dense", models.teacher)
+    evaluation = Evaluation(text.heldout, models.tokenizer)
+    evaluation.evaluate("dense", models.teacher)
     if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
         run.say(warning)
-    exam.take("pruned", models.model)
+    evaluation.evaluate("pruned", models.model)
     trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.say)
     with StepProgress(console, recipe.steps, _phase, run.writes) as report:
         take_steps(trainer, recipe, models.accelerator, run, report)
     transform = weights.finish()
-    exam.take("recovered", models.model)
-    return exam, transform
+    evaluation.evaluate("recovered", models.model)
+    return evaluation, transform
 
 
 def _trainer(
@@ -283,18 +276,18 @@ def _phase(metrics: dict[str, float]) -> tuple[str, str]:
     return "recover", f"rate {metrics['learning_rate']:.1e} "
 
 
-def _results(recipe: RecoveryRecipe, run: RunState, exam: Exam) -> dict[str, Any]:
+def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> dict[str, Any]:
     """Return the provenance of a recovery: quality before and after, and how it was trained."""
-    trained_on, *watched = exam.texts
+    trained_on, *watched = evaluation.texts
     steps = run.metrics.read_text(encoding="utf-8").splitlines()
     recovery = {
         "recipe": recipe.to_dict(),
         "texts": sources_of(trained_on),
         "seconds": sum(json.loads(step)["seconds"] for step in steps),
-        "watched": {name: exam.perplexity(name) for name in watched},
-        **exam.said(),
+        "watched": {name: evaluation.perplexity(name) for name in watched},
+        **evaluation.samples(),
     }
-    return {"perplexity": exam.perplexity(trained_on), "recovery": recovery}
+    return {"perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
 
 
 def _write(

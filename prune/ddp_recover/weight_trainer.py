@@ -71,9 +71,9 @@ class WeightTrainer:
         student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
         share = len(numbers) / self.batches.size
         # the loss mask applies to the cross-entropy alone: every token can be learned from the teacher
-        weights = self.batches.weights(step, numbers)
+        loss_mask_N = self.batches.loss_mask_of(step, numbers)
         loss, cross_entropy, divergence = distilled_loss(
-            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, weights
+            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, loss_mask_N
         )
         (loss * share).backward()
         self.weights.collect()

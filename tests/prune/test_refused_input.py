@@ -168,7 +168,7 @@ def test_a_tokenizer_of_another_model(tiny_model: Path, tiny_text: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("where", ["load", "Exam"])
+@pytest.mark.parametrize("where", ["load", "Evaluation"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from runs import assert_refused, prune
 
-from ddp_prune.exam import Exam
+from ddp_prune.evaluation import Evaluation
 from ddp_prune.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
@@ -69,20 +69,20 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_p
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
 
 
-def test_only_scored_tokens_count(tiny_model: Path) -> None:
+def test_only_tokens_in_the_loss_mask_are_evaluated(tiny_model: Path) -> None:
     from ddp_prune.model import load_model, open_source
 
     model = load_model(open_source(str(tiny_model)), "float32")
     blocks = torch.randint(1, 320, (2, 16), generator=torch.Generator().manual_seed(1))
-    scored = torch.zeros_like(blocks, dtype=torch.bool)
-    scored[:, 5] = True
-    exam = Exam({"a": blocks}, None, {"a": scored})
-    exam.read("dense", model)
+    loss_mask = torch.zeros_like(blocks, dtype=torch.bool)
+    loss_mask[:, 5] = True
+    evaluation = Evaluation({"a": blocks}, None, {"a": loss_mask})
+    evaluation.evaluate_texts("dense", model)
     with torch.no_grad():
         logits = model(blocks).logits[:, 4]
     wanted = F.cross_entropy(logits, blocks[:, 5], reduction="none").tolist()
-    assert exam.losses["a"]["dense"] == pytest.approx(wanted, rel=1e-4)
-    assert exam.perplexity("a")["tokens"] == 2 and math.isfinite(exam.perplexity("a")["dense"])
+    assert evaluation.losses["a"]["dense"] == pytest.approx(wanted, rel=1e-4)
+    assert evaluation.perplexity("a")["tokens"] == 2 and math.isfinite(evaluation.perplexity("a")["dense"])
 
 
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
@@ -91,18 +91,18 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
 
     model = load_model(open_source(str(tiny_model)), "float32")
     blocks = torch.randint(1, 320, (3, 64), generator=torch.Generator().manual_seed(1))
-    scored = torch.ones_like(blocks, dtype=torch.bool)
-    scored[0] = scored[1] = False
-    scored[0, 5] = scored[1, 20] = True
-    exam = Exam({"a": blocks}, None, {"a": scored})
-    exam.read("dense", model)
+    loss_mask = torch.ones_like(blocks, dtype=torch.bool)
+    loss_mask[0] = loss_mask[1] = False
+    loss_mask[0, 5] = loss_mask[1, 20] = True
+    evaluation = Evaluation({"a": blocks}, None, {"a": loss_mask})
+    evaluation.evaluate_texts("dense", model)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
-    exam.read("pruned", model)
+    evaluation.evaluate_texts("pruned", model)
     with torch.no_grad():
         logits = model(blocks).logits[:, :-1]
-    each = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")[scored[:, 1:].flatten()]
-    quality = exam.perplexity("a")
+    each = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")[loss_mask[:, 1:].flatten()]
+    quality = evaluation.perplexity("a")
     assert quality["tokens"] == len(each) == sum(quality["block_tokens"]) == 65
     assert quality["pruned"] == pytest.approx(each.mean().exp().item(), rel=1e-4)
     ratio = perplexity_ratio(quality)
@@ -157,4 +157,4 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
     refused = CliRunner().invoke(main, ["eval", str(pruned), "--text", str(short)])
-    assert_refused(refused, 2, "which is not here; pass its path with --against")
+    assert_refused(refused, 2, "which is not here; name it with --against")
