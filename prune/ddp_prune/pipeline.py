@@ -56,11 +56,8 @@ from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
 
-
 Show = Callable[[Checkpoint, str, Console], None]
-"""Shows a written checkpoint of the dense model of this name."""
-Recover = Callable[[Recipe, Path, Accelerator, Console], None]
-"""Recovers the checkpoint in a folder, in place, for the minutes of the recipe."""
+"""Prints and draws a checkpoint that was written, of a dense model of this name."""
 
 
 def prune(
@@ -71,7 +68,6 @@ def prune(
     tracker: str | None,
     console: Console,
     measure: Measure,
-    recover: Recover,
     show: Show,
 ) -> list[Checkpoint]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
@@ -111,8 +107,6 @@ def prune(
             before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
             after = pruning.state(output / BRANCH, recipe) if recipe is not recipes[-1] else None
             pruning.run(folder, (before, after), show, overwrite=overwrite)
-            if recipe.recover and not broadcast_from_main(accelerator, "recovery" in provenance_of(folder)):
-                recover(recipe, folder, accelerator, console)
         family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
@@ -219,7 +213,7 @@ class Pruning:
             self.say(describe(pool))
 
     def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Transform | None]:
-        """Return what was learned, what both models made of the evaluation of both, and the updated weights.
+        """Return what was learned, the evaluation of both models, and the updated weights.
 
         Raises: ModelError if the dense model cannot read.
         """

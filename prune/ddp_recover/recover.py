@@ -33,7 +33,7 @@ from ddp_prune.masks_file import provenance_of, read_masks, read_scores
 from ddp_prune.memory import fit_attention, fits_training
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress
-from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
+from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
@@ -80,13 +80,6 @@ def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, cons
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
     return read_checkpoint(output)
-
-
-def recover_pruned(recipe: Recipe, folder: Path, accelerator: Accelerator, console: Console) -> None:
-    """Recover a pruned checkpoint in place for the minutes, on the text and with the memory settings of its recipe."""
-    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
-    recovery = RecoveryRecipe(model=str(folder), teacher=recipe.model, minutes=recipe.recover, **shared)
-    recover(recovery, folder, accelerator, overwrite=True, console=console)
 
 
 def recover(

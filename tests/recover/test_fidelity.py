@@ -157,4 +157,4 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
     refused = CliRunner().invoke(main, ["eval", str(pruned), "--text", str(short)])
-    assert_refused(refused, 2, "which is not here; pass its path with --against")
+    assert_refused(refused, 2, "which is not here; name it with --against")
