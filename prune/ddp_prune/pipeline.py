@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.budget import Pool, make_pools
 from ddp_prune.distributed import (
     broadcast_from_main,
     check_sharding,
@@ -210,7 +210,7 @@ class Pruning:
         layers = source.sizes.num_layers
         self.say(f"model: {source.config['model_type']}, {layers} layers, unit {unit}; {what} while gates close")
         for pool in self.pools:
-            self.say(describe(pool))
+            self.say(pool.describe())
 
     def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Transform | None]:
         """Return what was learned, the evaluation of both models, and the updated weights.
@@ -289,7 +289,7 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
 
 def suited_pools(
     recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
-) -> tuple[str, list[Pool]]:
+) -> tuple[str, Sequence[Pool]]:
     """Return the head unit and the constraints of a recipe, where recipe and model suit each other.
 
     Raises: SettingError.

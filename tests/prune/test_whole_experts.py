@@ -162,7 +162,7 @@ def test_prune_recover_and_prune_channels_too(
     """Of 5 experts 3 stay in each layer, which is all that 70 % allow."""
     result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--learn", learn)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "3 of 5 experts of each layer stay, whole" in result.stdout
+    assert "budget: keep 3 of 5 whole experts of each layer" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
