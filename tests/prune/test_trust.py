@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -244,7 +245,12 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
         "        print(each.process.pid, flush=True)\n"
     )
     command = [sys.executable, "-c", code, str(model)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    streams = {
+        "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATH}, **streams) as reader:  # type: ignore[call-overload]
         rendering = int(reader.stdout.readline())
         reader.send_signal(signal.SIGINT)
