@@ -89,7 +89,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
     "adapters": (
         lambda folder: None,
         {"enable_lora": True},
-        r"LoRA adapters on routed experts .*--lora-target-modules",
+        r"LoRA adapters .* on routed experts .*--lora-target-modules",
     ),
 }
 
