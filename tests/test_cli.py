@@ -183,7 +183,7 @@ def test_what_a_file_or_a_name_causes_is_one_line(error: Exception, monkeypatch:
     def read(_: Path) -> None:
         raise error
 
-    monkeypatch.setattr("ddp_vllm.pages.verbs.read_checkpoint", read)
+    monkeypatch.setattr("ddp_vllm.folder.read_checkpoint", read)
     result = CliRunner().invoke(main, ["inspect", "x"])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "--debug" in result.stderr
     assert CliRunner().invoke(main, ["--debug", "inspect", "x"]).exception is error

@@ -23,8 +23,7 @@ ROOMS = {  # package -> its folder
 ARROWS = {"ddp_recover": {"ddp_prune"}, "ddp_study": {"ddp_prune"}}
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
 BORROWED = {  # package -> the verbs of other packages that it calls through that table
-    "ddp_prune": {"prune_sizes", "recover", "quantize"},  # for its command line; they go on after pruning
-    "ddp_recover": {"profile"},  # a target speedup needs a profile of this machine
+    "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover
     "ddp_benchmarks": {"evaluate_text"},  # eval --text
 }
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "rich", "numpy")
@@ -68,7 +67,7 @@ def test_the_files_of_the_ground_floor_import_none_of_its_rooms() -> None:
 
 def test_the_core_neither_draws_nor_prints_pages() -> None:
     """Its callers hand in what does, so that matplotlib is loaded after the last step, and only where it is needed."""
-    drawing = tuple(f"ddp_vllm.pages.{name}" for name in ("written", "report", "pictures", "terminal"))
+    drawing = tuple(f"ddp_vllm.pages.{name}" for name in ("report", "pictures"))
     for file in ROOMS["ddp_prune"].rglob("*.py"):
         assert not [module for _, module in _imports(file) if module.startswith(drawing)], file
 

@@ -18,20 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddp_study.pictures import draw_lines, draw_rows
 from ddp_study.tables import COLUMNS, TABLES, StudyTable, chains
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
 from ddp_vllm.output import write_text
-from ddp_vllm.pages.evidence import kept_scales
+from ddp_vllm.pages.metrics import kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
-from ddp_vllm.pages.pictures import (
-    draw_heatmaps,
-    draw_histograms,
-    draw_lines,
-    draw_rows,
-    draw_widths,
-    height_of_map,
-    render,
-)
+from ddp_vllm.pages.pictures import draw_heatmaps, draw_histograms, draw_widths, height_of_map, render
 from ddp_vllm.provenance import bare_name
 
 Cell = Mapping[str, Any]

@@ -1,22 +1,16 @@
-"""The verbs read, inspect, verify, report and compare as functions. Libraries that draw are imported when called."""
+"""The verbs inspect, report and compare as functions. Libraries that draw are imported when they are called."""
 
 from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import SettingError
-from ddp_vllm.manifest import check_manifest
+from ddp_vllm.folder import read
 from ddp_vllm.output import check_file
 
 if TYPE_CHECKING:
     from ddp_vllm.pages.measurements import Comparison
-
-
-def read(folder: str | Path) -> Checkpoint:
-    """Read and check a pruned checkpoint without loading a weight: widths, number of parameters, provenance."""
-    return read_checkpoint(Path(folder))
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
@@ -24,13 +18,6 @@ def inspect(folder: str | Path) -> dict[str, Any]:
     from ddp_vllm.pages.summary import summary
 
     return summary(read(folder))
-
-
-def verify(folder: str | Path) -> list[str]:
-    """Compare every file of a pruned checkpoint with its SHA-256, check the checkpoint, and return the files' names."""
-    hashes = check_manifest(Path(folder))
-    read(folder)
-    return list(hashes)
 
 
 def report(folder: str | Path, *, output: str | Path | None = None) -> Path:

@@ -8,9 +8,9 @@ from ddp_vllm.pages.terminal import print_checkpoint
 
 
 def show(checkpoint: Checkpoint, dense: str, console: Console) -> None:
-    """Print what a written checkpoint holds, draw its report, and print the commands that use it.
+    """Print a summary of a checkpoint, draw its report, and print the commands to serve and measure it.
 
-    dense: the dense model's name, as the user gave it.
+    dense: the name of the dense model, as the user gave it.
     """
     output = checkpoint.folder
     print_checkpoint(checkpoint, console)

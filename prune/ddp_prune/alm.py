@@ -166,7 +166,7 @@ class AlmTrainer(Trainer):
 
     def _cost(self, pool: Pool) -> torch.Tensor:
         """Return what the units of a pool cost, [G, N], in float32; scaled, as only ratios matter."""
-        cost_GN = pool.join({kind: pool.unit_costs(kind) for kind in pool.shapes})
+        cost_GN = pool.joined_costs()
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.budget import Pool, make_pools
 from ddp_prune.distributed import (
     broadcast_from_main,
     check_sharding,
@@ -49,18 +49,15 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
 from ddp_vllm.latency import Profile
+from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
-from ddp_vllm.pages.evidence import METRICS_FILE
 from ddp_vllm.provenance import published_recipe
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
 
-
 Show = Callable[[Checkpoint, str, Console], None]
-"""Shows a written checkpoint of the dense model of this name."""
-Recover = Callable[[Recipe, Path, Accelerator, Console], None]
-"""Recovers the checkpoint in a folder, in place, for the minutes of the recipe."""
+"""Prints and draws a checkpoint that was written, of a dense model of this name."""
 
 
 def prune(
@@ -71,7 +68,6 @@ def prune(
     tracker: str | None,
     console: Console,
     measure: Measure,
-    recover: Recover,
     show: Show,
 ) -> list[Checkpoint]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
@@ -111,8 +107,6 @@ def prune(
             before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
             after = pruning.state(output / BRANCH, recipe) if recipe is not recipes[-1] else None
             pruning.run(folder, (before, after), show, overwrite=overwrite)
-            if recipe.recover and not broadcast_from_main(accelerator, "recovery" in provenance_of(folder)):
-                recover(recipe, folder, accelerator, console)
         family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
@@ -216,10 +210,10 @@ class Pruning:
         layers = source.sizes.num_layers
         self.say(f"model: {source.config['model_type']}, {layers} layers, unit {unit}; {what} while gates close")
         for pool in self.pools:
-            self.say(describe(pool))
+            self.say(pool.describe())
 
     def learn(self, run: RunState, branches: Branches) -> tuple[Learned, dict[str, Any], Transform | None]:
-        """Return what was learned, what both models made of the evaluation of both, and the updated weights.
+        """Return what was learned, the evaluation of both models, and the updated weights.
 
         Raises: ModelError if the dense model cannot read.
         """
@@ -295,7 +289,7 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
 
 def suited_pools(
     recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
-) -> tuple[str, list[Pool]]:
+) -> tuple[str, Sequence[Pool]]:
     """Return the head unit and the constraints of a recipe, where recipe and model suit each other.
 
     Raises: SettingError.

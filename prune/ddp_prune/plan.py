@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.batches import Batches, sequences_at_once
-from ddp_prune.budget import Pool, describe, make_pools
+from ddp_prune.budget import Pool, make_pools
 from ddp_prune.distributed import check_sharding, load, make_accelerator
 from ddp_prune.gates import GatedModel
 from ddp_prune.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
@@ -40,7 +40,7 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
         head_unit, pools = suited_pools(recipe, source, shapes, profile)
-        lines += [describe(pool) for pool in pools]
+        lines += [pool.describe() for pool in pools]
         lines += _of_the_whole(recipe, source, shapes, head_unit, pools)
     last = dataclasses.replace(recipes[-1], learn=learn)
     needed, memory = _memory(last, source, shapes, accelerator)
@@ -90,7 +90,7 @@ def _of_the_whole(
     )
     whole = whole_model("params", source.config, dense_layers(source.config), shapes, recipe.context_length)
     costs = {kind: float(pool.unit_costs(kind).mean()) for kind in pool.shapes}
-    gone = sum((each.total - each.kept) * (costs[each.name] if recipe.budget == "units" else 1.0) for each in pools)
+    gone = sum((each.total - each.kept) * costs.get(each.name, 1.0) for each in pools)
     line = (
         f"{gone / pool.total:.1%} of what can be pruned = {gone / whole:.1%} of the model: {short(whole)} → "
         f"{short(whole - gone)} parameters"

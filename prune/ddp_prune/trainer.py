@@ -245,8 +245,10 @@ class Trainer:
         values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in alive.items()}
         for pool in self.pools:
             if pool.name not in self.z:
-                cost_GN = pool.join({kind: pool.unit_costs(kind).to(alive[kind].device) for kind in pool.shapes})
-                values[f"{pool.name}_sparsity"] = 1.0 - float(kept_share(pool.join(alive), cost_GN).mean())
+                open_GN = pool.join(alive)
+                values[f"{pool.name}_sparsity"] = 1.0 - float(
+                    kept_share(open_GN, pool.joined_costs(open_GN.device)).mean()
+                )
         return values
 
     @property

@@ -41,7 +41,7 @@ from ddp_prune.model import (
     weight_files,
 )
 from ddp_prune.progress import StepProgress
-from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
+from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
@@ -50,9 +50,8 @@ from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
-from ddp_vllm.pages.evidence import METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.pages.written import show
 from ddp_vllm.provenance import local_provenance
 
@@ -89,13 +88,6 @@ def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, cons
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
     return read_checkpoint(output)
-
-
-def recover_pruned(recipe: Recipe, folder: Path, accelerator: Accelerator, console: Console) -> None:
-    """Recover a pruned checkpoint in place for the minutes, on the text and with the memory settings of its recipe."""
-    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
-    recovery = RecoveryRecipe(model=str(folder), teacher=recipe.model, minutes=recipe.recover, **shared)
-    recover(recovery, folder, accelerator, overwrite=True, console=console)
 
 
 def recover(

@@ -1,93 +1,21 @@
-"""The verbs prune, prune_sizes, recover, quantize and evaluate_text as functions of `ddp_vllm`.
+"""The verbs recover, quantize and evaluate_text as functions of `ddp_vllm`.
 
 Each function imports what it needs when it is called, so that importing this module does not import torch.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import ddp_vllm
 from ddp_prune import read_recipe
-from ddp_prune.recipe import Recipe
-from ddp_prune.verbs import as_recipe_values, recipes_of
+from ddp_prune.verbs import as_recipe_values, verb_console
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import SettingError, line_printer
+from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-def prune(
-    model: str | Path,
-    *,
-    output: str | Path,
-    recipe: str | Path | None = None,
-    overwrite: bool = False,
-    tracker: str | None = None,
-    verbose: bool = False,
-    **settings: Any,
-) -> Checkpoint:
-    """Find the units a model needs least, remove them and write the pruned checkpoint.
-
-    If the call is interrupted, the same call resumes where it stopped.
-
-    model: a folder or a hub name. recipe: a TOML file with settings. overwrite: replace an existing pruned folder.
-    tracker: also log to this tracker, such as `tensorboard`. verbose: print what the command line prints. settings: any
-    field of a `Recipe` (`sparsity`, `data`, `steps`, …); these are the options of
-    [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
-    """
-    recipes = recipes_of(model, recipe, settings)
-    if len(recipes) > 1:
-        raise SettingError(f"{len(recipes)} sizes are given, but prune makes one; prune_sizes makes several")
-    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)[0]
-
-
-def prune_sizes(
-    model: str | Path,
-    *,
-    output: str | Path,
-    recipe: str | Path | None = None,
-    overwrite: bool = False,
-    tracker: str | None = None,
-    verbose: bool = False,
-    **settings: Any,
-) -> list[Checkpoint]:
-    """Prune a model to several sizes in one search, such as `sparsity=[0.1, 0.2, 0.3]`.
-
-    Each size is written into a folder inside `output`. The arguments are those of `prune`.
-    """
-    recipes = recipes_of(model, recipe, settings)
-    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)
-
-
-def _prune(
-    recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, verbose: bool
-) -> list[Checkpoint]:
-    clear(output)
-    resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
-    if not resumes:
-        check_output(output, overwrite=overwrite)
-    from ddp_prune import pipeline
-    from ddp_recover.recover import recover_pruned
-    from ddp_vllm.pages.written import show
-
-    return pipeline.prune(
-        recipes,
-        output,
-        overwrite=overwrite,
-        tracker=tracker,
-        console=_console(verbose),
-        measure=partial(ddp_vllm.profile, verbose=verbose),
-        recover=recover_pruned,
-        show=show,
-    )
 
 
 def recover(
@@ -115,7 +43,7 @@ def recover(
     found = read_recipe.load_recovery(Path(recipe) if recipe else None, values, pruned_with)
     from ddp_recover.recover import recover_alone
 
-    return recover_alone(found, output, overwrite=overwrite, console=_console(verbose))
+    return recover_alone(found, output, overwrite=overwrite, console=verb_console(verbose))
 
 
 def quantize(
@@ -153,9 +81,3 @@ def evaluate_text(
     chosen.check()
     with results_folder(folder):
         return compare_on_text(chosen, folder, say=line_printer(verbose))
-
-
-def _console(verbose: bool) -> "Console":
-    from ddp_vllm.pages.terminal import SafeConsole
-
-    return SafeConsole(quiet=not verbose, soft_wrap=True)  # lines are copied, so never wrapped

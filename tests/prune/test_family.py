@@ -231,7 +231,7 @@ def test_speedups_are_a_family_too(profile: Path, tiny_model: Path, tiny_text: P
         latency = checkpoint.provenance["latency"]
         assert asked <= latency["speedup"] < 1.05 * asked
         assert all(layer.intermediate_size % 16 == 0 for layer in checkpoint.layers)
-        assert f"predicted to run at {latency['speedup']:.2f}" in (checkpoint.folder / "README.md").read_text()
+        assert f"**predicted**: {latency['speedup']:.2f}" in (checkpoint.folder / "README.md").read_text()
 
 
 def test_a_profile_of_another_machine_or_model_is_refused(

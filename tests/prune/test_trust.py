@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from ddp_prune.templates import Templates
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
-from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.remote_code import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +245,12 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
         "        print(each.process.pid, flush=True)\n"
     )
     command = [sys.executable, "-c", code, str(model)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    streams = {
+        "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATH}, **streams) as reader:  # type: ignore[call-overload]
         rendering = int(reader.stdout.readline())
         reader.send_signal(signal.SIGINT)

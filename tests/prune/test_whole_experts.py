@@ -25,7 +25,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.model_facts import is_pruned
-from ddp_vllm.pages.evidence import gather
+from ddp_vllm.pages.metrics import gather
 from ddp_vllm.pages.summary import footprint, removed_parameters, units
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
@@ -162,7 +162,7 @@ def test_prune_recover_and_prune_channels_too(
     """Of 5 experts 3 stay in each layer, which is all that 70 % allow."""
     result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--learn", learn)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "3 of 5 experts of each layer stay, whole" in result.stdout
+    assert "budget: keep 3 of 5 whole experts of each layer" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
@@ -225,7 +225,7 @@ def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -
 
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "fewer than a token is sent to": (["--sparsity", "0.7"], ["1 of 5 experts", "2 to 4 stay", "sent to 2"]),
+    "fewer than a token is sent to": (["--sparsity", "0.7"], ["1 of 5 experts", "keep 2 to 4", "each token to 2"]),
     "none goes": (["--sparsity", "1e-12"], ["5 of 5 experts"]),
     "the paper's search": (["--controller", "alm"], ["controller is 'alm'", "'gradual'"]),
     "a budget in each expert": (["--scope", "expert"], ["scope is 'expert'", "'global'"]),
@@ -268,7 +268,7 @@ def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
     masks = made / "olmoe" / "ddp_masks.safetensors"
     with pytest.raises(SettingError, match="with all their channels; leave --align out"):
         apply_masks(str(source.folder), masks, tmp_path / "out", overwrite=False, align=8)
-    with pytest.raises(SettingError, match=r"2 of 8 experts .* 3 to 7 stay"):
+    with pytest.raises(SettingError, match=r"2 of 8 experts .* keep 3 to 7"):
         export(source, whole_gates((3, 8, CHANNELS), 2), tmp_path / "out", head_unit="expert", provenance={})
 
 

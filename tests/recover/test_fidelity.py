@@ -149,7 +149,10 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         ([str(tiny_model), "--text", str(short)], "pass that model with --against"),
         ([str(pruned), "--text", str(short), "--max-length", "3"], "below 16"),
         ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
-        ([str(pruned), "--text", str(short), "--limit", "3"], "--limit does nothing without --tasks beside --text"),
+        (
+            [str(pruned), "--text", str(short), "--limit", "3"],
+            "--limit has no effect without --tasks",
+        ),
         ([str(pruned), "--text", str(short), "--text", str(twin)], "two texts are called short.txt"),
     ):
         refused = CliRunner().invoke(main, ["eval", *words])
@@ -157,4 +160,4 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
     refused = CliRunner().invoke(main, ["eval", str(pruned), "--text", str(short)])
-    assert_refused(refused, 2, "which is not here; pass its path with --against")
+    assert_refused(refused, 2, "which is not here; name it with --against")

@@ -296,7 +296,7 @@ def test_what_is_watched_is_nothing_that_weights_learn_on(
     result = recover(pruned, tmp_path / "out", "--data", f"{tiny_text},{numbers}")
     assert "no text of another kind is watched" in result.output
     again = os.path.relpath(tiny_text)
-    assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data learns")
+    assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data trains on part of it")
     short = write_texts("short.jsonl", ["a fox"])
     assert_refused(recover(pruned, tmp_path / "again", "--watch", str(short)), 4, str(short), "more text")
 
