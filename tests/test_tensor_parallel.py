@@ -20,7 +20,7 @@ def test_the_dense_models_query_heads_divide() -> None:
     assert tensor_parallel_sizes(DENSE) == [1, 2, 3, 4, 6, 12]
     check_tensor_parallel(6, DENSE)
     message = (
-        "tensor-parallel size 5 does not divide the 12 query heads of the dense model, as vLLM asks; "
+        "tensor-parallel size 5 does not divide the 12 query heads of the dense model, as vLLM requires; "
         "valid sizes: 1, 2, 3, 4, 6, 12; choose one of them"
     )
     with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
