@@ -12,10 +12,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ddp_prune.batches import Batches
 from ddp_prune.budget import Pool, kept_share
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4

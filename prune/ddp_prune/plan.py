@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.batches import Batches, sequences_at_once
 from ddp_prune.budget import Pool, make_pools
-from ddp_prune.devices import LEARNING_BYTES, USABLE, check_shares, free_memory, load, make_accelerator, pass_bytes
+from ddp_prune.distributed import check_sharding, load, make_accelerator
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
 from ddp_prune.model import AGAIN, Source, loading_options
 from ddp_prune.pipeline import find_model, latency_profile, settled, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.train import TRAINERS, fit_batches
-from ddp_prune.trainer import Batches, sequences_at_once
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading
@@ -30,7 +31,7 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     """Return the lines that describe what `prune` would do. Raises: as `prune` before it loads the model."""
     first = recipes[0]
     accelerator = make_accelerator(output, None)
-    check_shares(first, accelerator.num_processes)
+    check_sharding(first, accelerator.num_processes)
     source, shapes = find_model(first, output)
     profile = latency_profile(first, source, _refuse_to_measure)
     learn = settled(first, shapes, output, accelerator).learn
@@ -121,7 +122,7 @@ def _memory(
     model.requires_grad_(learns)
     held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
     has_teacher = learns and recipe.distillation > 0  # a second model
-    weights = held * (LEARNING_BYTES * learns + (1 + has_teacher) * model.dtype.itemsize)
+    weights = held * (TRAINING_BYTES * learns + (1 + has_teacher) * model.dtype.itemsize)
     at_once = sequences_at_once(recipe, accelerator)
     passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
     return weights + passing, (

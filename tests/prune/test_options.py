@@ -40,7 +40,7 @@ FLAGS = {
         "--tokens", "--warmup", "--watch", "-o",
     ],
     study: [
-        "--batch-size", "--data", "--detokenise", "--methods", "--output", "--polish", "--recipe", "--samples",
+        "--batch-size", "--data", "--detokenize", "--methods", "--output", "--polish", "--recipe", "--samples",
         "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],

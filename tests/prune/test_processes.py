@@ -85,6 +85,12 @@ def test_all_go_on_where_the_main_process_was(learned: tuple[Learned, Path]) -> 
     assert not (folder / "machine-1").exists()
 
 
+def test_one_process_decides_when_all_save(learned: tuple[Learned, Path]) -> None:
+    """The clock of process 1 is a thousand times as fast; a state of shared weights is gathered by all together."""
+    first, second = (json.loads((learned[1] / f"facts-{rank}.json").read_text())["saved"] for rank in (0, 1))
+    assert first == second and len(first) == 3 and first[-1] == SETTINGS["steps"]
+
+
 def test_each_process_holds_its_share_of_every_layer_and_the_head(
     learned: tuple[Learned, Path], tiny_model: Path, tiny_experts: Path
 ) -> None:
