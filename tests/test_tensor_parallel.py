@@ -1,4 +1,4 @@
-"""The one rule for tensor-parallel sizes, and the one message."""
+"""The rule for tensor-parallel sizes, and its error message."""
 
 import re
 
@@ -51,7 +51,7 @@ def test_layers_may_depend_on_the_size() -> None:
     assert tensor_parallel_sizes({"num_attention_heads": 4}, halves) == [1, 2]
 
 
-def test_experts_are_cut_or_dealt_out() -> None:
+def test_experts_are_split_or_distributed() -> None:
     assert tensor_parallel_sizes(EXPERTS) == [1, 2, 4, 8, 16]
     assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}) == [1, 2]  # 3 divides no 64 channels
     assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}, expert_parallel=True) == [1, 2, 3, 6]

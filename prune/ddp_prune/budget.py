@@ -338,7 +338,7 @@ def _priced_pool(
 def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> LatencyPool:
     """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it cannot be met."""
     if layout["queries_per_kv"] > 1:
-        raise SettingError("a query head without its KV head saves no time worth a budget; leave head_unit out")
+        raise SettingError("removing single query heads saves no measurable time; leave head_unit out")
     times = profile.times(recipe.workload)
     curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
     costs, fixed, tables, steps = {}, {}, {}, {}
