@@ -229,7 +229,7 @@ class Readers:
         profile = read_profile(path)
         profile.check_suits(profile.content["config"])
         work = Workload(phase="decode", batch=8, context=256)
-        return describe(path), profile.times(work).most, profile.unrest(work), profile.each_round(work)[0].dense
+        return describe(path), profile.times(work).max_speedup, profile.spread(work), profile.each_round(work)[0].dense
 
 
 def _describe(folder: str) -> Any:

@@ -1,8 +1,8 @@
-"""What a unit costs: one linear model behind every budget, and the sizes that every report states.
+"""The cost of each unit: one linear model behind every budget, and the totals that every report states.
 
-A budget counts `units` (the paper's), `params`, `flops` (floating-point operations a token, at a stated length of
-context) or `kv-bytes` (of KV cache a token, at 16 bits). What does not depend on widths is in no price: embeddings,
-norms, routers, shared experts. Whole-model totals include it.
+A budget counts `params`, `flops` (floating-point operations per token, at a given context length) or `kv-bytes` (KV
+cache per token, at 16 bits). Prices leave out everything that does not depend on widths: embeddings, norms, routers,
+shared experts. The totals of a whole model include it.
 """
 
 import re
@@ -16,12 +16,12 @@ from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, count_experts, head_dim
 
 KV_ELEMENT_BYTES = 2
-_EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")  # on disk one tensor an expert, in memory stacked
+_EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")  # one tensor per expert on disk, stacked in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What one part of one layer costs."""
+    """The cost of one unit of each kind, in one layer."""
 
     query_head: float = 0.0
     kv_head: float = 0.0
@@ -29,7 +29,7 @@ class Prices:
     expert_channel: float = 0.0
 
     def of(self, widths: LayerWidths) -> float:
-        """Return what a layer of these widths costs."""
+        """Return the cost of a layer of these widths."""
         return (
             self.query_head * widths.num_query_heads
             + self.kv_head * widths.num_kv_heads
@@ -41,14 +41,17 @@ class Prices:
 def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
-    What a unit has of each projection is in the family's table of tensors. `names` are the tensors of the model, which
-    tell what has a bias; `context` is the number of tokens attended to.
+    The family's table of tensors states what each unit has of each projection.
+
+    budget: `params`, `flops` or `kv-bytes`.
+    names: the tensors of the model, which show which projections have a bias.
+    context: the number of tokens attended to.
     """
     size = head_dim(config)
     if budget == "kv-bytes":
         return [Prices(kv_head=2.0 * size * KV_ELEMENT_BYTES)] * config["num_hidden_layers"]
     biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
-    weights, biases = dict.fromkeys(BLOCK_OF, 0.0), dict.fromkeys(BLOCK_OF, 0.0)  # numbers a unit has
+    weights, biases = dict.fromkeys(BLOCK_OF, 0.0), dict.fromkeys(BLOCK_OF, 0.0)  # per unit
     for projection in TABLES[dense_type(config)].projections:
         numbers = projection.unit_size(size)
         has_bias = projection.axis == 0 and projection.name.rpartition(".")[2] in biased
@@ -57,12 +60,13 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
             biases[unit] += numbers * has_bias
     if budget == "params":
         return [Prices(**{unit: weights[unit] + biases[unit] for unit in BLOCK_OF})] * config["num_hidden_layers"]
-    assert budget == "flops"  # two a weight; a query head also meets each key and each value
+    assert budget == "flops"  # two per weight; a query head is also multiplied with each key and each value
     flops = {unit: 2.0 * number for unit, number in weights.items()}
     flops["expert_channel"] *= _share_of_experts(config)
-    meeting = 4.0 * size if weights["query_head"] else 0.0  # of one token attended to
+    per_key = 4.0 * size if weights["query_head"] else 0.0
     return [
-        Prices(**flops | {"query_head": flops["query_head"] + meeting * seen}) for seen in attended(config, context)
+        Prices(**flops | {"query_head": flops["query_head"] + per_key * num_keys})
+        for num_keys in attended(config, context)
     ]
 
 
@@ -73,25 +77,27 @@ def whole_model(
     shapes: Mapping[str, Sequence[int]],
     context: int,
 ) -> float:
-    """Return the total of a model with these widths and tensors, embeddings and all."""
+    """Return the total cost of a model with these widths and tensors, including embeddings."""
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
-    latent = config.get("kv_lora_rank")  # DeepSeek's latent attention, never pruned: one small cache for all heads
+    latent = config.get(
+        "kv_lora_rank"
+    )  # DeepSeek's latent attention, which is never pruned, has one small cache for all heads
     if budget == "kv-bytes":
         if latent:
             return float(len(layers) * KV_ELEMENT_BYTES * (latent + config["qk_rope_head_dim"]))
         return sum(price.of(widths) for price, widths in zip(prices(budget, config, (), context), layers, strict=True))
-    head = "embed_tokens" if any("lm_head." in name for name in shapes) else "no lookup"  # tied: looked up and the head
+    is_tied = not any("lm_head." in name for name in shapes)  # then the embedding is also the output head
     weights = sum(
         prod(shape) * (_share_of_experts(config) if _EXPERT.search(name) else 1.0)
         for name, shape in shapes.items()
-        if len(shape) >= 2 and head not in name
+        if len(shape) >= 2 and (is_tied or "embed_tokens" not in name)
     )
-    both = 2 * head_dim(config)  # of a key and a value
+    key_and_value = 2 * head_dim(config)
     if latent:
-        both = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
-    seen = zip(attended(config, context), layers, strict=True)
-    return 2.0 * (weights + both * sum(tokens * widths.num_query_heads for tokens, widths in seen))
+        key_and_value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
+    attention = zip(attended(config, context), layers, strict=True)
+    return 2.0 * (weights + key_and_value * sum(keys * widths.num_query_heads for keys, widths in attention))
 
 
 def attended(config: Mapping[str, Any], context: int) -> list[int]:
@@ -104,7 +110,7 @@ def attended(config: Mapping[str, Any], context: int) -> list[int]:
         from transformers import CONFIG_MAPPING
 
         model_type = dense_type(config)
-        if model_type in CONFIG_MAPPING:  # older config files leave it to the class to say which layers have windows
+        if model_type in CONFIG_MAPPING:  # in older config files only the class knows which layers have windows
             with reading("config.json", CheckpointError, "download the model again"):
                 kinds = getattr(CONFIG_MAPPING[model_type].from_dict(_stock(config, model_type)), "layer_types", None)
     if not isinstance(kinds, list):
@@ -118,5 +124,5 @@ def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _share_of_experts(config: Mapping[str, Any]) -> float:
-    """Of the routed experts of a layer, the share that a token is sent to."""
+    """Return the share of the routed experts of a layer that a token is sent to."""
     return config["num_experts_per_tok"] / count_experts(config) if count_experts(config) else 0.0

@@ -1,11 +1,12 @@
-"""How long a step of vLLM takes by the widths of its layers: what `profile` measures and a latency budget spends.
+"""The latency of a vLLM step as a function of its layers' widths: what `profile` measures and a latency budget spends.
 
-`profile` times whole models as they are served, with weights of no meaning: some that differ from the dense one in one
-width, the same in every layer (`shapes_of`), each in turns with the dense one. Differences of their times, divided by
-the number of layers, are what an attention block, an MLP or the routed experts of one layer cost at some widths; what
-is left belongs to embeddings, output head, sampling and scheduling. Between measured widths cost is linear, in steps of
-what the plugin fills MLPs up to. A removed block costs nothing, so the first unit of a block brings the block's fixed
-cost with it.
+`profile` times whole models as they are served, with random weights. Each timed model differs from the dense one in one
+width, the same in every layer (`shapes_of`), and takes turns with the dense model. The difference of their times,
+divided by the number of layers, is the cost of an attention block, an MLP or the routed experts of one layer at that
+width. The rest of a step belongs to embeddings, output head, sampling and scheduling.
+
+Between measured widths the cost is linear, in steps of the multiple to which the plugin pads MLPs. A removed block
+costs nothing, so the first kept unit of a block also pays the block's fixed cost.
 """
 
 import statistics
@@ -24,8 +25,8 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.schema import ANY, NAME, Number, check
 
 FORMAT = "ddp-vllm profile 2"
-PHASES = ("decode", "prefill", "mix")
-FRACTIONS = (0.25, 0.5, 0.75)  # of the dense width of MLPs and experts that are timed
+PHASES = ("decode", "prefill")
+FRACTIONS = (0.25, 0.5, 0.75)  # timed widths of MLPs and experts, as fractions of the dense width
 _SIZE, _SECONDS = Number(1, 1e9, whole=True), Number(1e-12, 1e9)
 _CELL = {"batch": _SIZE, "context": _SIZE, "decode": _SECONDS, "prefill": _SECONDS}
 PROFILE = PLACE | {
@@ -34,22 +35,21 @@ PROFILE = PLACE | {
         {"round": Number(0, 1e6, whole=True), "shape": NAME, "cells": [_CELL, 400], "beside": [_CELL, 400]}, 2000
     ],
 }  # fmt: skip
-EXPERT_BLOCK = 16  # channels that experts are packed in (`moe_experts.py`)
+EXPERT_BLOCK = 16  # the plugin packs experts in blocks of this many channels (`moe_experts.py`)
 DIMENSIONS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
               "intermediate_size", "moe_intermediate_size", "vocab_size", "num_experts_per_tok")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a machine is to do fast."""
+    """The serving load that a latency budget optimizes."""
 
     phase: str
-    """`decode`: a step that gives each sequence one token; `prefill`: reading the prompts; `mix`: sequences of which
-    half is prompt and half is answer."""
+    """`decode`: a step that generates one token per sequence; `prefill`: the processing of the prompts."""
     batch: int
-    """Sequences served at once."""
+    """Number of concurrent sequences."""
     context: int
-    """Tokens of each."""
+    """Tokens per sequence."""
 
     def __str__(self) -> str:
         return f"{self.phase}, {self.batch} sequences of {self.context:,} tokens"
@@ -57,73 +57,71 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Seconds that a block of one kind adds to a step at some widths, as measured."""
+    """The measured seconds that a block of one kind adds to a step, by its width."""
 
     points: tuple[tuple[int, float], ...]
-    """(width, seconds) by rising width, without width 0, which takes none. A narrower block may take longer than the
-    widest one, which the dense model may run by another kernel."""
+    """(width, seconds) by rising width; width 0, which takes no time, is left out. A narrower block may take longer
+    than the widest one, because the dense model may run another kernel."""
     multiple: int
-    """Widths take the time of the next multiple of this."""
+    """A width takes the time of the next multiple of this."""
 
     @property
     def slowest(self) -> float:
-        """Seconds at the width that takes longest."""
+        """Seconds at the slowest width."""
         return max(seconds for _, seconds in self.points)
 
     @property
     def unit(self) -> float:
-        """Seconds per unit, from the lowest width to the highest; at least 0, and never more than all units cost."""
+        """Seconds per unit between the lowest and the highest width; at least 0, at most the average over all units."""
         (low, first), (high, _) = self.points[0], self.points[-1]
         average = self.slowest / high
         return min((self.slowest - first) / (high - low), average) if high > low else average
 
     @property
     def fixed(self) -> float:
-        """Seconds that are saved only with the whole block: the part of the slowest one that its units do not cost."""
+        """Seconds that are saved only by removing the whole block: the part that does not depend on its units."""
         return max(0.0, self.slowest - self.unit * self.points[-1][0])
 
     def seconds(self, width: float) -> float:
-        """Return what a block of this width adds; below the lowest measured width as the line through the next two."""
+        """Return the seconds that a block of this width adds, extrapolated below the lowest measured width."""
         if width <= 0:
             return 0.0
-        widths = [each for each, _ in self.points]
-        width = min(-(-width // self.multiple) * self.multiple, widths[-1])
+        (narrowest, first), (widest, _) = self.points[0], self.points[-1]
+        width = min(-(-width // self.multiple) * self.multiple, widest)
         if len(self.points) == 1:
-            return self.points[0][1] * width / widths[0]
-        place = min(max(bisect_left(widths, width), 1), len(widths) - 1)
-        (low, first), (high, last) = self.points[place - 1 : place + 1]
-        seconds = max(0.0, first + (last - first) * (width - low) / (high - low))
-        return min(seconds, first) if width < low else seconds  # a slower width says nothing of the narrower ones
+            return first * width / narrowest
+        seconds = max(0.0, _between(self.points, width))
+        return min(seconds, first) if width < narrowest else seconds  # narrower blocks are never predicted to be slower
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What a step is made of, in seconds."""
+    """The parts of a step, in seconds."""
 
     dense: float
     """The whole step of the dense model."""
     attention: Curve | None
-    """By the number of KV heads, each with all its query heads; None in a mixture of experts, which keeps them."""
+    """By the number of KV heads, each with all its query heads; None for a mixture of experts, where none is pruned."""
     mlp: Curve | None
-    """By the number of channels; None in a mixture of experts."""
+    """By the number of channels; None for a mixture of experts."""
     experts: Curve | None
-    """By the mean width of the routed experts of a layer, as the plugin's kernel runs them."""
+    """By the mean width of the routed experts of a layer, as the plugin's kernel runs them; None for a dense model."""
     prunable: float
-    """The part of the dense step that all blocks take that can be pruned."""
+    """The part of the dense step spent in all prunable blocks."""
     sizes: Dimensions
 
     @property
-    def lasting(self) -> float:
-        """The fixed cost of all routed layers, which is saved with none of their experts."""
+    def unremovable(self) -> float:
+        """The fixed cost of all routed layers, which remains however many of their channels are removed."""
         return self.experts.fixed * len(self.sizes.routed_layers) if self.experts else 0.0
 
     @property
-    def most(self) -> float:
-        """The speedup that pruning can come close to."""
-        return self.dense / max(self.dense - self.prunable + self.lasting, 1e-9)
+    def max_speedup(self) -> float:
+        """The speedup that pruning approaches as it removes everything."""
+        return self.dense / max(self.dense - self.prunable + self.unremovable, 1e-9)
 
     def of_layer(self, widths: LayerWidths) -> float:
-        """Return what the blocks of a layer add that can be pruned."""
+        """Return the seconds that the prunable blocks of a layer add."""
         seconds = 0.0
         if self.attention:
             seconds += self.attention.seconds(widths.num_query_heads / self.sizes.queries_per_kv)
@@ -135,15 +133,17 @@ class StepTimes:
         return seconds
 
     def speedup(self, layers: Sequence[LayerWidths]) -> float:
-        """Return how many times faster than the dense model a step of a model of these widths is."""
+        """Return how many times faster a step of a model of these widths is than one of the dense model."""
         return self.dense / (self.dense - self.prunable + sum(map(self.of_layer, layers)))
 
 
 def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerWidths]]:
-    """Return the widths of every model to time beside the dense one, by name.
+    """Return the widths of every model to time alongside the dense one, by name.
 
-    multiple: what the plugin fills MLPs up to, so that no timed width lies between two steps. Experts are also timed at
-    their full width: there the dense model runs vLLM's kernel, but every layer of a pruned one the plugin's.
+    multiple: the plugin pads MLPs to a multiple of this, so all timed widths are multiples of it.
+
+    Experts are also timed at their full width, because the dense model runs vLLM's kernel there, and every layer of a
+    pruned model runs the plugin's.
     """
     sizes, dense = dimensions_of(config), dense_layers(config)
 
@@ -166,8 +166,8 @@ def shapes_of(config: Mapping[str, Any], multiple: int) -> dict[str, list[LayerW
     if sizes.num_kv_heads > 1:
         half = -(-sizes.num_kv_heads // 2)
         shapes[f"attention {half}"] = everywhere(query_heads_per_kv_head=(sizes.queries_per_kv,) * half)
-    gone = everywhere(query_heads_per_kv_head=())  # but vLLM wants one layer with a KV cache
-    shapes["attention once"] = [dense[0], *gone[1:]]
+    removed = everywhere(query_heads_per_kv_head=())
+    shapes["attention once"] = [dense[0], *removed[1:]]  # vLLM requires one layer with a KV cache
     return shapes
 
 
@@ -182,17 +182,17 @@ class Profile:
         self.path, self.content = path, content
 
     def check_suits(self, config: Mapping[str, Any]) -> None:
-        """Refuse a profile of a model of other sizes. Raises: SettingError."""
+        """Refuse a profile of a model with other dimensions. Raises: SettingError."""
         mine, theirs = dimensions_in(config), self.content["model"]
-        if different := [name for name, value in mine.items() if theirs.get(name) != value]:
-            name = different[0]
-            raise SettingError(
-                f"{self.path} was measured with a model whose {name} is {theirs.get(name)}, here it is {mine[name]}; "
-                "measure this one with ddp-vllm profile"
-            )
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise SettingError(
+                    f"{self.path} was measured with a model whose {name} is {theirs.get(name)}, here it is {value}; "
+                    "measure this model with ddp-vllm profile"
+                )
 
     def check_here(self, hardware: Mapping[str, Any]) -> None:
-        """Refuse a profile of another machine. Raises: SettingError."""
+        """Refuse a profile from another machine. Raises: SettingError."""
         for name in ("cpu", "cores", "gpus"):
             if self.content["hardware"].get(name) != hardware.get(name):
                 raise SettingError(
@@ -202,71 +202,71 @@ class Profile:
                 )
 
     def times(self, workload: Workload) -> StepTimes:
-        """Return what a step is made of, by medians over rounds.
+        """Return the parts of a step, by medians over rounds.
 
-        Between measured batches and contexts times are interpolated. Raises: SettingError outside of them.
+        Times are interpolated between measured batches and contexts. Raises: SettingError outside of them.
         """
         dense = statistics.median(seconds_of(run["beside"], workload) for run in self.content["times"])
         shares = {name: statistics.median(each) for name, each in self._shares(workload).items()}
-        return self._made_of(dense, shares)
+        return self._step_times(dense, shares)
 
     def each_round(self, workload: Workload) -> list[StepTimes]:
-        """Return what a step is made of, once for each round."""
+        """Return the parts of a step, once per round."""
         dense: dict[int, list[float]] = {}
         for run in self.content["times"]:
             dense.setdefault(run["round"], []).append(seconds_of(run["beside"], workload))
         shares = self._shares(workload)
         return [
-            self._made_of(statistics.median(seconds), {name: each[turn] for name, each in shares.items()})
+            self._step_times(statistics.median(seconds), {name: each[turn] for name, each in shares.items()})
             for turn, seconds in enumerate(dense.values())
         ]
 
-    def unrest(self, workload: Workload) -> float:
-        """Return by what share of the dense step the rounds of the shape that varied most differ."""
+    def spread(self, workload: Workload) -> float:
+        """Return by what share of the dense step the rounds differ, for the shape that varied most."""
         return max(max(each) - min(each) for each in self._shares(workload).values())
 
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
-        """Return the predicted speedup of these widths over the dense model, and its range over rounds."""
+        """Return the predicted speedup of a model of these widths over the dense model, and its range over rounds."""
         middle = self.times(workload).speedup(layers)
         each = [middle, *(times.speedup(layers) for times in self.each_round(workload))]
         return middle, min(each), max(each)
 
     def _shares(self, workload: Workload) -> dict[str, list[float]]:
-        """Return what share of the dense model's time beside it each shape took, round by round."""
+        """Return the time of each shape as a share of the dense model's in the same turn, round by round."""
         shares: dict[str, list[float]] = {}
         for run in self.content["times"]:
             share = seconds_of(run["cells"], workload) / seconds_of(run["beside"], workload)
             shares.setdefault(run["shape"], []).append(share)
         return shares
 
-    def _made_of(self, dense: float, shares: Mapping[str, float]) -> StepTimes:
+    def _step_times(self, dense: float, shares: Mapping[str, float]) -> StepTimes:
         seconds = {"dense": dense} | {name: dense * share for name, share in shares.items()}
-        return _made_of(seconds, self.content["config"], self.content["multiple"])
+        return _step_times(seconds, self.content["config"], self.content["multiple"])
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile back. Raises: SettingError if it is none, or was not finished."""
+    """Read a profile. Raises: SettingError if the file is not a finished profile."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
         raise SettingError(f"{path} cannot be read ({error}); write one with ddp-vllm profile MODEL") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise SettingError(f"{path} is no profile of this version; write one with ddp-vllm profile MODEL")
+        raise SettingError(f"{path} is not a profile of this version; write one with ddp-vllm profile MODEL")
     if not content.get("complete"):
-        raise SettingError(f"{path} is not finished; the command that began it goes on with it")
+        raise SettingError(f"{path} is not finished; the command that started it resumes it")
     if reason := _broken(content):
         raise SettingError(f"{path} is broken: {reason}; write it again with ddp-vllm profile MODEL --overwrite")
     return Profile(path, content)
 
 
 def _broken(content: Mapping[str, Any]) -> str:
-    """Say what keeps a profile from being used, as after an edit by hand; "" if nothing does."""
+    """Return why a profile is unusable, for example after an edit by hand; "" if it is usable."""
     try:
         check(content, PROFILE, "it")
         timed: dict[str, list[int]] = {name: [] for name in content["shapes"]}
         for run in content["times"]:
             timed[run["shape"]].append(run["round"])
-        _made_of({"dense": 1.0} | dict.fromkeys(timed, 1.0), content["config"], content["multiple"])
+        _step_times({"dense": 1.0} | dict.fromkeys(timed, 1.0), content["config"], content["multiple"])
     except (LookupError, ValueError, DdpError) as error:
         return f"{type(error).__name__}, {error}"
     if len({tuple(sorted(rounds)) for rounds in timed.values()}) != 1 or not content["times"]:
@@ -282,7 +282,7 @@ def _broken(content: Mapping[str, Any]) -> str:
 
 
 def dimensions_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a config decides how long its model takes, as plain data."""
+    """Return the entries of a config that decide the latency of its model, as plain data."""
     return {"model_type": dense_type(config)} | {name: config[name] for name in DIMENSIONS if config.get(name)}
 
 
@@ -291,25 +291,21 @@ def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
 
     Raises: SettingError outside of them.
     """
-    phase, batch, context = workload.phase, workload.batch, workload.context
-    if phase == "mix":
-        decode, prefill = (seconds_of(cells, replace(workload, phase=each)) for each in ("decode", "prefill"))
-        return prefill / 2 + decode * context / 2
-    measured = [(cell["batch"], cell["context"], cell[phase]) for cell in cells]
-    batches, contexts = sorted({cell[0] for cell in measured}), sorted({cell[1] for cell in measured})
-    for name, value, known in (("batch", batch, batches), ("context", context, contexts)):
+    seconds = {(cell["batch"], cell["context"]): cell[workload.phase] for cell in cells}
+    batches, contexts = (sorted({place[axis] for place in seconds}) for axis in (0, 1))
+    for name, value, known in (("batch", workload.batch, batches), ("context", workload.context, contexts)):
         if not known[0] <= value <= known[-1]:
             raise SettingError(
                 f"the profile was measured with a {name} of {' to '.join(map(str, sorted({known[0], known[-1]})))}, "
                 f"not {value}; measure that too: "
                 f"ddp-vllm profile MODEL --{name} {','.join(map(str, sorted({*known, value})))}"
             )
-    seconds = {(b, c): value for b, c, value in measured}
-    along_batch = [(b, _between([(c, seconds[b, c]) for c in contexts], context)) for b in batches]
-    return _between(along_batch, batch)
+    along_batch = [(b, _between([(c, seconds[b, c]) for c in contexts], workload.context)) for b in batches]
+    return _between(along_batch, workload.batch)
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the value at `x` of the line through the two points around it, or nearest to it."""
     place = min(max(bisect_left([each for each, _ in points], x), 1), len(points) - 1)
     if len(points) == 1:
         return points[0][1]
@@ -317,16 +313,16 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
     return first + (last - first) * (x - low) / (high - low)
 
 
-def _made_of(seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
-    """Return what a step is made of, from the seconds of every shape."""
+def _step_times(seconds: Mapping[str, float], config: Mapping[str, Any], multiple: int) -> StepTimes:
+    """Return the parts of a step, from the seconds of every shape."""
     sizes, dense = dimensions_of(config), seconds["dense"]
 
     def whole(without: str, layers: int) -> float:
-        """Return what a block of the dense model takes, from the seconds of a model without `layers` such blocks."""
+        """Return the seconds of a block of the dense model, from those of a model without `layers` such blocks."""
         return max(0.0, (dense - seconds[without]) / max(1, layers))
 
     def curve(kind: str, full: int, layers: int, step: int, whole: float) -> Curve:
-        """Noise may make a wider block faster; it then takes as long as the narrower one, but for the dense model's."""
+        """Return a curve that rises to the widest pruned block: noise may make a wider block measure faster."""
         found = {}
         for name, value in seconds.items():
             of, _, text = name.partition(" ")

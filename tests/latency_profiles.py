@@ -1,4 +1,4 @@
-"""A profile of a machine whose times are known exactly, for tests of what is made of it."""
+"""A latency profile of a machine whose times are known exactly."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,9 @@ REST, ATTENTION, KV_HEAD, MLP, CHANNEL = 5e-3, 1e-4, 2e-4, 3e-4, 1e-6
 
 
 def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256, kernel: float = 1.0) -> float:
-    """What a machine takes whose times follow the model exactly; batch and context make it linearly slower.
+    """Return the seconds of a step, linear in widths, batch and context.
 
-    kernel: by how much the plugin's kernel for routed experts is slower than the dense model's.
+    kernel: the time of the plugin's kernel for routed experts, relative to the dense model's kernel.
     """
     total = REST
     for layer in layers:
@@ -40,7 +40,7 @@ def seconds(layers: list[LayerWidths], batch: int = 8, context: int = 256, kerne
 def written(
     folder: Path, config: dict[str, Any] = CONFIG, multiple: int = 128, kernel: float = 1.0, **changes: Any
 ) -> Path:
-    """A profile of two rounds, the second everywhere a tenth slower at decoding."""
+    """Write a profile of two rounds, the second of which decodes a tenth slower."""
 
     def cells(widths: list[LayerWidths], turn: int, kernel: float) -> list[dict[str, Any]]:
         found = []

@@ -1,4 +1,4 @@
-"""Times of a step by widths: what a profile says of models that nobody timed."""
+"""The latency of a step by widths: what a profile predicts for models that were not timed."""
 
 import json
 from dataclasses import replace
@@ -24,44 +24,37 @@ def layers(*widths: tuple[int, int]) -> list[LayerWidths]:
 
 
 @pytest.mark.parametrize("batch, context", [(8, 256), (1, 1024), (4, 700)])
-def test_a_model_that_nobody_timed_takes_what_its_blocks_take(profile: Profile, batch: int, context: int) -> None:
-    """Widths between those timed, blocks that are gone, batches and contexts between those measured."""
+def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: int, context: int) -> None:
+    """With widths, batches and contexts between the measured ones, and with removed blocks."""
     pruned = layers((4, 900), (0, 513), (2, 0), (3, 128))
     expected = seconds(dense_layers(CONFIG), batch, context) / seconds(pruned, batch, context)
     speedup, low, high = profile.speedup(pruned, Workload(phase="decode", batch=batch, context=context))
     assert speedup == pytest.approx(expected, rel=1e-6) and low - 1e-9 <= speedup <= high + 1e-9
 
 
-def test_a_mix_is_half_reading_and_half_writing(profile: Profile) -> None:
-    dense = dense_layers(CONFIG)
-    mixed = profile.each_round(Workload(phase="mix", batch=8, context=256))[0].dense
-    once = seconds(dense)
-    assert mixed == pytest.approx(50 * once / 2 + 128 * once)
-
-
-def test_what_a_block_costs_falls_apart_into_fixed_and_by_unit(profile: Profile) -> None:
+def test_the_cost_of_a_block_has_a_fixed_part_and_a_part_per_unit(profile: Profile) -> None:
     times = profile.each_round(Workload(phase="decode", batch=8, context=256))[0]
     assert times.mlp and times.attention
     assert times.mlp.unit == pytest.approx(4 * CHANNEL) and times.mlp.fixed == pytest.approx(4 * MLP)
     assert times.attention.unit == pytest.approx(4 * KV_HEAD) and times.attention.fixed == pytest.approx(4 * ATTENTION)
-    assert times.most == pytest.approx(seconds(dense_layers(CONFIG)) / (4 * REST))
+    assert times.max_speedup == pytest.approx(seconds(dense_layers(CONFIG)) / (4 * REST))
 
 
 @pytest.mark.parametrize("kernel", [0.8, 1.0, 1.5])
 @pytest.mark.parametrize("width", [0, 192, 400, 576, 672, 768])
-def test_experts_are_promised_what_the_kernel_that_runs_them_takes(kernel: float, width: int, tmp_path: Path) -> None:
-    """The dense model has another kernel, so a little narrower may be slower; no promise then hides it."""
+def test_experts_are_predicted_by_the_kernel_that_runs_them(kernel: float, width: int, tmp_path: Path) -> None:
+    """The dense model runs another kernel, so slightly narrower experts may be slower, and the prediction shows it."""
     found, dense = read_profile(written(tmp_path, MIXTURE, kernel=kernel)), dense_layers(MIXTURE)
     pruned = [replace(layer, expert_intermediate_sizes=(width,) * 8) for layer in dense]
     expected = seconds(dense) / seconds(pruned, kernel=kernel)
     assert (expected < 0.75) == (kernel > 1.0 and width > 700)
     work = Workload(phase="decode", batch=8, context=256)
     assert found.speedup(pruned, work)[0] == pytest.approx(expected, rel=1e-6)
-    assert found.each_round(work)[0].lasting == pytest.approx(4 * 4 * kernel * EXPERTS)
+    assert found.each_round(work)[0].unremovable == pytest.approx(4 * 4 * kernel * EXPERTS)
 
 
-def test_a_width_that_was_slower_than_the_dense_model_is_promised_as_such(tmp_path: Path) -> None:
-    """Noise among narrower widths is smoothed: 256 channels that took longer than 512 make 512 as slow."""
+def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp_path: Path) -> None:
+    """Noise among narrower widths is smoothed: if 256 channels took longer than 512, 512 count as slow as 256."""
     path = written(tmp_path)
     content = json.loads(path.read_text())
     for run in content["times"]:
@@ -78,7 +71,7 @@ def test_a_width_that_was_slower_than_the_dense_model_is_promised_as_such(tmp_pa
     assert times.mlp and times.mlp.unit > 0 and times.mlp.fixed >= 0
 
 
-def test_refusals(tmp_path: Path, profile: Profile) -> None:
+def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
     with pytest.raises(SettingError, match="batch of 1 to 8, not 16"):
         profile.times(Workload(phase="decode", batch=16, context=256))
     with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
@@ -87,7 +80,7 @@ def test_refusals(tmp_path: Path, profile: Profile) -> None:
         profile.check_here({"cpu": "a CPU", "cores": 64, "gpus": []})
     with pytest.raises(SettingError, match="not finished"):
         read_profile(written(tmp_path, complete=False))
-    with pytest.raises(SettingError, match="no profile of this version"):
+    with pytest.raises(SettingError, match="not a profile of this version"):
         read_profile(written(tmp_path, format="another"))
     (tmp_path / "machine.json").write_text("{")
     with pytest.raises(SettingError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""The one rule for tensor-parallel sizes, and the one message."""
+"""The rule for tensor-parallel sizes, and its error message."""
 
 import re
 
@@ -20,7 +20,7 @@ def test_the_dense_models_query_heads_divide() -> None:
     assert tensor_parallel_sizes(DENSE) == [1, 2, 3, 4, 6, 12]
     check_tensor_parallel(6, DENSE)
     message = (
-        "tensor-parallel size 5 does not divide the 12 query heads of the dense model, as vLLM asks; "
+        "tensor-parallel size 5 does not divide the 12 query heads of the dense model, as vLLM requires; "
         "valid sizes: 1, 2, 3, 4, 6, 12; choose one of them"
     )
     with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
@@ -51,7 +51,7 @@ def test_layers_may_depend_on_the_size() -> None:
     assert tensor_parallel_sizes({"num_attention_heads": 4}, halves) == [1, 2]
 
 
-def test_experts_are_cut_or_dealt_out() -> None:
+def test_experts_are_split_or_distributed() -> None:
     assert tensor_parallel_sizes(EXPERTS) == [1, 2, 4, 8, 16]
     assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}) == [1, 2]  # 3 divides no 64 channels
     assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}, expert_parallel=True) == [1, 2, 3, 6]

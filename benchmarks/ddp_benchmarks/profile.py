@@ -158,9 +158,9 @@ def describe(path: Path) -> list[str]:
         each = [one.dense for one in profile.each_round(work)]
         spread = f" [{min(each) * 1e3:.2f}, {max(each) * 1e3:.2f}]" if len(each) > 1 else ""
         lines.append(
-            f"{work}: {times.dense * 1e3:.2f} ms{spread} per step; {', '.join(parts)}; at most {times.most:.2f}×"
+            f"{work}: {times.dense * 1e3:.2f} ms{spread} per step; {', '.join(parts)}; at most {times.max_speedup:.2f}×"
         )
-        if (unrest := profile.unrest(work)) > UNREST:
+        if (unrest := profile.spread(work)) > UNREST:
             lines.append(
                 f"note: rounds differ by up to {unrest:.0%} of a step, and so may predicted speedups; measure again "
                 "with nothing else running, or with --rounds 5"

@@ -338,7 +338,7 @@ def _priced_pool(
 def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> LatencyPool:
     """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it cannot be met."""
     if layout["queries_per_kv"] > 1:
-        raise SettingError("a query head without its KV head saves no time worth a budget; leave head_unit out")
+        raise SettingError("removing single query heads saves no measurable time; leave head_unit out")
     times = profile.times(recipe.workload)
     curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
     costs, fixed, tables, steps = {}, {}, {}, {}
@@ -356,12 +356,12 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         widths = [min(block * step, shape[-1]) for block in range(num_blocks + 1)]
         seconds = [max(0.0, curve.seconds(width) - curve.fixed * is_routed) for width in widths]
         steps[kind], tables[kind] = step, per_layer[:, None] * torch.tensor(seconds, dtype=torch.float64)
-    removable = times.prunable - times.lasting
+    removable = times.prunable - times.unremovable
     saved = times.dense * (1.0 - 1.0 / recipe.speedup) if recipe.speedup else recipe.sparsity * removable
     if saved >= removable:
         raise SettingError(
-            f"speedup is {recipe.speedup:g}, but {times.most:.2f} is the most for {recipe.workload}: "
-            f"{1 - removable / times.dense:.0%} of a step is spent outside of what can be pruned"
+            f"speedup is {recipe.speedup:g}, but {times.max_speedup:.2f} is the most for {recipe.workload}: "
+            f"{1 - removable / times.dense:.0%} of a step is spent outside of prunable blocks"
         )
     return LatencyPool(
         name="latency",

@@ -1,4 +1,4 @@
-"""What a run would remove, in what memory and time, said before it: `prune --dry-run`. Text is not read."""
+"""The dry run, `prune --dry-run`: what a run would remove, and the memory and time it would take. Text is not read."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ from ddp_vllm.latency import Profile
 
 
 def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
-    """Return what `prune` would do, a line each. Raises: as `prune` before it loads the model."""
+    """Return the lines that describe what `prune` would do. Raises: as `prune` before it loads the model."""
     first = recipes[0]
     accelerator = make_accelerator(output, None)
     check_sharding(first, accelerator.num_processes)
@@ -41,21 +41,21 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
         head_unit, pools = suited_pools(recipe, source, shapes, profile)
         lines += [pool.describe() for pool in pools]
-        lines += _of_the_whole(recipe, source, shapes, head_unit, pools)
+        lines += _removed_of_model(recipe, source, shapes, head_unit, pools)
     last = dataclasses.replace(recipes[-1], learn=learn)
     needed, memory = _memory(last, source, shapes, accelerator)
     lines.append(memory)
     tokens = f"{last.batch_size:,} × {last.seq_len:,} tokens, {last.steps * last.batch_size * last.seq_len:,} in all"
-    lines.append(f"text: {last.steps:,} steps of {tokens}, of {last.data}")
+    lines.append(f"text: {last.steps:,} steps of {tokens}, from {last.data}")
     if needed > USABLE * free_memory(accelerator):
-        return [*lines, "time: not tried, as memory is short"]
+        return [*lines, "time: not measured, because memory is short"]
     seconds = _seconds_a_step(last, source, head_unit, pools, accelerator)
     steps = sum(recipe.steps - recipe.after_steps for recipe in recipes)
     lines.append(
-        f"time: about {_duration(steps * seconds)}: {steps:,} steps of {seconds:.2g} s, as one took just now on "
-        "chance text with all gates open; they get shorter as gates close"
+        f"time: about {_duration(steps * seconds)}: {steps:,} steps of {seconds:.2g} s, measured now on random tokens "
+        "with all gates open; steps get faster as gates close"
     )
-    return [*lines, f"      and then {first.recover:g} minutes of recovery"] if first.recover else lines
+    return [*lines, f"      plus {first.recover:g} minutes of recovery"] if first.recover else lines
 
 
 def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
@@ -65,21 +65,21 @@ def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
     )
 
 
-def _of_the_whole(
+def _removed_of_model(
     recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], head_unit: str, pools: Sequence[Pool]
 ) -> Iterator[str]:
-    """Say what share of the whole model goes, and how to ask for that share of the whole."""
+    """Yield which share of the whole model is removed, and which option removes that share of the whole."""
     share = 1.0 - sum(pool.kept for pool in pools) / sum(pool.total for pool in pools)
     if recipe.budget in ("flops", "kv-bytes"):
         (pool,) = pools
         whole = whole_model(recipe.budget, source.config, dense_layers(source.config), shapes, recipe.context_length)
         left = whole - pool.total + pool.kept
         yield (
-            f"{share:.1%} of what can be pruned = {1 - left / whole:.1%} of the model: {whole:,.0f} → {left:,.0f} "
-            f"{recipe.budget} a token"
+            f"removed: {share:.1%} of the prunable {recipe.budget} = {1 - left / whole:.1%} of the model: "
+            f"{whole:,.0f} → {left:,.0f} per token"
         )
     if recipe.budget not in ("units", "params"):
-        yield "parameters: how many go depends on which units the text can do without"
+        yield "parameters: how many are removed depends on which units the search removes"
         return
     (pool,) = make_pools(
         source.config,
@@ -90,14 +90,14 @@ def _of_the_whole(
     )
     whole = whole_model("params", source.config, dense_layers(source.config), shapes, recipe.context_length)
     costs = {kind: float(pool.unit_costs(kind).mean()) for kind in pool.shapes}
-    gone = sum((each.total - each.kept) * costs.get(each.name, 1.0) for each in pools)
+    removed = sum((each.total - each.kept) * costs.get(each.name, 1.0) for each in pools)
     line = (
-        f"{gone / pool.total:.1%} of what can be pruned = {gone / whole:.1%} of the model: {short(whole)} → "
-        f"{short(whole - gone)} parameters"
+        f"removed: {removed / pool.total:.1%} of the prunable parameters = {removed / whole:.1%} of the model: "
+        f"{short(whole)} → {short(whole - removed)}"
     )
     wanted = (1.0 - recipe.sparsity) * whole
     if recipe.sparsity and wanted > whole - pool.total:
-        line += f"; for {recipe.sparsity:.0%} of all: --target-params {short(wanted)}"
+        line += f"; to remove {recipe.sparsity:.0%} of the model: --target-params {short(wanted)}"
     yield line
 
 
@@ -110,7 +110,7 @@ class _Sized:
 def _memory(
     recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], accelerator: Accelerator
 ) -> tuple[float, str]:
-    """Return how many bytes weights and a forward and backward pass take, and say so, and how much is free."""
+    """Return the bytes that the weights and a forward and backward pass take, and a line that says so."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
@@ -121,21 +121,21 @@ def _memory(
     learns = recipe.learn == "full"
     model.requires_grad_(learns)
     held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
-    teaches = learns and recipe.distillation > 0  # a second model
-    weights = held * (TRAINING_BYTES * learns + (1 + teaches) * model.dtype.itemsize)
+    has_teacher = learns and recipe.distillation > 0  # a second model
+    weights = held * (TRAINING_BYTES * learns + (1 + has_teacher) * model.dtype.itemsize)
     at_once = sequences_at_once(recipe, accelerator)
     passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
     return weights + passing, (
         f"memory: about {_gigabytes(weights + passing)}: {_gigabytes(weights)} for "
-        f"{'two models, of which one learns' if teaches else 'the model'}, {_gigabytes(passing)} for {at_once} × "
-        f"{recipe.seq_len:,} tokens at once; {_gigabytes(free_memory(accelerator))} are free"
+        f"{'the model and its teacher' if has_teacher else 'the model'}, {_gigabytes(passing)} for {at_once} × "
+        f"{recipe.seq_len:,} tokens per forward pass; {_gigabytes(free_memory(accelerator))} are free"
     )
 
 
 def _seconds_a_step(
     recipe: Recipe, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator
 ) -> float:
-    """Return how long a step takes, by one of a single pass over chance text, after another that warms up."""
+    """Return the seconds of a step, from one forward and backward pass over random tokens after a warm-up."""
     gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, head_unit)
     share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
     tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)

@@ -203,7 +203,7 @@ class Recipe(LearningSettings):
     concurrency: int = 8
     """Sequences served at once, on which `latency` depends."""
     phase: str = "decode"
-    """What `latency` counts: a step of `decode`, the `prefill` of prompts, or a `mix`, half prompt and half answer."""
+    """What `latency` measures: a `decode` step (one token per sequence) or the `prefill` of prompts."""
     profile: str = ""
     """What `ddp-vllm profile` measured for `latency`; without one it is measured first."""
     other_machine: bool = False

@@ -1,4 +1,4 @@
-"""Prices against real models: their parameters, the operations torch counts, the cache they fill."""
+"""Prices compared with real models: their parameters, the operations that torch counts, the cache they fill."""
 
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,7 @@ def test_flops_and_kv_bytes_are_those_of_one_more_token(name: str) -> None:
     assert 2 * _totals(name, "kv-bytes") == held
 
 
-def test_a_mixture_of_experts_meets_only_the_experts_it_is_sent_to() -> None:
+def test_a_token_costs_only_the_experts_it_is_routed_to() -> None:
     _, config, shapes = _model("mixtral")
     everything = sum(
         shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1) for shape in shapes.values() if len(shape) > 1
@@ -70,8 +70,8 @@ def test_a_mixture_of_experts_meets_only_the_experts_it_is_sent_to() -> None:
 
 @pytest.mark.parametrize("budget", ["params", "flops", "kv-bytes"])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_in_no_price_does_not_depend_on_widths(name: str, budget: str) -> None:
-    """All prices together are what the model loses when everything goes."""
+def test_the_unpriced_rest_does_not_depend_on_widths(name: str, budget: str) -> None:
+    """The sum of all prices is what the model loses when everything prunable is removed."""
     _, config, shapes = _model(name)
     layers = dense_layers(config)
     priced = sum(
@@ -89,7 +89,7 @@ def test_what_is_in_no_price_does_not_depend_on_widths(name: str, budget: str) -
     )
 
 
-def test_windows_shorten_what_a_layer_attends_to() -> None:
+def test_sliding_windows_limit_the_attended_tokens() -> None:
     assert attended(CASES["gemma2"].to_dict(), 9) == [6, 9, 6, 9]
     plain = {key: value for key, value in CASES["gemma2"].to_dict().items() if key != "layer_types"}
     assert attended(plain, 9) == [6, 9, 6, 9]  # as the class has it, when the file does not say

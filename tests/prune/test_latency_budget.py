@@ -1,4 +1,4 @@
-"""Budgets in measured time: met to the profile's resolution, whole blocks against units, refused if impossible."""
+"""Budgets in measured time: met to the resolution of the profile, by whole blocks or by units, or refused."""
 
 import json
 from dataclasses import replace
@@ -67,8 +67,8 @@ def test_the_speedup_is_met_within_a_step_of_the_staircase(speedup: float, align
 
 @pytest.mark.parametrize("kernel", [0.9, 1.0, 1.2])
 @pytest.mark.parametrize("speedup", [1.1, 1.2, 1.3, 1.5, 2.0])
-def test_the_speedup_of_a_mixture_is_met_by_what_its_kernel_runs(speedup: float, kernel: float, tmp_path: Path) -> None:
-    """No expert saves the fixed cost of its layer, experts are packed in 16s, the dense model has another kernel."""
+def test_the_speedup_of_a_mixture_is_met_by_its_packed_widths(speedup: float, kernel: float, tmp_path: Path) -> None:
+    """Removed experts do not save the fixed cost of their layer, and the dense model runs another kernel."""
     path = written(tmp_path, MIXTURE, kernel=kernel)
     pool = pool_of(path, MIXTURE, speedup=speedup)
     support = pool.choose(saliency(pool, 0), all_open(pool))["experts"]
@@ -79,17 +79,17 @@ def test_the_speedup_of_a_mixture_is_met_by_what_its_kernel_runs(speedup: float,
     assert all(width % 16 == 0 for layer in layers for width in layer.expert_intermediate_sizes or ())
     predicted, _, _ = read_profile(path).speedup(layers, recipe(path).workload)
     assert speedup <= predicted < speedup * 1.01
-    closed = pool.close(saliency(pool, 0), all_open(pool), pool.keep_ratio)["experts"]  # and already while searching
+    closed = pool.close(saliency(pool, 0), all_open(pool), pool.keep_ratio)["experts"]  # and already during the search
     assert float(closed.float().mean()) == pytest.approx(float(support.float().mean()), abs=0.02)
 
 
-def test_a_speedup_that_the_kernel_alone_brings_is_refused(tmp_path: Path) -> None:
+def test_a_speedup_that_the_faster_kernel_alone_achieves_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="and removes some"):
         pool_of(written(tmp_path, MIXTURE, kernel=0.9), MIXTURE, speedup=1.05)
 
 
-def test_a_profile_without_steps_of_widths_is_cut_into_blocks(tmp_path: Path) -> None:
-    """As one under tensor parallelism: 28 × 18,944 single channels took the solver minutes, and then it had none."""
+def test_widths_without_a_multiple_are_cut_into_blocks_for_the_solver(tmp_path: Path) -> None:
+    """With 28 × 18,944 single channels, the solver found no selection in minutes."""
     config = CONFIG | {"num_hidden_layers": 28, "intermediate_size": 18944}
     path = written(tmp_path, config, multiple=1)
     pool = pool_of(path, config, speedup=1.3, tp=2)
@@ -99,13 +99,13 @@ def test_a_profile_without_steps_of_widths_is_cut_into_blocks(tmp_path: Path) ->
     assert 1.3 <= predicted < 1.31
 
 
-def test_too_little_time_is_not_taken_for_an_impossible_budget() -> None:
-    worth = torch.rand(30, 40, generator=torch.Generator().manual_seed(0)).double().cumsum(1)
+def test_a_timeout_of_the_solver_is_not_reported_as_an_impossible_budget() -> None:
+    importance = torch.rand(30, 40, generator=torch.Generator().manual_seed(0)).double().cumsum(1)
     cost = torch.arange(40).double().expand(30, 40) + 1.0
     with pytest.raises(TrainingError, match="no selection of widths was found in 0 seconds"):
-        exact_choice([worth], [cost], 300.0, time_limit=0.0)
+        exact_choice([importance], [cost], 300.0, time_limit=0.0)
     with pytest.raises(SettingError, match="no selection of units meets the budget"):
-        exact_choice([worth], [cost], 29.0)
+        exact_choice([importance], [cost], 29.0)
 
 
 def test_a_budget_below_the_cheapest_block_is_refused_before_the_search(tmp_path: Path) -> None:
@@ -113,36 +113,36 @@ def test_a_budget_below_the_cheapest_block_is_refused_before_the_search(tmp_path
         pool_of(written(tmp_path), speedup=2.7)
 
 
-def test_a_block_goes_whole_when_little_of_it_is_worth_its_fixed_cost(tmp_path: Path) -> None:
-    """A layer whose MLP says little loses it all; units alone would leave a stub that still costs its fixed part."""
+def test_a_block_is_removed_as_a_whole_where_it_does_not_pay_its_fixed_cost(tmp_path: Path) -> None:
+    """Removing single units would leave a narrow MLP that still has its fixed cost."""
     pool = pool_of(written(tmp_path), speedup=1.2)
-    worth = {kind: values + 0.5 for kind, values in saliency(pool, 0).items()}
-    worth["attn"] *= 256  # a head is worth as much as the channels of its time
-    worth["mlp"][2] *= 1e-3
-    worth["attn"][1] *= 1e-3
-    support = pool.choose(worth, all_open(pool))
+    importance = {kind: values + 0.5 for kind, values in saliency(pool, 0).items()}
+    importance["attn"] *= 256  # a head is as important as the channels that take as long
+    importance["mlp"][2] *= 1e-3
+    importance["attn"][1] *= 1e-3
+    support = pool.choose(importance, all_open(pool))
     assert not support["mlp"][2].any() and not support["attn"][1].any()
     stays = all_open(pool)
-    for keep_ratio in (0.95, 0.85, pool.keep_ratio):  # and already while searching
-        closed = pool.close(worth, stays, keep_ratio)
+    for keep_ratio in (0.95, 0.85, pool.keep_ratio):  # and already during the search
+        closed = pool.close(importance, stays, keep_ratio)
         assert all((closed[kind] <= stays[kind]).all() for kind in closed)
         stays = closed
     assert not stays["mlp"][2].any() and not stays["attn"][1].any()
 
 
 def test_the_exact_choice_is_the_best_of_all() -> None:
-    """Against every combination of three lists of four numbers."""
+    """Compared with every combination of three rows of four numbers."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        worth = torch.rand(3, 3, generator=generator).cumsum(1).double()
+        importance = torch.rand(3, 3, generator=generator).cumsum(1).double()
         cost = torch.rand(3, 3, generator=generator).add(0.05).cumsum(1).double()
-        worth, cost = (torch.cat([torch.zeros(3, 1).double(), each], 1) for each in (worth, cost))
+        importance, cost = (torch.cat([torch.zeros(3, 1).double(), each], 1) for each in (importance, cost))
         numbers = torch.cartesian_prod(*[torch.arange(4)] * 3)
-        totals = [each[torch.arange(3), numbers].sum(1) for each in (worth, cost)]
+        totals = [each[torch.arange(3), numbers].sum(1) for each in (importance, cost)]
         best = totals[0][totals[1] <= 2.0].max()
-        (chosen,) = exact_choice([worth], [cost], 2.0)
+        (chosen,) = exact_choice([importance], [cost], 2.0)
         assert float(cost[torch.arange(3), chosen].sum()) <= 2.0
-        assert float(worth[torch.arange(3), chosen].sum()) == pytest.approx(float(best))
+        assert float(importance[torch.arange(3), chosen].sum()) == pytest.approx(float(best))
 
 
 def test_a_share_of_the_time_is_a_budget_too(tmp_path: Path) -> None:
@@ -165,13 +165,13 @@ def test_a_share_of_the_time_is_a_budget_too(tmp_path: Path) -> None:
         ({"phase": "dream"}, "must be one of"),
     ],
 )
-def test_what_cannot_be_met_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_impossible_speedups_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=said):
         pool_of(written(tmp_path), **changes)
 
 
 @pytest.mark.usefixtures("cache", "no_pictures")
-def test_a_mixture_is_pruned_to_a_speed_that_its_checkpoint_states(
+def test_a_mixture_is_pruned_to_the_speedup_that_its_checkpoint_states(
     tiny_experts: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     profile = written(tmp_path, json.loads((tiny_experts / "config.json").read_text()), 1)

@@ -164,19 +164,19 @@ def test_a_size_in_percent() -> None:
 
 MEASURED = ["--profile", "PROFILE", "--other-machine", "--context", "1024"]
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
-    "units": (["--sparsity", "30%"], r"31.2% of what can be pruned = 25.5% of the model: 113.1K → 84.29K parameters; "
-              r"for 30% of all: --target-params 79.16K"),
-    "parameters": (["--target-params", "79.16K"], r"= 30.0% of the model: 113.1K → 79.16K parameters$"),
+    "units": (["--sparsity", "30%"], r"31.2% of the prunable parameters = 25.5% of the model: 113.1K → 84.29K; "
+              r"to remove 30% of the model: --target-params 79.16K"),
+    "parameters": (["--target-params", "79.16K"], r"= 30.0% of the model: 113.1K → 79.16K$"),
     "flops": (["--budget", "flops", "--sparsity", "0.3"],
-              r"30.0% of what can be pruned = 29.3% of the model: .* flops a"),
+              r"30.0% of the prunable flops = 29.3% of the model: .* per token"),
     "a share of parameters": (["--budget", "params", "--sparsity", "0.3"], r"= 24.4% of the model: 113.1K →"),
     "a target in flops": (["--target-flops", "250K"], r"^budget: keep [\d,]+ of [\d,]+ flops of attn, mlp"),
-    "KV cache": (["--budget", "kv-bytes", "--sparsity", "0.5"], r"= 50.0% of the model: 384 → 192 kv-bytes a token"),
-    "a target in KV cache": (["--target-kv-bytes", "192"], r"= 50.0% of the model: 384 → 192 kv-bytes a token"),
+    "KV cache": (["--budget", "kv-bytes", "--sparsity", "0.5"], r"= 50.0% of the model: 384 → 192 per token"),
+    "a target in KV cache": (["--target-kv-bytes", "192"], r"= 50.0% of the model: 384 → 192 per token"),
     "each layer": (["--sparsity", "30%", "--scope", "layer"], r"^budget: keep 202 of 288 mlp units \(70.1%\)$"),
     "attention": (["--sparsity", "30%", "--attention-sparsity", "0.5"], r"^budget: keep 6 of 12 attn units \(50.0%\)$"),
     "MLPs only": (["--sparsity", "30%", "--attention-sparsity", "0"],
-                  r"^budget: keep 12 of 12 attn units .*\n(.*\n)*17.9% of what can be pruned = 14.6% of the model"),
+                  r"^budget: keep 12 of 12 attn units .*\n(.*\n)*removed: 17.9% .* = 14.6% of the model"),
     "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
     "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
     "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *MEASURED],
@@ -194,8 +194,10 @@ def test_a_dry_run_says_what_would_go_and_writes_nothing(case: str, tiny_model: 
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     assert re.search(said, result.stdout, re.MULTILINE), result.stdout
-    assert re.search(r"memory: about .* for two models, .* are free\ntext: [\d,]+ steps of 16", result.stdout)
-    assert re.search(r"^time: about [\d.]+ \w+: 1,[03]00 steps of [\d.]+ s, as one took", result.stdout, re.MULTILINE)
+    assert re.search(
+        r"memory: about .* for the model and its teacher, .* are free\ntext: [\d,]+ steps of 16", result.stdout
+    )
+    assert re.search(r"^time: about [\d.]+ \w+: 1,[03]00 steps of [\d.]+ s, measured now", result.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == [places]
 
 

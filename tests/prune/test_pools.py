@@ -1,4 +1,4 @@
-"""Budgets in parameters, FLOPs and KV-cache bytes: never above, within one unit; widths that split over devices."""
+"""Budgets in units, parameters, FLOPs and KV-cache bytes: never exceeded, met within a unit, in widths that split."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import Dimensions, dense_layers, dimensions_of, unit_shapes
+from ddp_vllm.families import dense_layers, dimensions_of
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -68,7 +68,7 @@ def _cost(budget: str, layers: list[LayerWidths]) -> float:
 @settings(max_examples=10)
 @given(st.sampled_from([0.25, 0.5, 0.75]), st.integers(0, 2**31))
 def test_a_budget_of_each_layer_that_is_whole_kv_heads_keeps_as_many_in_every_layer(sparsity: float, seed: int) -> None:
-    """Which spares Gemma the padding of its KV cache (`ddp_plugins/limits.py`)."""
+    """So Gemma needs no padding of its KV cache (`ddp_plugins/limits.py`)."""
     support = _choose(_pools(scope="layer", sparsity=sparsity), seed)
     assert support["attn"].sum(1).tolist() == [4 * (1 - sparsity)] * 3
 
@@ -82,12 +82,12 @@ def test_a_budget_of_each_layer_that_is_whole_kv_heads_keeps_as_many_in_every_la
 def test_a_budget_is_met_from_below_within_one_unit(
     budget: str, head_unit: str, scope: str, sparsity: float, seed: int
 ) -> None:
-    """By the widths that are exported, whichever the unit: a KV head goes only with its last query head."""
+    """Measured by the exported widths: a KV head is removed only with its last query head."""
     pools = _pools(head_unit=head_unit, budget=budget, scope=scope, sparsity=sparsity)
     layers = _widths(_choose(pools, seed), head_unit)
     wanted, price = (1 - sparsity) * _cost(budget, dense_layers(DENSE)), prices(budget, DENSE, SHAPES, 2048)[0]
     assert _cost(budget, layers) <= wanted
-    if all(layer.intermediate_size < 96 for layer in layers):  # what one layer leaves over, another takes
+    if all(layer.intermediate_size < 96 for layer in layers):  # another layer takes what one leaves of its budget
         assert wanted - price.channel - 1 < _cost(budget, layers)
     for row in [layers] if scope == "global" else [[layer] for layer in layers]:
         some_channel_left_out = any(layer.intermediate_size < 96 for layer in row)
@@ -148,7 +148,7 @@ def test_a_budget_below_the_cheapest_unit_is_refused(budget: str) -> None:
     assert _choose(_pools(MOE, budget=budget, sparsity=0.994))["experts"].sum() == 1
 
 
-def test_open_gates_stay_before_closed_ones_whatever_they_cost() -> None:
+def test_open_gates_rank_before_closed_ones_whatever_their_cost() -> None:
     (pool,) = _pools(budget="params", sparsity=0.5)
     generator = torch.Generator().manual_seed(0)
     saliency = {kind: torch.rand(shape, generator=generator) for kind, shape in pool.shapes.items()}
@@ -185,7 +185,7 @@ def test_experts_have_no_kv_cache_to_prune() -> None:
 @pytest.mark.parametrize("budget", ["units", "params", "flops", "kv-bytes"])
 @pytest.mark.parametrize(("tp", "align"), [(2, 1), (4, 6), (8, 1)])
 def test_every_layer_splits_over_the_devices(tp: int, align: int, budget: str, head_unit: str) -> None:
-    """8 devices are more than the 4 KV heads; then only whole layers of heads leave."""
+    """With 8 devices and 4 KV heads, a layer keeps all its heads or none."""
     pools = _pools(head_unit=head_unit, budget=budget, tp=tp, align=align)
     for seed in range(4):
         layers = _widths(_choose(pools, seed), head_unit)
@@ -210,7 +210,7 @@ def test_query_heads_of_kv_heads_that_do_not_split() -> None:
     config = DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3}
     with pytest.raises(SettingError, match="valid sizes: 1, 3, 6, 12"):
         _pools(config, head_unit="query-head", tp=2)
-    assert _pools(config, head_unit="kv-group", tp=2)[0].blocks == {"attn": 2}  # of three KV heads two or none stay
+    assert _pools(config, head_unit="kv-group", tp=2)[0].blocks == {"attn": 2}  # two of three KV heads, or none
 
 
 def test_blocks_wider_than_a_layer_are_refused() -> None:
@@ -218,8 +218,3 @@ def test_blocks_wider_than_a_layer_are_refused() -> None:
         _pools(align=128)
     with pytest.raises(SettingError, match=r"align is 64.*block of 128"):
         _pools(align=64, tp=2)
-
-
-def test_dimensions_know_the_units() -> None:
-    sizes: Dimensions = dimensions_of(DENSE)
-    assert unit_shapes(sizes, "kv-group") == _pools(budget="params")[0].shapes
