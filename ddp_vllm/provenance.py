@@ -1,7 +1,7 @@
-"""What a checkpoint says of the models and texts it was made of: their names, never where they lie.
+"""The provenance in a checkpoint names models and texts without their paths.
 
-A folder that is published tells nothing of the machine it was made on. Where things are is kept in the cache of that
-machine, by the hash of the masks, so that `recover` and `compare` find the dense model and the text again.
+A published folder tells nothing about the machine it was made on. The cache of that machine keeps the paths, by the
+hash of the masks file, so that `recover` and `compare` find the dense model and the text again.
 """
 
 import json
@@ -17,24 +17,24 @@ from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import read_provenance
 from ddp_vllm.output import write_text
 
-PLACES = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths, `data` and `watch` several
+PATHS = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths; `data` and `watch` several
 
 
 def is_hub_name(name: str) -> bool:
-    """Tell whether this is a name on the hub, OWNER/NAME, and no path; either may have turns, `:3`."""
+    """Tell whether this is a name on the hub, OWNER/NAME, and not a path; both may end with a weight such as `:3`."""
     here = any(map(os.path.exists, (name, name.rpartition(":")[0])))
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not here
 
 
 def bare_name(name: str) -> str:
-    """Return the last part of a path; a name on the hub as it is. Of several by commas, each."""
+    """Return a path's last part, and a name on the hub unchanged; of several names separated by commas, each."""
     names = [name] if os.path.exists(name) else name.split(",")
     return ",".join(each if is_hub_name(each) else each.rstrip("/").rpartition("/")[2] for each in names)
 
 
 def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe with names in place of paths."""
-    names = {key for key, value in recipe.items() if key in PLACES and isinstance(value, str)}
+    names = {key for key, value in recipe.items() if key in PATHS and isinstance(value, str)}
     return {key: bare_name(value) if key in names else value for key, value in recipe.items()}
 
 
@@ -55,7 +55,7 @@ def published(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
-    """Keep where the models and texts of a masks file are, unless it says so itself or nothing can be kept."""
+    """Keep the paths of models and texts in the cache, if the masks file leaves them out and the cache is writable."""
     places = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
     if places != published(places):
         with suppress(OutputError):
@@ -63,7 +63,7 @@ def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
 
 
 def local_provenance(masks: Path) -> dict[str, Any]:
-    """Return what a masks file says about its making, with paths where this machine knows them."""
+    """Return the provenance in a masks file, with the paths that this machine knows."""
     provenance = read_provenance(masks)
     with suppress(OSError, ValueError, OutputError):
         return provenance | json.loads(_kept(masks).read_text(encoding="utf-8"))

@@ -331,5 +331,5 @@ def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str
             near = agreement.get(label)
             row += [f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"]
         rows.append(row)
-    compared = ["KL to dense, nats", "same likeliest token"] if agreement else []
+    compared = ["KL to dense, nats", "top-1 agreement"] if agreement else []
     return Table(headings=["", "perplexity", "standard error", *compared], rows=rows)

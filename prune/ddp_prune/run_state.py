@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_vllm.errors import OutputError
-from ddp_vllm.masks import seals
+from ddp_vllm.masks import checksums
 from ddp_vllm.output import atomic_file, locked
 from ddp_vllm.remote_code.files import read_bytes
 
@@ -194,7 +194,7 @@ def _seals(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
         (f"{name} {value.dtype} {list(value.shape)}", value.flatten().view(torch.uint8).numpy().data)
         for name, value in sorted(tensors.items())
     )
-    return seals(header, labelled)
+    return checksums(header, labelled)
 
 
 def _make_private(folder: Path) -> None:
