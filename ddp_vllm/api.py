@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_benchmarks.verbs import bench, evaluate, profile
-    from ddp_prune.verbs import apply, evaluate_text, plan, prune, prune_sizes, quantize, recover
+    from ddp_prune.verbs import apply, plan, prune, prune_sizes
+    from ddp_recover.verbs import evaluate_text, quantize, recover
     from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.errors import DdpError
@@ -34,7 +35,8 @@ __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
 ]  # fmt: skip
 
 FUNCTIONS = {  # module -> the public names it defines
-    "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "recover", "apply", "quantize", "evaluate_text"),
+    "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply"),
+    "ddp_recover.verbs": ("recover", "quantize", "evaluate_text"),
     "ddp_study.verbs": ("study",),
     "ddp_benchmarks.verbs": ("profile", "bench", "evaluate"),
     "ddp_vllm.folder": ("read", "verify"),
@@ -48,9 +50,9 @@ FUNCTIONS = {  # module -> the public names it defines
 
 COMMANDS = {  # command -> (module that defines it, line in the list of commands)
     "prune": ("ddp_prune.cli", "Find the units a model needs least, remove them and write the smaller model."),
-    "recover": ("ddp_prune.cli", "Train a pruned model on the dense model's outputs to recover quality."),
+    "recover": ("ddp_recover.cli", "Train a pruned model on the dense model's outputs to recover quality."),
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
-    "quantize": ("ddp_prune.cli", "Quantize a pruned or dense model with llm-compressor."),
+    "quantize": ("ddp_recover.cli", "Quantize a pruned or dense model with llm-compressor."),
     "study": ("ddp_study.cli", "Reproduce a table of the paper with a model of your own."),
     "export": ("ddp_vllm.gguf.export", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),

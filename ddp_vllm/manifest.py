@@ -23,6 +23,14 @@ def is_ours(folder: Path) -> bool:
     return not names or bool(names & OWN)
 
 
+def is_whole(folder: Path) -> bool:
+    """Tell whether a folder was written to its end: its manifest is the last file that is written."""
+    try:
+        return bool(read_manifest(folder))
+    except (OSError, ValueError):
+        return False
+
+
 def manifest_of(folder: Path) -> str:
     """Return the manifest of a folder as it is now."""
     return to_text({name: sha256(folder / name) for name in _files(folder)})

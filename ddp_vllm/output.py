@@ -1,32 +1,48 @@
-"""Everything that is written appears whole or not at all: files and folders beside their place, then a rename.
+"""Everything that is written appears whole or not at all: under a temporary name first, then by a rename.
 
-What a killed process leaves of a folder is called `.NAME.tmp`, `.NAME.old` or `.NAME.lock`; the next call for the same
-output removes it. Of a file it is `.NAME.<random>.tmp`. No link is followed, and nothing is removed that is not ours by
-`manifest.is_ours`. Nothing here imports torch.
+| a killed process may leave | what it is | who removes it |
+|---|---|---|
+| `.NAME.tmp` | a folder that was being written, or the old one after the exchange | `clear`, by every later command |
+| `.NAME.old` | the old folder, where the system cannot exchange two | `clear`, which first completes the rename |
+| `.NAME.lock` | what the writer of the folder holds | `clear` |
+| `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, by later writers |
+| `NAME.run` | what an interrupted run resumes from (`ddp_prune.run_state`) | the run, as the last act of its command |
+| `NAME.run.tmp` | the same folder while it is deleted | the same command, run again |
+
+No link is followed, and nothing is removed that is not ours by `manifest.is_ours`. Nothing here imports torch.
 """
 
+import ctypes
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_vllm.errors import OutputError, is_utf8
-from ddp_vllm.manifest import MANIFEST, amended, is_ours, manifest_of
+from ddp_vllm.manifest import MANIFEST, amended, is_ours, is_whole, manifest_of
+from ddp_vllm.remote_code.files import read_bytes
 
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # of some network file systems; for ENOSYS filelock has a way of its own
+RUN_METRICS, RUN_STATE = "metrics.jsonl", "state.safetensors"  # in the folder of a run
+LARGEST_METRICS = 1 << 34  # bytes
+HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output folder that exists, before any work is done.
+    """Refuse an output folder that exists, before any work is done; `clear` what a killed process left of it.
 
     Raises: OutputError if `output` exists and `overwrite` is off, if it is no folder we could have written or could
         rename, or if nothing can be written there.
     """
+    clear(output)
     with writing(output):
         _check_output(output, overwrite=overwrite)
 
@@ -41,6 +57,8 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         )
     if len(os.fsencode(output.name)) > LONGEST_NAME or not is_utf8(output.name):
         raise OutputError(f"{output.name} is no name of at most {LONGEST_NAME} bytes of UTF-8; choose a shorter one")
+    if output.name.startswith("."):
+        raise OutputError(f"{output} begins with a dot, as the names of temporary folders do; choose another name")
     parent = next(folder for folder in output.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{output} cannot be written: {parent} is no folder you may write to; choose another folder")
@@ -54,8 +72,36 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         )
 
 
+def clear(output: Path) -> None:
+    """Complete or undo what a killed process left of writing a folder, unless another process is writing it now.
+
+    Raises: OutputError if a link or files of others lie where our temporary folders would.
+    """
+    temporary, old, lock = _places(output)
+    if not any(map(os.path.lexists, (temporary, old, lock))):
+        return
+    with writing(output), suppress(_TakenError), locked(lock, ""):
+        _clear(output, temporary, old)
+
+
+def _places(output: Path) -> list[Path]:
+    """Return where a folder is written, where the one it replaces is kept meanwhile, and the lock."""
+    return [output.parent / f".{output.name}.{kind}" for kind in ("tmp", "old", "lock")]
+
+
+def _clear(output: Path, temporary: Path, old: Path) -> None:
+    for path in (temporary, old):
+        if os.path.lexists(path) and not is_ours(path):
+            raise OutputError(f"{path} is a link or holds files of others, which are not ours; move it away")
+    if os.path.lexists(old) and not os.path.lexists(output):  # killed between the two renames of `_replace`
+        os.rename(temporary if is_whole(temporary) else old, output)
+    for path in (temporary, old):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def check_file(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output file that exists, before any work is done. Raises: OutputError."""
+    """Refuse an output file that exists, before any work is done; `clear_file` it. Raises: OutputError."""
+    clear_file(output)
     if output.is_dir():
         raise OutputError(f"{output} is a folder; give the name of a file")
     if output.exists() and not overwrite:
@@ -71,21 +117,18 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `output` that becomes `output` when the block ends without an error.
+    """Yield a temporary folder in the same place that becomes `output` when the block ends without an error.
 
-    Files are synced before the rename, so a crash leaves the old folder, the new one or none, never half of one.
+    Files are synced before the rename, so a crash leaves the old folder or the new one, never half of one.
     Its manifest is written last. Raises: OutputError as `check_output`, if another process writes the same output, if a
         link or files of others lie where the temporary folder would, and of any OSError of the block.
     """
     check_output(output, overwrite=overwrite)
-    temporary, old, lock = (output.with_name(f".{output.name}.{kind}") for kind in ("tmp", "old", "lock"))
+    temporary, old, lock = _places(output)
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output), locked(lock, f"another process writes {output}; wait for it, or choose another folder"):
-        for path in (temporary, old):
-            if os.path.lexists(path) and not is_ours(path):
-                raise OutputError(f"{path} is a link or holds files of others, which are not ours; move it away")
-        shutil.rmtree(temporary, ignore_errors=True)
+        _clear(output, temporary, old)
         temporary.mkdir()
         (temporary / MANIFEST).touch()
         try:
@@ -96,32 +139,68 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                     path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files for their owner alone
                 sync(path)
             sync(temporary)
-            if output.exists():
-                shutil.rmtree(old, ignore_errors=True)  # not before: without `output` it is all there is
-                os.rename(output, old)
-            os.rename(temporary, output)
-            shutil.rmtree(old, ignore_errors=True)
+            _replace(output, temporary, old)
             sync(output.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            if os.path.lexists(output):  # else it is all there is
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _replace(output: Path, temporary: Path, old: Path) -> None:
+    """Let a whole folder take the place of `output`: in one step where the system can exchange two folders."""
+    if not output.exists():
+        os.rename(temporary, output)
+    elif not _exchanged(temporary, output):
+        os.rename(output, old)
+        os.rename(temporary, output)
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step. Returns False where the system cannot, which is anywhere but on Linux."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    return bool(rename(HERE, os.fsencode(first.absolute()), HERE, os.fsencode(second.absolute()), EXCHANGE) == 0)
 
 
 @contextmanager
 def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
-    """Yield the path of a temporary file beside `output` that replaces it when the block ends without an error.
+    """Yield the path of a temporary file in the same folder that replaces `output` when the block ends without error.
 
     Readers see the old file or the new one; where it is `private` they are its owner alone. The folder must exist.
     Raises: OSError, of the block too.
     """
+    clear_file(output)
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666))
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
     try:
+        with suppress(OSError):  # a disk without locks: `clear_file` cannot lock there either, and removes nothing
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         sync(temporary)
         os.replace(temporary, output)
         sync(output.parent)
     finally:
         temporary.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def clear_file(output: Path) -> None:
+    """Remove the temporary files of `output` that killed processes left; those of living ones are locked."""
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.tmp")
+    with suppress(OSError):  # of a folder that is not there or cannot be read, or a file that another process removed
+        for path in [output.with_name(each.name) for each in os.scandir(output.parent) if pattern.fullmatch(each.name)]:
+            if not stat.S_ISREG(path.lstat().st_mode):
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def write_text(text: str, output: Path) -> None:
@@ -150,6 +229,27 @@ def write_into(folder: Path, files: Mapping[str, bytes]) -> None:
             write_text(manifest, folder / MANIFEST)
 
 
+def run_folders(output: Path) -> tuple[Path, Path, Path]:
+    """Return the folder of a run, that of the run it put aside, and the first one's name while it is deleted."""
+    run, old, deleted = (output.parent / f"{output.name}.run{ending}" for ending in ("", ".old", ".tmp"))
+    return run, old, deleted
+
+
+def is_unfinished(output: Path) -> bool:
+    """Tell whether a run has written `output` and was killed before its command had finished.
+
+    The folder of a run is deleted last. Its metrics, with the seconds of every step, are copied into the output.
+    """
+    run, _, deleted = run_folders(output)
+    if os.path.lexists(deleted):
+        return output.is_dir()
+    try:
+        metrics = read_bytes(run / RUN_METRICS, LARGEST_METRICS)
+        return bool(metrics) and metrics in (read_bytes(path, LARGEST_METRICS) for path in output.glob("ddp_*.jsonl"))
+    except OSError:
+        return False
+
+
 @contextmanager
 def writing(output: Path) -> Iterator[None]:
     """Raise OutputError for what the system refuses inside the block."""
@@ -158,6 +258,10 @@ def writing(output: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "make room there, or choose another output"
         raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
+
+
+class _TakenError(OutputError):
+    """Another process holds a lock."""
 
 
 @contextmanager
@@ -173,15 +277,26 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise OutputError(taken) from None
+        raise _TakenError(taken) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+    ours = _identity(path)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: who waits for it sees that it is gone, and makes a new one
+        if _identity(path) == ours:  # the block may have moved it, and another process made a new one
+            path.unlink(missing_ok=True)  # while it is held: who waits for it sees that it is gone, and makes a new one
         lock.release()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of the same name; None if there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def sync(path: Path) -> None:

@@ -14,14 +14,16 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {  # package -> its folder
     "ddp_vllm": ROOT / "ddp_vllm",
     "ddp_prune": ROOT / "prune" / "ddp_prune",
+    "ddp_recover": ROOT / "prune" / "ddp_recover",
     "ddp_plugins": ROOT / "plugins" / "ddp_plugins",
     "ddp_benchmarks": ROOT / "benchmarks" / "ddp_benchmarks",
     "ddp_study": ROOT / "benchmarks" / "ddp_study",
 }
-ARROWS = {"ddp_study": {"ddp_prune"}}  # package -> the others it may import; the ground floor is for all
+# package -> the others it may import; the ground floor is for all
+ARROWS = {"ddp_recover": {"ddp_prune"}, "ddp_study": {"ddp_prune"}}
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
 BORROWED = {  # package -> the verbs of other packages that it calls through that table
-    "ddp_prune": {"profile"},  # a target speedup needs a profile of this machine
+    "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover
     "ddp_benchmarks": {"evaluate_text"},  # eval --text
 }
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "rich", "numpy")
@@ -63,14 +65,29 @@ def test_the_files_of_the_ground_floor_import_none_of_its_rooms() -> None:
         assert not [module for _, module in _imports(file) if module.startswith(rooms)], file
 
 
+def test_the_core_neither_draws_nor_prints_pages() -> None:
+    """Its callers hand in what does, so that matplotlib is loaded after the last step, and only where it is needed."""
+    drawing = tuple(f"ddp_vllm.pages.{name}" for name in ("report", "pictures"))
+    for file in ROOMS["ddp_prune"].rglob("*.py"):
+        assert not [module for _, module in _imports(file) if module.startswith(drawing)], file
+
+
 def test_rooms_call_no_other_verbs_of_each_other_than_these() -> None:
     for room, folder in ROOMS.items():
+        nodes = [
+            node
+            for file in set(folder.rglob("*.py")) - {TABLE}
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        ]
         used = {
             alias.name
-            for file in folder.rglob("*.py")
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and node.module in ("ddp_vllm", "ddp_vllm.api") and file != TABLE
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module in ("ddp_vllm", "ddp_vllm.api")
             for alias in node.names
+        } | {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ddp_vllm"
         }
         assert used & {*api.__all__} == BORROWED.get(room, set()), room
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ddp_vllm import output
 from ddp_vllm.cache import check_cache, is_own
 from ddp_vllm.errors import CheckpointError, OutputError
-from ddp_vllm.manifest import MANIFEST, check_manifest, differences
-from ddp_vllm.output import atomic_file, atomic_folder, check_output, locked, write_into, write_text
+from ddp_vllm.manifest import MANIFEST, check_manifest, differences, manifest_of
+from ddp_vllm.output import atomic_file, atomic_folder, check_file, check_output, locked, write_into, write_text
 
 
 @pytest.fixture
@@ -57,11 +58,11 @@ with atomic_folder(Path(sys.argv[1])) as folder:
 
 
 def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
-    output = tmp_path / "out"
+    out = tmp_path / "out"
     for _ in range(2):  # a hundred gigabytes each, of a large model
-        assert subprocess.run([sys.executable, "-c", KILLED, str(output)]).returncode == -signal.SIGKILL
+        assert subprocess.run([sys.executable, "-c", KILLED, str(out)]).returncode == -signal.SIGKILL
         assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", ".out.tmp"]
-    with atomic_folder(output) as folder:
+    with atomic_folder(out) as folder:
         (folder / "config.json").write_text("{}")
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/c*")] == ["out/config.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -76,11 +77,98 @@ def test_what_was_put_aside_goes_with_the_next(folder: Path) -> None:
 
 
 def test_what_was_put_aside_stays_while_there_is_nothing_else(folder: Path) -> None:
-    """Killed between the two renames: the next attempt fails as well, and the old folder is still all there is."""
+    """Killed between the two renames, with a new folder that is not whole: the next attempt begins with the old one."""
     folder.rename(folder.with_name(".pruned.old"))
-    with pytest.raises(ValueError), atomic_folder(folder):
+    with pytest.raises(ValueError), atomic_folder(folder, overwrite=True):
         raise ValueError
-    assert (folder.with_name(".pruned.old") / "config.json").read_text() == '{"old": 1}'
+    assert (folder / "config.json").read_text() == '{"old": 1}'
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_rename_that_a_kill_cut_in_two_is_completed(folder: Path) -> None:
+    """Where the new folder has its manifest, it is whole."""
+    with atomic_folder(folder.with_name("new")) as new:
+        (new / "config.json").write_text("{}")
+    folder.with_name("new").rename(folder.with_name(".pruned.tmp"))
+    folder.rename(folder.with_name(".pruned.old"))
+    folder.with_name(".pruned.lock").touch()
+    with pytest.raises(OutputError, match="exists"):
+        check_output(folder, overwrite=False)
+    assert (folder / "config.json").read_text() == "{}"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_is_replaced_without_a_moment_in_which_there_is_none(
+    can_exchange: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, where two folders cannot be exchanged, by two renames."""
+    renames: list[str] = []
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda one, two: (renames.append(two.name), rename(one, two)))
+    if not can_exchange:
+        monkeypatch.setattr(output, "_exchanged", lambda *_: False)
+    with atomic_folder(folder, overwrite=True) as new:
+        (new / "config.json").write_text("{}")
+    assert renames == ([] if can_exchange else [".pruned.old", "pruned"])
+    assert (folder / "config.json").read_text() == "{}" and [*folder.parent.iterdir()] == [folder]
+
+
+def test_what_a_kill_left_goes_also_where_nothing_is_written(folder: Path) -> None:
+    """A command that only says that its output exists clears it."""
+    shutil.copytree(folder, folder.with_name(".pruned.old"))
+    shutil.copytree(folder, folder.with_name(".pruned.tmp"))
+    folder.with_name(".pruned.lock").touch()
+    with locked(folder.with_name(".pruned.lock"), ""), pytest.raises(OutputError, match="exists"):
+        check_output(folder, overwrite=False)
+    assert folder.with_name(".pruned.tmp").exists()  # of a process that is still writing
+    folder.with_name(".pruned.lock").touch()
+    with pytest.raises(OutputError, match="exists"):
+        check_output(folder, overwrite=False)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+KILLED_FILE = """
+import os, signal, sys
+from pathlib import Path
+from ddp_vllm.output import atomic_file
+with atomic_file(Path(sys.argv[1])) as temporary:
+    temporary.write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_temporary_file_of_a_killed_process_goes_with_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    others = tmp_path / ".x.gguf.note.tmp"
+    others.touch()
+    for clears in (lambda: write_text("new", file), lambda: check_file(file, overwrite=True)):
+        assert subprocess.run([sys.executable, "-c", KILLED_FILE, str(file)]).returncode == -signal.SIGKILL
+        assert len(list(tmp_path.glob(".x.gguf.*.tmp"))) == 2
+        with atomic_file(file) as temporary:  # the living writer's stays
+            temporary.write_text("old")
+            clears()
+            assert [*tmp_path.glob(".x.gguf.????????.tmp")] == [temporary]
+    assert {path.name for path in tmp_path.iterdir()} == {"x.gguf", others.name}
+
+
+def test_a_report_that_was_killed_is_cured_by_drawing_it_again(folder: Path) -> None:
+    (folder / MANIFEST).write_text(manifest_of(folder))
+    files = {"report.html": b"page", "report/widths.csv": b"1"}
+    write_into(folder, files)
+    for name in ("report/widths.csv", "report.html", MANIFEST):
+        temporary = (folder / name).with_name(f".{(folder / name).name}.0123abcd.tmp")
+        temporary.write_bytes(b"half")
+    assert len(list(differences(folder))) == 3
+    write_into(folder, files)
+    assert list(differences(folder)) == []
+
+
+def test_a_lock_that_was_moved_away_is_not_removed_under_another_process(tmp_path: Path) -> None:
+    with locked(tmp_path / "lock", "taken"):
+        (tmp_path / "lock").rename(tmp_path / "gone")
+        (tmp_path / "lock").touch()  # of another process
+    assert (tmp_path / "lock").exists()
 
 
 def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
@@ -125,9 +213,9 @@ def test_overwrite_replaces_the_whole_folder(folder: Path) -> None:
 
 def test_overwrite_leaves_folders_alone_that_hold_no_model(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    for output in (tmp_path, tmp_path / "thesis.txt"):
+    for place in (tmp_path, tmp_path / "thesis.txt"):
         with pytest.raises(OutputError, match="leaves it alone"):
-            check_output(output, overwrite=True)
+            check_output(place, overwrite=True)
     (tmp_path / "empty").mkdir()
     check_output(tmp_path / "empty", overwrite=True)
     check_output(tmp_path / "new", overwrite=False)

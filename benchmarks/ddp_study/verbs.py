@@ -7,7 +7,7 @@ from typing import Any
 from ddp_prune.verbs import as_recipe_values
 from ddp_vllm.errors import SettingError, line_printer
 
-STUDY_FIELDS = ("methods", "other_data", "samples", "polish", "detokenise", "test_length")
+STUDY_FIELDS = ("methods", "other_data", "samples", "polish", "detokenize", "test_length")
 """The settings that are fields of a `Study`; all others are fields of a `Recipe`."""
 
 
@@ -28,7 +28,7 @@ def study(
     table: methods, relaxations, groups, recovery, data, cost, tokens or shapes. output: a folder; a study that was
     interrupted there resumes, and rows that are new are added. test: the text file to evaluate on. seeds: each gives
     the text another order. recipe: a TOML file with settings. settings: any field of a `Study` (`methods`,
-    `other_data`, `samples`, `polish`, `detokenise`, `test_length`) or of a `Recipe` (`data`, `steps`, …).
+    `other_data`, `samples`, `polish`, `detokenize`, `test_length`) or of a `Recipe` (`data`, `steps`, …).
     """
     from ddp_prune.read_recipe import load_recipe
     from ddp_study.cells import run_study

@@ -1,6 +1,6 @@
 """What does `--align` cost in perplexity, and can masks be aligned after they were learned?
 
-    python benchmarks/lab/align_quality.py MODEL --data TEXT --test WIKITEXT --detokenise --steps 60 --align 1,64,128
+    python benchmarks/lab/align_quality.py MODEL --data TEXT --test WIKITEXT --detokenize --steps 60 --align 1,64,128
 
 One search; its end is rounded at every alignment and each support is polished on the same text in the same order.
 `N after` aligns what was learned without alignment as `apply --align` does, with no polish after. Ratios are to
@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.batches import Batches
 from ddp_prune.gates import Masks
 from ddp_prune.loss import block_losses
-from ddp_prune.model import load_model, open_source
+from ddp_prune.model import load_model, open_source, weight_shapes
+from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import realign
 from ddp_prune.text import load_tokenizer
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 from ddp_study.study import read_test_blocks
 from study import gate, learning_parser, prepare_run, print_result, take_steps
 
@@ -38,13 +40,14 @@ def main() -> None:
     gated = gate(load_model(source, "auto", accelerator.device), source)
     recipe, blocks = prepare_run(arguments, tokenizer, arguments.seed)
     tests = {
-        "test": read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise),
+        "test": read_test_blocks(arguments.test, tokenizer, detokenize=arguments.detokenize),
         "heldout": blocks.heldout,
     }
 
     def trainer(align: int) -> Trainer:
         aligned = dataclasses.replace(recipe, align=align)
-        return Trainer(gated, Batches(blocks.train, aligned, accelerator), aligned, accelerator)
+        _, pools = suited_pools(aligned, source, weight_shapes(source))
+        return Trainer(gated, Batches(blocks.train, aligned, accelerator), aligned, pools, accelerator)
 
     def losses(gates: Masks | None) -> dict[str, Any]:
         return {name: block_losses(gated, gates, test) for name, test in tests.items()}

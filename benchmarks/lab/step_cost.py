@@ -23,12 +23,14 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import rotated, script_parser
-from ddp_prune.devices import fit_attention, forget_peak, peak_bytes
+from ddp_prune.batches import Batches
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.model import load_model, open_source
+from ddp_prune.memory import fit_attention, peak_bytes, reset_peak
+from ddp_prune.model import load_model, open_source, weight_shapes
+from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 from ddp_vllm.results import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
 
@@ -97,7 +99,8 @@ class Bench:
             micro_batch_size=self.arguments.batch_size,
         )  # fmt: skip
         accelerator = Accelerator(cpu=self.device.type == "cpu")
-        trainer = Trainer(self.gated(), Batches(self.blocks, recipe, accelerator), recipe, accelerator)
+        _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
+        trainer = Trainer(self.gated(), Batches(self.blocks, recipe, accelerator), recipe, pools, accelerator)
         trainer.support = {kind: (torch.rand(z.shape) < open_share).to(self.device) for kind, z in trainer.z.items()}
         if trainer.teacher:
             trainer.teacher.cache = {} if cached else None
@@ -178,7 +181,7 @@ def work(connection: Connection, name: str, arguments: argparse.Namespace) -> No
     torch.set_num_threads(arguments.threads)
     step = CASES[name](Bench(arguments))
     device = torch.device(arguments.device)
-    base = forget_peak(device)
+    base = reset_peak(device)
     step()  # the first one chooses kernels and makes optimizer states; its time does not count, its memory does
     connection.send("ready")
     while connection.recv():

@@ -19,6 +19,8 @@ from ddp_vllm.pages.summary import times_chosen
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, short
 from ddp_vllm.schema import COUNT, Number, check
 
+MOST_STEPS = 200_000  # lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
@@ -86,7 +88,9 @@ def _read_steps(path: Path) -> list[dict[str, float]]:
     """Return the logged metrics of each step; none if the file is missing. Raises: OSError, ValueError."""
     if not path.exists():
         return []
-    steps = [parse_json(line) for line in read_bytes(path, LARGEST_JSON).splitlines()]
+    if len(lines := read_bytes(path, LARGEST_JSON).splitlines()) > MOST_STEPS:
+        raise ValueError(f"{path.name} has {len(lines):,} lines, more than {MOST_STEPS:,}")
+    steps = [parse_json(line) for line in lines]
     for number, step in enumerate(steps, 1):
         check(step, {"step": COUNT}, f"line {number} of {path.name}")
         check(step, {str: Number(-math.inf, math.inf)}, f"line {number} of {path.name}")

@@ -5,17 +5,18 @@ Legend: L layers, U units of a layer; G places where a budget holds, N units of 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ddp_prune.batches import Batches
 from ddp_prune.budget import Pool, kept_share
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.recipe import Recipe
-from ddp_prune.trainer import Batches, Trainer
+from ddp_prune.trainer import Trainer
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
@@ -93,8 +94,16 @@ class AugmentedLagrangian(nn.Module):
 class AlmTrainer(Trainer):
     """Search with `controller="alm"`; rounding and polish are those of every search."""
 
-    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
-        super().__init__(gated, batches, recipe, accelerator)
+    def __init__(
+        self,
+        gated: GatedModel,
+        batches: Batches,
+        recipe: Recipe,
+        pools: Sequence[Pool],
+        accelerator: Accelerator,
+        start: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(gated, batches, recipe, pools, accelerator, start)
         for z in self.z.values():
             z.requires_grad_()
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}
@@ -157,7 +166,7 @@ class AlmTrainer(Trainer):
 
     def _cost(self, pool: Pool) -> torch.Tensor:
         """Return what the units of a pool cost, [G, N], in float32; scaled, as only ratios matter."""
-        cost_GN = pool.join({kind: pool.unit_costs(kind) for kind in pool.shapes})
+        cost_GN = pool.joined_costs()
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
     def state(self) -> dict[str, torch.Tensor]:

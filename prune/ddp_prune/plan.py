@@ -11,35 +11,36 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import LEARNING_BYTES, USABLE, check_shares, free_memory, load, make_accelerator, pass_bytes
+from ddp_prune.batches import Batches, sequences_at_once
+from ddp_prune.budget import Pool, make_pools
+from ddp_prune.distributed import check_sharding, load, make_accelerator
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
 from ddp_prune.model import AGAIN, Source, loading_options
-from ddp_prune.pipeline import find_model, settled, suited_pools
+from ddp_prune.pipeline import find_model, latency_profile, settled, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.train import TRAINERS, fit_batches
-from ddp_prune.trainer import Batches, sequences_at_once
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.families import Dimensions, dense_layers
+from ddp_vllm.latency import Profile
 
 
 def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     """Return what `prune` would do, a line each. Raises: as `prune` before it loads the model."""
     first = recipes[0]
-    if first.budget == "latency" and not first.profile:
-        raise SettingError("what goes depends on measured time; give --profile, as ddp-vllm profile writes it")
     accelerator = make_accelerator(output, None)
-    check_shares(first, accelerator.num_processes)
+    check_sharding(first, accelerator.num_processes)
     source, shapes = find_model(first, output)
+    profile = latency_profile(first, source, _refuse_to_measure)
     learn = settled(first, shapes, output, accelerator).learn
     lines = []
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
-        head_unit, pools = suited_pools(recipe, source, shapes)
-        lines += [describe(pool) for pool in pools]
+        head_unit, pools = suited_pools(recipe, source, shapes, profile)
+        lines += [pool.describe() for pool in pools]
         lines += _of_the_whole(recipe, source, shapes, head_unit, pools)
     last = dataclasses.replace(recipes[-1], learn=learn)
     needed, memory = _memory(last, source, shapes, accelerator)
@@ -48,13 +49,20 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     lines.append(f"text: {last.steps:,} steps of {tokens}, of {last.data}")
     if needed > USABLE * free_memory(accelerator):
         return [*lines, "time: not tried, as memory is short"]
-    seconds = _seconds_a_step(last, source, head_unit, accelerator)
+    seconds = _seconds_a_step(last, source, head_unit, pools, accelerator)
     steps = sum(recipe.steps - recipe.after_steps for recipe in recipes)
     lines.append(
         f"time: about {_duration(steps * seconds)}: {steps:,} steps of {seconds:.2g} s, as one took just now on "
         "chance text with all gates open; they get shorter as gates close"
     )
     return [*lines, f"      and then {first.recover:g} minutes of recovery"] if first.recover else lines
+
+
+def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
+    raise SettingError(
+        "the removed units depend on measured time, and this model was not profiled on this machine; pass --profile "
+        "with a file that ddp-vllm profile wrote"
+    )
 
 
 def _of_the_whole(
@@ -82,7 +90,7 @@ def _of_the_whole(
     )
     whole = whole_model("params", source.config, dense_layers(source.config), shapes, recipe.context_length)
     costs = {kind: float(pool.unit_costs(kind).mean()) for kind in pool.shapes}
-    gone = sum((each.total - each.kept) * (costs[each.name] if recipe.budget == "units" else 1.0) for each in pools)
+    gone = sum((each.total - each.kept) * costs.get(each.name, 1.0) for each in pools)
     line = (
         f"{gone / pool.total:.1%} of what can be pruned = {gone / whole:.1%} of the model: {short(whole)} → "
         f"{short(whole - gone)} parameters"
@@ -114,7 +122,7 @@ def _memory(
     model.requires_grad_(learns)
     held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
     teaches = learns and recipe.distillation > 0  # a second model
-    weights = held * (LEARNING_BYTES * learns + (1 + teaches) * model.dtype.itemsize)
+    weights = held * (TRAINING_BYTES * learns + (1 + teaches) * model.dtype.itemsize)
     at_once = sequences_at_once(recipe, accelerator)
     passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
     return weights + passing, (
@@ -124,7 +132,9 @@ def _memory(
     )
 
 
-def _seconds_a_step(recipe: Recipe, source: Source, head_unit: str, accelerator: Accelerator) -> float:
+def _seconds_a_step(
+    recipe: Recipe, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator
+) -> float:
     """Return how long a step takes, by one of a single pass over chance text, after another that warms up."""
     gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, head_unit)
     share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
@@ -134,7 +144,7 @@ def _seconds_a_step(recipe: Recipe, source: Source, head_unit: str, accelerator:
     batches = Batches(blocks, tried, accelerator)
     weights = LearningWeights(model, accelerator) if recipe.learn == "full" else None
     fit_batches(gated, batches, tried, accelerator, lambda _: None)
-    trainer = TRAINERS[recipe.controller](gated, batches, tried, accelerator)
+    trainer = TRAINERS[recipe.controller](gated, batches, tried, pools, accelerator)
     if weights:
         dense = load(source, recipe, accelerator) if recipe.distillation > 0 else None
         trainer.learn_weights(weights, dense)

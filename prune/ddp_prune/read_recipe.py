@@ -101,7 +101,7 @@ def _read(path: Path | None, settings: Mapping[str, Any], kind: type) -> dict[st
     if path is not None:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without end, of nesting
             raise SettingError(
                 f"the recipe {path} cannot be read ({error}); it must be TOML, one setting a line"
             ) from error

@@ -154,17 +154,17 @@ class LearningSettings:
     memory, the same gradients. `auto` does it when half of the free memory would not hold the activations."""
     shard: bool = False
     """Cut the weights over all processes (FSDP2), for models that one device cannot hold."""
-    save_every: int = 25
-    """Steps between saves of the run, from which an interrupted run goes on. It is saved every ten minutes too, and
-    after the last step."""
+    save_every: int = 0
+    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time: at most every two
+    minutes, and so that saving takes at most a twentieth of the run. A run is saved after its last step too."""
 
     def __post_init__(self) -> None:
         """Check every value once. Raises: SettingError."""
         _check_types(self)
-        for name in ("batch_size", "heldout_blocks", "save_every"):
+        for name in ("batch_size", "heldout_blocks"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seq_len", self.seq_len, 8)
-        for name in ("micro_batch_size", "seed", "distillation"):
+        for name in ("micro_batch_size", "seed", "distillation", "save_every"):
             _at_least(name, getattr(self, name), 0)
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")

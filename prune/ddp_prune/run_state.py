@@ -1,9 +1,17 @@
-"""What a run keeps on disk while it learns, so that an interrupted run goes on where it was.
+"""What a run keeps on disk while it learns, so that an interrupted run resumes where it was.
 
-`<output>.run/` holds `state.safetensors` (replaced as a whole, never half written), `metrics.jsonl` (one line a step)
-and, while a process works on it, `lock`. The same command on the same text and weights finds it and goes on; the folder
-is removed when the checkpoint is written. Another command for the same output starts anew and keeps what it finds as
-`<output>.run.old`. A folder of that name with files of others is refused.
+`<output>.run/` holds `state.safetensors` (replaced as a whole, never half written), `metrics.jsonl` (one line per step)
+and, while a process works on it, `lock`. The same command on the same text and weights finds it and resumes. Another
+command for the same output starts anew and keeps what it finds as `<output>.run.old`. A folder of that name with files
+of others is refused.
+
+1. A run saves its state by time, at the end of its search and after its last step.
+2. The output appears by one rename, then the report is drawn into it.
+3. The run's folder is deleted last, by a rename to `<output>.run.tmp`. Until then the same command finds that its
+   output is written (`output.is_unfinished`), draws the report again and deletes the run.
+
+A size family has one more run, `FAMILY/.branch.run`: its lock is held for the whole family, and its state is the end of
+the search of the latest size. Each size saves its own state there first, so the branch can be written again from it.
 """
 
 import hashlib
@@ -15,21 +23,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ddp_prune.distributed import broadcast_from_main, raise_on_all_ranks
 from ddp_prune.recipe import Recipe, RecoveryRecipe
+from ddp_prune.weights import LEARNED
 from ddp_vllm.errors import OutputError
+from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import checksums
-from ddp_vllm.output import atomic_file, locked
+from ddp_vllm.output import (
+    LARGEST_METRICS,
+    RUN_METRICS,
+    RUN_STATE,
+    atomic_file,
+    is_unfinished,
+    locked,
+    run_folders,
+    sync,
+)
 from ddp_vllm.remote_code.files import read_bytes
 
-STATE_FILE, METRICS_FILE, LOCK_FILE = "state.safetensors", "metrics.jsonl", "lock"
+STATE_FILE, METRICS_FILE, LOCK_FILE = RUN_STATE, RUN_METRICS, "lock"
 TEMPORARY = f".{STATE_FILE}.*.tmp"  # what a killed process may leave
 NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover"}  # to what is learned
 STATE_FORMAT = 4  # which tensors a saved state has; one of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
-LARGEST_METRICS = 1 << 34  # bytes
 PAGES, PAGE = 64, 4096  # of a weight file, spread evenly, that its fingerprint looks at
 
 
@@ -46,19 +66,21 @@ class RunState:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`learned_from` is the `fingerprint` of text and weights; `say` takes a line for the user."""
-        self.folder, self.old = run_folders(output)
+        self.output = output
+        self.folder, self.old, self.deleted = run_folders(output)
         self.recipe, self.learned_from, self.writes, self.say = recipe, learned_from, writes, say
         self.state, self.metrics = self.folder / STATE_FILE, self.folder / METRICS_FILE
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes away from the folder. Raises: OutputError if one works on it, or nothing can be written.
+        """Keep other processes away from the folder. The system releases the lock when the process ends.
 
-        The system lets go of the lock when the process ends, however it ends.
+        Raises: OutputError as `check_run_folders`, if another process works on it, or if nothing can be written.
         """
         if not self.writes:
             yield
             return
+        check_run_folders(self.output)
         taken = f"another process works on {self.folder}; wait for it, or choose another output"
         try:
             with ExitStack() as stack:
@@ -67,8 +89,9 @@ class RunState:
                     stack.enter_context(locked(self.folder / LOCK_FILE, taken))
                 yield
         finally:
-            with suppress(OSError):  # there is something to go on from, or another process works on it
-                self.folder.rmdir()
+            with suppress(OSError):  # there is something to resume from, or another process works on it
+                if self.folder.exists():  # not after `remove`
+                    self.folder.rmdir()
 
     def load(self) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
         """Return (next step, tensors, extra) of an interrupted run, or None to start anew.
@@ -111,19 +134,20 @@ class RunState:
             os.truncate(self.metrics, sum(len(line) for line in lines if line.endswith(b"\n")))
 
     def start(self) -> None:
-        """Put an older run aside. Raises: OutputError if it cannot be."""
+        """Put an older run aside, unless its output is written. Raises: OutputError if it cannot be."""
         if not self.writes:
             return
         with self._writing():
-            if self.state.exists():
+            if self.state.exists() and not is_unfinished(self.output):
                 _make_private(self.old)
-                _delete_run(self.old)
+                _delete_files(self.old)
                 for path in self.folder.iterdir():
                     if path.name != LOCK_FILE:
                         os.replace(path, self.old / path.name)
                 self.say(f"another run was put aside in {self.old}")
             _make_private(self.folder)
-            _delete_run(self.folder)
+            _delete_files(self.folder)
+            _delete(self.deleted)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         """Replace the saved state; `step` is the next one to do. Raises: OutputError if it cannot be written."""
@@ -135,6 +159,8 @@ class RunState:
         text = json.dumps(header)
         with self._writing():
             _make_private(self.folder)
+            if self.metrics.exists():
+                sync(self.metrics)  # the state counts on the lines of all steps before it
             with atomic_file(self.state, private=True) as temporary:
                 save_file(contiguous, temporary, {"run": text, "seals": json.dumps(_seals(text, contiguous))})
 
@@ -146,9 +172,14 @@ class RunState:
             file.write(json.dumps(metrics) + "\n")
 
     def remove(self) -> None:
-        """Delete what was saved, after the checkpoint is safe; `locked` deletes the rest."""
-        if self.writes:
-            _delete_run(self.folder)
+        """Delete the run, its lock too, as the last act of a command; killed meanwhile, the command finds the rest."""
+        if not self.writes:
+            return
+        with self._writing():
+            if os.path.lexists(self.folder) and not os.path.lexists(self.deleted):
+                os.rename(self.folder, self.deleted)
+            _delete(self.folder)
+            _delete(self.deleted)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -161,13 +192,29 @@ class RunState:
             raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
 
 
+def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Return in all processes what `run.load` finds in the main process; the others may not see its disk.
+
+    The other processes do not get trained weights, which `LearningWeights.restore` sends one at a time. In the main
+    process all tensors are views of the mapped file, so they take no memory until they are read.
+    """
+    with raise_on_all_ranks(accelerator):
+        saved = run.load() if accelerator.is_main_process else None
+    if saved is None or accelerator.num_processes == 1:
+        return broadcast_from_main(accelerator, saved)
+    step, tensors, extra = saved
+    small = {name: value for name, value in tensors.items() if not name.startswith(LEARNED)}
+    broadcast_from_main(accelerator, (step, small, extra))
+    return saved
+
+
 def saved_header(output: Path) -> dict[str, Any]:
     """Return what the interrupted run for an output says of itself: recipe, step, learned_from; {} without one."""
-    try:
-        with _opened(run_folders(output)[0] / STATE_FILE) as file:
+    run, _, deleted = run_folders(output)
+    for folder in (run, deleted):
+        with suppress(*UNREADABLE), _opened(folder / STATE_FILE) as file:
             return _header(file)
-    except UNREADABLE:
-        return {}
+    return {}
 
 
 def _opened(path: Path) -> Any:
@@ -203,11 +250,6 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def run_folders(output: Path) -> tuple[Path, Path]:
-    """Return the folder of a run, and that of the run it put aside."""
-    return output.with_name(f"{output.name}.run"), output.with_name(f"{output.name}.run.old")
-
-
 def check_run_folders(output: Path) -> None:
     """Refuse folders of a run's name that no run wrote, which would be lost. Raises: OutputError."""
     for folder in run_folders(output):
@@ -222,10 +264,13 @@ def check_run_folders(output: Path) -> None:
             )
 
 
-def fingerprint(text: Iterable[torch.Tensor], weights: Iterable[Path], companions: Iterable[Path]) -> dict[str, Any]:
+def fingerprint(
+    text: Iterable[torch.Tensor], weights: Iterable[Path], companions: Iterable[Path], *, profile: str = ""
+) -> dict[str, Any]:
     """Return what a run learns from, briefly: hashes of the blocks of text, of the config and of the tokenizer's files.
 
     Of each weight file: name, size, time, and a hash of some of its pages, which differ in every other training.
+    profile: a file of measured costs that decides the budget, of which the content counts.
     """
     digest = hashlib.sha256()
     for blocks in text:
@@ -238,6 +283,7 @@ def fingerprint(text: Iterable[torch.Tensor], weights: Iterable[Path], companion
         "weights": [[name, status.st_size, status.st_mtime_ns, pages] for name, status, pages in files],
         "config": [each for name, each in hashes if name == "config.json"],
         "tokenizer": [[name, each] for name, each in hashes if name != "config.json"],
+        **({"profile": sha256(Path(profile))} if profile else {}),
     }
 
 
@@ -254,10 +300,18 @@ def _is_ours(path: Path) -> bool:
     return path.name in (STATE_FILE, METRICS_FILE) or path.match(TEMPORARY)
 
 
-def _delete_run(folder: Path) -> None:
+def _delete_files(folder: Path) -> None:
     """Delete all files of a run but its lock."""
     for path in filter(_is_ours, list(folder.iterdir())):
         path.unlink()
+
+
+def _delete(folder: Path) -> None:
+    """Delete a run and its lock if there is one; its state, which says whose it is, is the last of its files."""
+    if os.path.lexists(folder):
+        for path in sorted(folder.iterdir()):
+            path.unlink()
+        folder.rmdir()
 
 
 def decisive(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The loop of every run: a step, its metrics, a save now and then; and going on from a save."""
+"""The loop of every run: a step, its metrics, a save now and then; and resuming from a save."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,15 +12,19 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.alm import AlmTrainer
-from ddp_prune.devices import SizedModel, fit_activations, fit_attention, load_run
+from ddp_prune.batches import Batches
+from ddp_prune.budget import Pool
+from ddp_prune.distributed import broadcast_from_main
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import SizedModel, fit_activations, fit_attention
 from ddp_prune.recipe import Recipe, RecoveryRecipe
-from ddp_prune.run_state import RunState
-from ddp_prune.trainer import Batches, Learned, Trainer
+from ddp_prune.run_state import RunState, load_run
+from ddp_prune.trainer import Learned, Trainer
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import OutputError, TrainingError
 
-SAVE_SECONDS = 600.0  # a step of the paper's 16 sequences of 2,048 tokens takes minutes on a CPU
+SAVE_SECONDS = 120.0  # the least time between two saves: a kill costs no more than that where a save takes 6 s …
+SAVE_SHARE = 20  # … and elsewhere this many times what the last save took, so that saves take at most 5 % of a run
 TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
 
 Report = Callable[[dict[str, float]], None]
@@ -49,6 +53,7 @@ def train(
     gated: GatedModel,
     blocks: torch.Tensor,
     recipe: Recipe,
+    pools: Sequence[Pool],
     accelerator: Accelerator,
     run: RunState,
     report: Report,
@@ -56,19 +61,21 @@ def train(
     dense: Any = None,
     branches: Branches = (None, None),
     make: Callable[..., Trainer] | None = None,
-    scored: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
+    start: Mapping[str, float] | None = None,
 ) -> Learned:
     """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
 
     The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it,
     the teacher. `make`
-    makes another trainer than that of the recipe's controller. scored: as of `Batches`. Raises: as `take_steps`.
+    makes another trainer than that of the recipe's controller. loss_mask: as of `Batches`. start: as of `Trainer`.
+    Raises: as `take_steps`.
     """
-    batches = Batches(blocks, recipe, accelerator, scored)
+    batches = Batches(blocks, recipe, accelerator, loss_mask)
     model: Any = gated.model
     stock_attention = model.config._attn_implementation
     fit_batches(gated, batches, recipe, accelerator, run.say)
-    trainer = (make or TRAINERS[recipe.controller])(gated, batches, recipe, accelerator)
+    trainer = (make or TRAINERS[recipe.controller])(gated, batches, recipe, pools, accelerator, start)
     if weights:
         if dense is not None:
             fit_attention(dense, recipe.seq_len, accelerator.device)
@@ -103,11 +110,15 @@ def take_steps(
 ) -> None:
     """Do all steps of a recipe, or those that an interrupted run has left.
 
-    `report` is called after every step with its metrics (losses in nats a token, tokens and seconds). Raises:
-    TrainingError if the loss is not a number or memory runs out, and what was saved last stays in the run's folder;
-    KeyboardInterrupt after Ctrl-C, when the step is done and saved.
+    `report` is called after every step with its metrics (losses in nats per token, tokens and seconds). A size of a
+    family saves its own state at the end of its search, then the branch for the next size; a run that resumes from the
+    first save repeats the second.
+    Raises: TrainingError if the loss is not a number or memory runs out, and what was saved last stays in the run's
+        folder; KeyboardInterrupt after Ctrl-C, when the step is done and saved.
     """
-    (before, after), first, saved_at = branches, 0, time.perf_counter()
+    (before, after), first = branches, 0
+    searched = recipe.search_steps if isinstance(recipe, Recipe) else 0
+    clock = SaveClock(recipe.save_every, accelerator)
     if (saved := load_run(run, accelerator)) is None:
         run.start()
         if before and (saved := load_run(before, accelerator)) is None:
@@ -118,6 +129,8 @@ def take_steps(
     if saved:
         first = saved[0]
         learner.restore(*saved)
+        if after and first == searched:
+            after.save(first, learner.state(), learner.extra)
     with stopping(alone=accelerator.num_processes == 1) as stop:
         for step in range(first, recipe.steps):
             began = time.perf_counter()
@@ -129,16 +142,41 @@ def take_steps(
             seconds = time.perf_counter() - began
             metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
             run.log(metrics)
-            due = (step + 1) % recipe.save_every == 0 or time.perf_counter() - saved_at > SAVE_SECONDS
-            if due or stop or step + 1 == recipe.steps:  # what comes after the last step can fail too
-                run.save(step + 1, learner.state(), learner.extra)
-                saved_at = time.perf_counter()
-            if after and isinstance(recipe, Recipe) and step + 1 == recipe.search_steps:
-                after.save(step + 1, learner.state(), learner.extra)
+            leave = after is not None and step + 1 == searched
+            if stop or leave or step + 1 == recipe.steps or clock.is_due(step + 1):  # what follows a run can fail too
+                with clock.saving():
+                    state = learner.state()
+                    run.save(step + 1, state, learner.extra)
+                if after and leave:
+                    after.save(step + 1, state, learner.extra)
+                del state
             accelerator.log(metrics, step=step + 1)
             report(metrics)
             if stop:
                 raise KeyboardInterrupt(f"stopped at step {step + 1} of {recipe.steps}; the same command goes on")
+
+
+class SaveClock:
+    """Says when a run is saved: by the main process's clock, for all processes take part in a save together."""
+
+    def __init__(self, save_every: int, accelerator: Accelerator) -> None:
+        """save_every: the steps between saves instead of the clock; 0: none."""
+        self.save_every, self.accelerator = save_every, accelerator
+        self.saved_at, self.pause = time.perf_counter(), SAVE_SECONDS
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to save after this step; all processes must ask together, and get the same answer."""
+        if self.save_every:
+            return step % self.save_every == 0
+        return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time a save, which the next one waits for in proportion."""
+        began = time.perf_counter()
+        yield
+        self.saved_at = time.perf_counter()
+        self.pause = max(SAVE_SECONDS, SAVE_SHARE * (self.saved_at - began))
 
 
 @contextmanager

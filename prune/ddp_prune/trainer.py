@@ -3,28 +3,28 @@
 A gate that closes stays closed, and the scales of the others are learned meanwhile: the search of the default
 controller, and after its support is rounded exactly, the polish of every one. Weights are frozen and get no gradients,
 unless they are told to learn too (`learn_weights`); else the only parameters are z.
-Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where masks are said to be [L, U],
+Legend: L layers, U units of a layer. Where masks are said to be [L, U],
 those of routed experts are [L, E, C]: E experts with C channels each.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.budget import keep_schedule, kept_share, make_pools
-from ddp_prune.devices import narrow_layers
+from ddp_prune.batches import Batches, Teacher
+from ddp_prune.budget import Pool, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.recipe import Recipe, RecoveryRecipe
+from ddp_prune.memory import narrow_layers
+from ddp_prune.recipe import Recipe
 from ddp_prune.weights import WARMUP, LearningWeights, highest_rate, rate_of
 from ddp_vllm.errors import TrainingError
 
-TEACHER_CACHE_BYTES = 4 << 30  # of a process's host memory, for hidden states of text that is gone over again
 KEPT_FLOOR = 0.05  # lowest scale of a unit that stays; at 0 it would be lost to the budget
 PRIOR_PRECISION = 50.0  # of scales before any token is seen: within 0.14 of 1. 10 did worse on other text (log 36)
 PRIOR_SHARE = 1 / 20  # of the run's tokens, taken for seen already, with every scale at 1
@@ -50,90 +50,22 @@ class Learned:
     """`experts`: int64 [L, E], how often each expert was chosen while learning; empty for a dense model."""
 
 
-def sequences_at_once(recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> int:
-    """Return how many sequences a forward pass shall have, if memory holds them."""
-    in_flight = 8192 if accelerator.device.type == "cuda" else 1024  # tokens
-    share = -(-recipe.batch_size // accelerator.num_processes)  # of a step's sequences
-    return recipe.micro_batch_size or min(share, max(1, in_flight // recipe.seq_len))
-
-
-class Batches:
-    """Deterministic micro-batches; which sequences make a step does not depend on the number of processes."""
-
-    def __init__(
-        self,
-        blocks: torch.Tensor,
-        recipe: Recipe | RecoveryRecipe,
-        accelerator: Accelerator,
-        scored: torch.Tensor | None = None,
-    ) -> None:
-        """blocks: int64 [num_blocks, seq_len]. scored: bool as blocks, tokens whose cross-entropy counts; None: all."""
-        self.blocks, self.size, self.accelerator, self.scored = blocks, recipe.batch_size, accelerator, scored
-        self.micro = sequences_at_once(recipe, accelerator)
-        self.repeats = recipe.steps * recipe.batch_size > len(blocks)
-
-    def numbers(self, step: int) -> list[int]:
-        """Return the block numbers of a step, of all processes."""
-        return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
-
-    def weights(self, step: int, numbers: list[int]) -> torch.Tensor | None:
-        """Return what the cross-entropy of each predicted token of the blocks `numbers` weighs; None where all count.
-
-        Float32 [B·(seq_len−1)]. Over a step of all processes their mean is 1, so the mean is that over what counts.
-        """
-        if self.scored is None:
-            return None
-        scored_N = self.scored[self.numbers(step), 1:]
-        share = max(1, int(scored_N.sum())) / scored_N.numel()
-        return (self.scored[numbers, 1:].flatten().float() / share).to(self.accelerator.device)
-
-    def step(self, step: int) -> Iterator[list[int]]:
-        """Yield the block numbers of this process's micro-batches."""
-        mine = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
-        for start in range(0, len(mine), self.micro):
-            yield mine[start : start + self.micro]
-
-
-class Teacher:
-    """Final hidden states of the dense model; kept in host memory if the same text comes again and fits."""
-
-    def __init__(self, model: Any, batches: Batches) -> None:
-        self.model = model
-        num_bytes = batches.blocks.numel() * model.config.hidden_size * model.dtype.itemsize
-        self.cache: dict[int, torch.Tensor] | None = None
-        world = batches.accelerator.num_processes
-        # only then does a block come back to the same process, and all hit or miss together, as shared weights ask
-        shared = len(batches.blocks) % world == 0 and batches.size % world == 0
-        if batches.repeats and shared and num_bytes <= TEACHER_CACHE_BYTES * world:
-            self.cache = {}
-
-    @torch.no_grad()
-    def hidden(self, tokens: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-        """Return [B·(seq_len−1), H] for the blocks `numbers`, which `tokens` holds."""
-        if self.cache is not None and all(number in self.cache for number in numbers):
-            states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
-            return states.flatten(0, 1)
-        states = final_hidden(self.model, tokens)
-        if self.cache is not None:
-            for number, state in zip(numbers, states.unflatten(0, (len(numbers), -1)), strict=True):
-                self.cache[number] = state.cpu()
-        return states
-
-
 class Trainer:
     """The default search, and the polish of every search."""
 
-    def __init__(self, gated: GatedModel, batches: Batches, recipe: Recipe, accelerator: Accelerator) -> None:
+    def __init__(
+        self,
+        gated: GatedModel,
+        batches: Batches,
+        recipe: Recipe,
+        pools: Sequence[Pool],
+        accelerator: Accelerator,
+        start: Mapping[str, float] | None = None,
+    ) -> None:
+        """start: the keep ratio at which the search begins, per pool; None: 1, all gates are open."""
         self.gated, self.batches, self.recipe, self.accelerator = gated, batches, recipe, accelerator
+        self.pools, self.start = pools, start or {pool.name: 1.0 for pool in pools}
         self.teacher = Teacher(gated.model, batches) if recipe.distillation > 0 else None
-        model: Any = gated.model
-        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        self.pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
-        self.start = {pool.name: 1.0 for pool in self.pools}  # keep ratios at which the search begins
-        if recipe.after:
-            before = recipe.resized(recipe.after)
-            pools = make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, before)
-            self.start = {pool.name: pool.keep_ratio for pool in pools}
         self.narrow = narrow_layers(gated, accelerator, batches.micro, recipe.seq_len)
         device = accelerator.device
         self.z = {kind: torch.ones(shape, device=device) for kind, shape in gated.shapes.items()}
@@ -151,8 +83,6 @@ class Trainer:
     def learn_weights(self, weights: LearningWeights, dense: Any) -> None:
         """Let the weights of the gated model learn too; `dense` is another copy of it, which stays the teacher."""
         self.weights = weights
-        if self.narrow:
-            self.narrow.learning = True
         self.teacher = Teacher(dense, self.batches) if self.recipe.distillation > 0 else None
 
     @property
@@ -222,8 +152,8 @@ class Trainer:
             tokens = self.batches.blocks[numbers].to(self.accelerator.device)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            weights_N = self.batches.weights(step, numbers)
-            found = self._backward(tokens, numbers, weights_N, leaves, parts, routed.get("experts"))
+            loss_mask_N = self.batches.loss_mask_of(step, numbers)
+            found = self._backward(tokens, numbers, loss_mask_N, leaves, parts, routed.get("experts"))
             losses += found * (len(numbers) / size)
             if self.weights:
                 self.weights.collect(len(numbers) / size)
@@ -243,7 +173,7 @@ class Trainer:
         self,
         tokens: torch.Tensor,
         numbers: list[int],
-        weights_N: torch.Tensor | None,
+        loss_mask_N: torch.Tensor | None,
         leaves: Masks,
         squares: Masks,
         counts: torch.Tensor | None,
@@ -256,7 +186,7 @@ class Trainer:
                 student = final_hidden(model, tokens)
             head, labels_N = OutputHead.of(model), tokens[:, 1:].reshape(-1)
             loss, cross_entropy, divergence = distilled_loss(
-                student, teacher, head, labels_N, self.recipe.distillation, weights_N=weights_N
+                student, teacher, head, labels_N, self.recipe.distillation, loss_mask_N=loss_mask_N
             )
             loss.backward()
         return torch.tensor([cross_entropy, divergence], device=tokens.device)
@@ -315,8 +245,10 @@ class Trainer:
         values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in alive.items()}
         for pool in self.pools:
             if pool.name not in self.z:
-                cost_GN = pool.join({kind: pool.unit_costs(kind).to(alive[kind].device) for kind in pool.shapes})
-                values[f"{pool.name}_sparsity"] = 1.0 - float(kept_share(pool.join(alive), cost_GN).mean())
+                open_GN = pool.join(alive)
+                values[f"{pool.name}_sparsity"] = 1.0 - float(
+                    kept_share(open_GN, pool.joined_costs(open_GN.device)).mean()
+                )
         return values
 
     @property

@@ -1,21 +1,20 @@
-"""The verbs prune, prune_sizes, plan, recover, apply, quantize and evaluate_text as functions of `ddp_vllm`.
+"""The verbs prune, prune_sizes, plan and apply as functions of `ddp_vllm`.
 
 Each function imports what it needs when it is called, so that importing this module does not import torch.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ddp_vllm
 from ddp_prune import read_recipe
-from ddp_prune.recipe import Recipe
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import SettingError, line_printer
-from ddp_vllm.evaluations import default_output
-from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.output import check_output
-from ddp_vllm.provenance import local_provenance
-from ddp_vllm.results import results_folder
+from ddp_prune.recipe import LearningSettings, Recipe
+from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.errors import SettingError
+from ddp_vllm.output import check_output, clear, is_unfinished
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,39 +85,29 @@ def as_recipe_values(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _prune(
     recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, verbose: bool
 ) -> list[Checkpoint]:
-    may_resume = output.is_dir() and (recipes[0].recover or len(recipes) > 1)
-    if not may_resume:
+    clear(output)
+    resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
+    if not resumes:
         check_output(output, overwrite=overwrite)
     from ddp_prune import pipeline
+    from ddp_vllm.pages.written import show
 
-    return pipeline.prune(recipes, output, overwrite=overwrite, tracker=tracker, console=_console(verbose))
+    checkpoints = pipeline.prune(
+        recipes, output, overwrite=overwrite, tracker=tracker, console=verb_console(verbose),
+        measure=partial(ddp_vllm.profile, verbose=verbose), show=show,
+    )  # fmt: skip
+    return [_recovered(recipe, checkpoint, verbose) for recipe, checkpoint in zip(recipes, checkpoints, strict=True)]
 
 
-def recover(
-    model: str | Path,
-    *,
-    output: str | Path,
-    recipe: str | Path | None = None,
-    overwrite: bool = False,
-    verbose: bool = False,
-    **settings: Any,
-) -> Checkpoint:
-    """Train a pruned model on the dense model's outputs to recover quality, and write the better model.
-
-    model: a pruned folder. settings: any field of a `RecoveryRecipe` (`minutes`, `data`, `teacher`, …); those that are
-    not given are as in the run that pruned the model. The other arguments are those of `prune`.
-    """
-    folder, output = Path(model), Path(output)
-    check_output(output, overwrite=overwrite)
-    read_checkpoint(folder)
-    provenance = local_provenance(folder / MASKS_FILE)
-    dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
-    pruned_with = provenance.get("recipe", {}) | dense
-    values = as_recipe_values({**settings, "model": model})
-    found = read_recipe.load_recovery(Path(recipe) if recipe else None, values, pruned_with)
-    from ddp_prune.recover import recover_alone
-
-    return recover_alone(found, output, overwrite=overwrite, console=_console(verbose))
+def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
+    """Recover a checkpoint in place for the minutes of its recipe, unless there are none or this was done before."""
+    if not recipe.recover or "recovery" in checkpoint.provenance:
+        return checkpoint
+    shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
+    return ddp_vllm.recover(
+        checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
+        minutes=recipe.recover, **shared,
+    )  # fmt: skip
 
 
 def apply(
@@ -131,50 +120,12 @@ def apply(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
-    from ddp_prune.export import apply_masks
+    from ddp_prune.masks_file import apply_masks
 
-    apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
-    return read_checkpoint(output)
-
-
-def quantize(
-    model: str | Path, scheme: str, *, output: str | Path, overwrite: bool = False, verbose: bool = False
-) -> Path:
-    """Quantize a pruned or dense folder with llm-compressor into a folder that vLLM serves, and return that folder.
-
-    scheme: `W8A8` (8-bit integers), `FP8` or `W4A16` (4-bit weights). verbose: print which layers have widths that
-    vLLM's faster kernels do not support. The other arguments are those of `prune`.
-    """
-    from ddp_prune import quantize as quantizing
-
-    quantizing.quantize(Path(model), scheme, Path(output), overwrite=overwrite, say=line_printer(verbose))
-    return Path(output)
+    return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
 
 
-def evaluate_text(
-    model: str | Path,
-    texts: str | Path | Sequence[str | Path],
-    *,
-    output: str | Path | None = None,
-    verbose: bool = False,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Compare a model with the dense one on text of your own: perplexity, KL divergence and top-1 agreement.
-
-    texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the model's. settings:
-    any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has the results of each text.
-    """
-    from ddp_prune.fidelity import FidelitySettings, compare_on_text
-
-    folder = Path(output) if output else default_output(str(model))
-    names = [texts] if isinstance(texts, str | Path) else texts
-    chosen = FidelitySettings(model=str(model), texts=tuple(map(str, names)), **as_recipe_values(settings))
-    chosen.check()
-    with results_folder(folder):
-        return compare_on_text(chosen, folder, say=line_printer(verbose))
-
-
-def _console(verbose: bool) -> "Console":
+def verb_console(verbose: bool) -> "Console":
     from ddp_vllm.pages.terminal import SafeConsole
 
     return SafeConsole(quiet=not verbose, soft_wrap=True)  # lines are copied, so never wrapped

@@ -1,5 +1,6 @@
 """The report of a pruned checkpoint: its numbers are the checkpoint's, its pictures are there, nothing is fetched."""
 
+import dataclasses
 import json
 import math
 import re
@@ -13,13 +14,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from matplotlib.image import imread
+from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from written_folders import write_masks, write_weights
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.pictures import bin_edges, draw_widths, render, smooth
+from ddp_vllm.pages.report import write_report
+from ddp_vllm.pages.terminal import print_checkpoint
 
 FIGURES = ["heads", "widths", "gates", "curves"]
 
@@ -61,6 +66,19 @@ def pruned(trained: Path) -> Path:
     assert result.exit_code == 0, result.output
     assert result.stdout == f"written: {trained / 'report.html'}\n"
     return trained
+
+
+def test_a_model_that_adapted_to_its_held_out_text_is_reported_as_such(trained: Path, tmp_path: Path) -> None:
+    """Perplexity 85 of the dense model and 55 of the pruned one is no sign of quality."""
+    checkpoint, console = read_checkpoint(trained), Console(record=True, width=500)
+    sentence = "The pruned model reads this text better than the dense one because it was trained on text of"
+    for by, adapted in ({"dense": 85.0, "pruned": 55.0}, True), ({"dense": 55.0, "pruned": 85.0}, False):
+        provenance = checkpoint.provenance | {"perplexity": checkpoint.provenance["perplexity"] | by}
+        changed = dataclasses.replace(checkpoint, provenance=provenance)
+        print_checkpoint(changed, console)
+        page = write_report(changed, Path(shutil.copytree(trained, tmp_path / str(adapted)))).read_text()
+        for shown in (console.export_text(), page, model_card(changed, "pruned")):
+            assert (sentence in shown) == adapted
 
 
 def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:

@@ -1,6 +1,6 @@
 """Runs on tiny models, in this process and by the command line; and what a refusal of the command line looks like."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,14 @@ from accelerate import Accelerator
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from ddp_prune.batches import Batches
+from ddp_prune.budget import Pool, make_pools
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
-from ddp_prune.trainer import Batches, Learned, Trainer
+from ddp_prune.trainer import Learned, Trainer
 from ddp_vllm.cli import main
 
 BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
@@ -24,6 +26,13 @@ SETTINGS: dict[str, Any] = {
     "alm": AlmSettings(learning_rate=0.1),  # the paper's moves little in 8 steps
 }  # fmt: skip
 SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--learn", "scales"]
+
+
+def pools_of(gated: GatedModel, recipe: Recipe) -> Sequence[Pool]:
+    """Return the pools of a recipe for a loaded model."""
+    model: Any = gated.model
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return make_pools(model.config.to_dict(), shapes, gated.sizes, gated.head_unit, recipe)
 
 
 class Lab:
@@ -44,7 +53,8 @@ class Lab:
 
     def trainer(self, **changes: Any) -> Trainer:
         recipe = self.recipe(**changes)
-        return Trainer(self.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, Accelerator())
+        pools = pools_of(self.gated, recipe)
+        return Trainer(self.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, pools, Accelerator())
 
     def run(
         self,
@@ -55,7 +65,8 @@ class Lab:
     ) -> Learned:
         recipe = self.recipe(**changes)
         self.forwards = 0
-        return train(self.gated, blocks, recipe, Accelerator(), RunState(self.folder / name, recipe), report)
+        pools = pools_of(self.gated, recipe)
+        return train(self.gated, blocks, recipe, pools, Accelerator(), RunState(self.folder / name, recipe), report)
 
     def interrupted_run(self, stop: int, **changes: Any) -> tuple[Learned, list[float]]:
         """Return what a run learns that was interrupted at the end of step `stop`, and the steps it did."""

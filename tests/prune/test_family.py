@@ -3,16 +3,19 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from latency_profiles import written
 from runs import SMALL, assert_refused, prune, weights
 
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
+from ddp_prune.pipeline import Pruning
 from ddp_prune.read_recipe import family, load_recipes
 from ddp_prune.recipe import Recipe
+from ddp_prune.run_state import RunState
 from ddp_prune.trainer import Trainer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -21,6 +24,7 @@ from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 SIZES = "0.2,0.4,0.6"
+RECIPE = Recipe(model="m", sparsity=0.5)
 NAMES = ["sparsity-0.2", "sparsity-0.4", "sparsity-0.6"]
 
 
@@ -87,6 +91,116 @@ def test_a_family_goes_on_to_the_bit_wherever_it_was_killed(
     for name in NAMES:
         whole, resumed = weights(tmp_path / "whole" / name), weights(tmp_path / "out" / name)
         assert whole.keys() == resumed.keys() and all(torch.equal(whole[each], resumed[each]) for each in whole), name
+
+
+@pytest.mark.parametrize("learn", ["scales", "full"])
+def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
+    learn: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by default: in every polish, and at every file that a size writes: states, branches, folders, deletions."""
+    options = ["--steps", "24", "--learn", learn]
+    assert prune(tiny_model, tiny_text, tmp_path / "whole", *options, sparsity=SIZES).exit_code == 0
+    died: set[Any] = set()
+
+    def die_once(where: Any) -> None:
+        if where not in died:
+            died.add(where)
+            raise KeyboardInterrupt
+
+    def step(self: Trainer, number: int) -> dict[str, float]:
+        if number == self.recipe.search_steps + 1:
+            die_once((self.recipe.sparsity, "polish"))
+        return Trainer_step(self, number)
+
+    def save(self: RunState, number: int, *state: Any) -> None:
+        die_once((self.folder.name, number, "before"))
+        RunState_save(self, number, *state)
+        die_once((self.folder.name, number, "after"))
+
+    def remove(self: RunState) -> None:
+        if self.writes:
+            die_once((self.folder.name, "remove"))
+        RunState_remove(self)
+
+    Trainer_step, RunState_save, RunState_remove = Trainer.step, RunState.save, RunState.remove
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(RunState, "save", save)
+    monkeypatch.setattr(RunState, "remove", remove)
+    codes = [130]
+    while codes[-1] == 130:
+        result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity=SIZES)
+        codes.append(result.exit_code)
+    assert codes[-1] == 0, result.output
+    assert {each for each in died if each[-1] == "polish"} == {(size, "polish") for size in (0.2, 0.4, 0.6)}
+    assert len([each for each in died if each[0] == ".branch.run"]) == 2 * 2 + 1 and len(died) == len(codes) - 2 >= 20
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
+    for name in NAMES:
+        whole, resumed = weights(tmp_path / "whole" / name), weights(tmp_path / "out" / name)
+        assert whole.keys() == resumed.keys() and all(torch.equal(whole[each], resumed[each]) for each in whole), name
+
+
+def test_a_family_leaves_other_runs_in_its_folder_alone(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Those of an output called branch; and a link in place of the folder of its own run."""
+    other, elsewhere = RunState(tmp_path / "out" / "branch", RECIPE), RunState(tmp_path / "precious", RECIPE)
+    for run in (other, elsewhere):
+        run.start()
+        run.save(3, {"z.mlp": torch.ones(2)}, {})
+    (tmp_path / "out" / ".branch.run").symlink_to(elsewhere.folder)
+    result = prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4")
+    assert_refused(result, 5, str(tmp_path / "out" / ".branch.run"), "is a link")
+    (tmp_path / "out" / ".branch.run").unlink()
+    result = prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4")
+    assert result.exit_code == 0, result.output
+    assert other.load() and elsewhere.load()
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / ".branch"), 5, "begins with a dot")
+
+
+def test_two_families_are_not_written_into_one_folder_at_once(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second meets the first while it writes a size that the second has not."""
+    refused: list[Result] = []
+    write = Pruning.write
+
+    def meet(self: Pruning, *arguments: Any, **options: Any) -> None:
+        if not refused:
+            refused.append(prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.3,0.5"))
+        write(self, *arguments, **options)
+
+    monkeypatch.setattr(Pruning, "write", meet)
+    assert prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4").exit_code == 0
+    assert_refused(refused[0], 5, "another process works on", "wait for it")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES[:2]
+
+
+def test_a_profile_that_is_measured_again_starts_a_run_anew(
+    profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget follows the times, not the name of their file."""
+    options = ["--speedup", "1.1", "--context", "256", "--profile", str(profile), "--other-machine"]
+    command = ["prune", str(tiny_model), "--data", str(tiny_text), *SMALL, *options, "--save-every", "1", "-o"]
+    step = Trainer.step
+
+    def die(self: Trainer, number: int) -> dict[str, float]:
+        if number == 4:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", die)
+        assert CliRunner().invoke(main, [*command, str(tmp_path / "out")]).exit_code == 130
+    content = json.loads(profile.read_text())
+    for each in content["times"]:  # attention costs nearly nothing now
+        if "heads" in each["shape"] or "attention" in each["shape"]:
+            for cell, dense in zip(each["cells"], each["beside"], strict=True):
+                cell["decode"] = dense["decode"] - (dense["decode"] - cell["decode"]) / 10
+    profile.write_text(json.dumps(content))
+    result = CliRunner().invoke(main, [*command, str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "profile changed since the run in " in result.output and "going on at" not in result.output
+    assert CliRunner().invoke(main, [*command, str(tmp_path / "anew")]).exit_code == 0
+    resumed, anew = weights(tmp_path / "out"), weights(tmp_path / "anew")
+    assert resumed.keys() == anew.keys() and all(torch.equal(resumed[each], anew[each]) for each in anew)
 
 
 def test_what_is_no_family_is_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

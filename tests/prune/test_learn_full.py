@@ -14,7 +14,7 @@ from runs import prune
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import devices, gates
+from ddp_prune import distributed, gates, memory
 from ddp_prune.loss import losses
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_prune.trainer import Trainer
@@ -104,7 +104,7 @@ def test_weights_learn_where_memory_holds_it(
     controller: str, share: float, chosen: str, tiny_model: Path, tiny_text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(devices, "LEARNING_SHARE", share)
+    monkeypatch.setattr(memory, "TRAINING_SHARE", share)
     options = ["--learn", "auto", "--controller", controller]
     assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code == 0
     assert read_checkpoint(tmp_path / "out").provenance["recipe"]["learn"] == chosen
@@ -124,7 +124,7 @@ def test_a_run_keeps_what_it_chose(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", die)
         prune(tiny_model, tiny_text, tmp_path / "out", *options)
-    monkeypatch.setattr(devices, "LEARNING_SHARE", 0.0)
+    monkeypatch.setattr(memory, "TRAINING_SHARE", 0.0)
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
     assert "going on at step 3 of 6" in result.output and "all weights learn" in result.output, result.output
 
@@ -139,7 +139,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """How many models are in memory when one is loaded: to prune, a teacher if it has something to say; to recover."""
-    load_model, models, found = devices.load_model, list[weakref.ref[Any]](), []
+    load_model, models, found = distributed.load_model, list[weakref.ref[Any]](), []
 
     def load(*arguments: Any) -> Any:
         found.append(sum(each() is not None for each in models))
@@ -147,7 +147,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(devices, "load_model", load)
+    monkeypatch.setattr(distributed, "load_model", load)
     options = ["--learn", "full", "--recover", "0.001", *options]
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4")
     assert result.exit_code == 0, result.output

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner
+from runs import pools_of
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from two_processes import (
@@ -56,7 +57,8 @@ def learned(
     gated = GatedModel(
         load_model(source, "float32"), source.family, source.sizes, "auto" if source.sizes.num_experts else "query-head"
     )
-    return train(gated, BLOCKS, recipe, Accelerator(), RunState(folder / "one", recipe), lambda _: None), folder
+    run, pools = RunState(folder / "one", recipe), pools_of(gated, recipe)
+    return train(gated, BLOCKS, recipe, pools, Accelerator(), run, lambda _: None), folder
 
 
 @pytest.mark.parametrize("name", ["whole", "cut", "cut-again", "resumed"])
@@ -81,6 +83,12 @@ def test_all_go_on_where_the_main_process_was(learned: tuple[Learned, Path]) -> 
         assert [step for name, step in facts["steps"] if name == "resumed"] == [*range(1, 6), *range(4, 13)]
     assert (folder / "machine-0" / "resumed.run" / "state.safetensors").exists()
     assert not (folder / "machine-1").exists()
+
+
+def test_one_process_decides_when_all_save(learned: tuple[Learned, Path]) -> None:
+    """The clock of process 1 is a thousand times as fast; a state of shared weights is gathered by all together."""
+    first, second = (json.loads((learned[1] / f"facts-{rank}.json").read_text())["saved"] for rank in (0, 1))
+    assert first == second and len(first) == 3 and first[-1] == SETTINGS["steps"]
 
 
 def test_each_process_holds_its_share_of_every_layer_and_the_head(

@@ -15,7 +15,7 @@ from runs import SMALL, assert_refused, prune
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
 from ddp_prune.read_recipe import load_recipe
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -59,7 +59,7 @@ def test_prune_says_what_it_read_did_and_what_to_do_next(pruned: tuple[Path, Res
 def test_aligned_widths_reach_the_checkpoint(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     result = prune(tiny_model, tiny_text, tmp_path / "out", "--align", "32")
     assert result.exit_code == 0, result.output
-    assert "173 of 288 mlp units stay, rounded down to 160 in blocks of 32" in result.stdout
+    assert "budget: keep 173 of 288 mlp units (60.1%), mlp in blocks of 32" in result.stdout
     widths = [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers]
     assert sum(widths) == 160 and not any(width % 32 for width in widths)
 
@@ -70,7 +70,7 @@ def test_attention_that_is_not_pruned_stays_whole(
 ) -> None:
     result = prune(tiny_model, tiny_text, tmp_path / "out", "--attention-sparsity", "0", "--learn", learn)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "budget: 12 of 12 attn units stay" in result.stdout
+    assert "budget: keep 12 of 12 attn units" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "out")
     assert [layer.query_heads_per_kv_head for layer in checkpoint.layers] == [(2, 2, 2, 2)] * 3
     assert sum(layer.intermediate_size for layer in checkpoint.layers) == 173  # round(0.6·3·96)

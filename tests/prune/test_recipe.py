@@ -34,7 +34,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("batch_size", 0, "at least 1"),
     ("micro_batch_size", -1, "at least 0"),
     ("heldout_blocks", 0, "at least 1"),
-    ("save_every", 0, "at least 1"),
+    ("save_every", -1, "at least 0"),
     ("seq_len", 7, "at least 8"),
     ("distillation", -0.1, "at least 0"),
     ("distillation", float("nan"), "finite"),
@@ -150,6 +150,8 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     [
         ('model = "m"\nsparsity = 0.2\nstpes = 3\n', ["'stpes'", "unknown", "steps"]),
         ("sparsity = \n", ["cannot be read", "TOML"]),
+        (f"sparsity = {'[' * 100_000}\n", ["cannot be read", "recursion", "TOML"]),
+        (f"steps = {'9' * 5000}\n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
         ('model = "m"\n', ["sparsity is missing", "--target-params"]),
         ('model = "m"\nsparsity = 2\n', ["sparsity is 2", "between 0 and 1"]),

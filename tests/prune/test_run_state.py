@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -257,13 +257,17 @@ def test_a_lock_is_let_go_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_done_lets_nobody_in_before_it_is_gone(tmp_path: Path) -> None:
-    """Who came in between lost the lock, and the folder, to the end of the run that was done."""
+    """Who comes in then makes a folder of its own, which the end of the run that was done leaves alone."""
     run = RunState(tmp_path / "out", RECIPE)
-    with run.locked():
-        run.start()
-        run.save(3, {"z.mlp": torch.ones(2)}, {})
-        run.remove()
-        assert [path.name for path in run.folder.iterdir()] == ["lock"]
+    with ExitStack() as stack:
+        with run.locked():
+            run.start()
+            run.save(3, {"z.mlp": torch.ones(2)}, {})
+            with pytest.raises(OutputError, match="another process"), RunState(tmp_path / "out", RECIPE).locked():
+                pass
+            run.remove()
+            assert list(tmp_path.iterdir()) == []
+            stack.enter_context(RunState(tmp_path / "out", RECIPE).locked())
         with pytest.raises(OutputError, match="another process"), RunState(tmp_path / "out", RECIPE).locked():
             pass
     assert list(tmp_path.iterdir()) == []

@@ -4,14 +4,16 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from runs import BLOCKS, STEPS, Lab, assert_same
 
-from ddp_prune import devices
+from ddp_prune import batches as batches_module
 from ddp_prune import gates as gates_module
+from ddp_prune import memory
 from ddp_prune import run_state as run_state_module
 from ddp_prune import train as train_module
 from ddp_prune import trainer as trainer_module
@@ -134,15 +136,28 @@ def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, changes: dict[s
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_slow_steps_are_saved_without_waiting_for_others(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves: list[int] = []
-    monkeypatch.setattr(RunState, "save", lambda run, step, *_: saves.append(step))
+def test_a_run_is_saved_by_time_and_no_more_often_than_saving_costs(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of the test's own: a step takes 50 s, a save 1 s, later 10 s."""
+    saves, now, cost = list[int](), [0.0], [1.0]
+
+    def save(_run: RunState, step: int, *_: Any) -> None:
+        saves.append(step)
+        now[0] += cost[0]
+
+    def report(_metrics: dict[str, float]) -> None:
+        now[0] += 50.0
+
+    monkeypatch.setattr(RunState, "save", save)
     lab.run("out", save_every=5)
     assert saves == [5, 10, STEPS]  # the last one too: an export can fail
     saves.clear()
-    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
-    lab.run("slow", save_every=5)
-    assert saves == list(range(1, STEPS + 1))
+    monkeypatch.setattr(train_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    lab.run("cheap", report, save_every=0)
+    assert saves == [4, 7, 10, STEPS]  # two minutes after the last one
+    saves.clear()
+    cost[0] = 10.0
+    lab.run("dear", report, save_every=0)
+    assert saves == [4, 8, STEPS]  # 200 s after the last one
 
 
 def test_another_recipe_does_not_go_on_with_an_old_run(lab: Lab) -> None:
@@ -218,7 +233,7 @@ def test_the_teacher_is_asked_once_a_block(lab: Lab, monkeypatch: pytest.MonkeyP
     """16 blocks, 48 sequences: three passes, the teacher's in the first alone."""
     cached = lab.run("cached", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == STEPS + 4
-    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == 2 * STEPS
     assert_same(cached, plain)
@@ -229,7 +244,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
     room: int, forwards: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 blocks of 16 tokens with 64 float32 each."""
-    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", room)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", room)
     lab.run("out", blocks=BLOCKS[:16], micro_batch_size=4)
     assert lab.forwards == forwards
 
@@ -237,7 +252,7 @@ def test_the_teachers_states_are_kept_where_they_fit(
 def test_passes_that_end_within_a_step(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 blocks, 4 a step: cached and new blocks meet in one micro-batch."""
     cached = lab.run("cached", blocks=BLOCKS[:10])
-    monkeypatch.setattr(trainer_module, "TEACHER_CACHE_BYTES", 0)
+    monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
     plain = lab.run("plain", blocks=BLOCKS[:10])
     for kind in ("attn", "mlp"):
         torch.testing.assert_close(cached.gates[kind], plain.gates[kind], atol=1e-4, rtol=0)
@@ -325,7 +340,7 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
     assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
-    monkeypatch.setattr(devices, "USABLE", 0.0)
+    monkeypatch.setattr(memory, "USABLE", 0.0)
     for kind in widths:
         widths[kind].clear()
     whole = lab.run("whole")

@@ -12,29 +12,35 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
+from runs import pools_of
 from safetensors.torch import save_file
 
-from ddp_prune.devices import failing_together, forget_peak, free_memory, load_run, load_sharded, peak_bytes
+from ddp_prune import train as train_module
+from ddp_prune.distributed import load_sharded, local_part, raise_on_all_ranks
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.memory import free_memory, peak_bytes, reset_peak
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
-from ddp_prune.run_state import RunState
+from ddp_prune.run_state import RunState, load_run
 from ddp_prune.train import train
-from ddp_prune.weights import LearningWeights, local_part
+from ddp_prune.trainer import Trainer
+from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "micro_batch_size": 1,
 }  # fmt: skip
-SLOW_TO_IMPORT = ["ddp_prune.pipeline", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
+SLOW_TO_IMPORT = ["ddp_recover.recover", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
 PATIENCE = 1200  # seconds, for a busy machine
 
 
@@ -82,6 +88,16 @@ def command_line(*arguments: str) -> None:
     runpy.run_module("ddp_vllm", run_name="__main__", alter_sys=True)
 
 
+def noting(steps: list[float], state: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+    """Return `state`, which notes how many steps were done when it is asked for."""
+
+    def noted(trainer: Trainer) -> Any:
+        steps.append(max(float(each.max()) for each in trainer.num_steps.values()))
+        return state(trainer)
+
+    return noted
+
+
 def learn(model: str, folder: Path) -> None:
     """Learn masks in several ways; process 0 writes `<case>.safetensors`, each process `facts-<rank>.json`."""
     accelerator = Accelerator(cpu=True)
@@ -101,7 +117,7 @@ def learn(model: str, folder: Path) -> None:
 
         # each process has its own disk, as if on its own machine
         state = RunState(folder / f"machine-{rank}" / name, recipe, writes=rank == 0)
-        learned = train(gated, BLOCKS, recipe, accelerator, state, report)
+        learned = train(gated, BLOCKS, recipe, pools_of(gated, recipe), accelerator, state, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
@@ -112,12 +128,16 @@ def learn(model: str, folder: Path) -> None:
         run("resumed", whole, recipe, stop=5)
     except KeyboardInterrupt:
         run("resumed", whole, recipe)
+    saved, ticks = facts.setdefault("saved", []), count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * (10.0, 10_000.0)[rank])  # a step asks three times
+    with patch.object(train_module, "time", clock), patch.object(Trainer, "state", noting(saved, Trainer.state)):
+        run("clocks", whole, replace(recipe, save_every=0))
     facts["types"] = {name: type(parameter).__name__ for name, parameter in cut_model.named_parameters()}
     facts["bytes"] = {
         name: getattr(parameter, "_local_tensor", parameter).nbytes for name, parameter in cut_model.named_parameters()
     }
     try:
-        with failing_together(accelerator):
+        with raise_on_all_ranks(accelerator):
             if rank == 1:
                 raise TextError("only process 1 cannot read its text")
     except TextError as error:
@@ -161,7 +181,7 @@ def keep_weights(model: str, folder: Path) -> None:
     source, peaks = open_source(model), dict[str, Any]()
 
     def measured(work: Callable[[], Any]) -> float:
-        before = forget_peak(device)
+        before = reset_peak(device)
         work()
         return peak_bytes(device) - before
 
@@ -186,13 +206,11 @@ def keep_weights(model: str, folder: Path) -> None:
         for tensor in held():
             tensor.zero_()
         weights.optimizer.state.clear()  # as in a process that has just started
-        resuming = -moments + measured(
-            lambda run=run, weights=weights: weights.restore(*load_run(run, accelerator)[:2])
-        )
+        resuming = measured(lambda run=run, weights=weights: weights.restore(*load_run(run, accelerator)[:2]))
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
         finishing = measured(weights.finish)
-        peaks[name] = {"save": saving, "resume": resuming, "finish": finishing, "same": all(same)}
-    with patch("ddp_prune.devices.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
+        peaks[name] = {"save": saving, "resume": resuming - moments, "finish": finishing, "same": all(same)}
+    with patch("ddp_prune.memory.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()

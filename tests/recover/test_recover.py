@@ -6,17 +6,21 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from runs import assert_refused, prune, recover, weights
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from ddp_prune.model import load_model, open_pruned, open_source
-from ddp_prune.weight_trainer import WeightTrainer
+from ddp_prune.run_state import RunState
+from ddp_recover.weight_trainer import WeightTrainer
+from ddp_vllm import output
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.pages import written
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -153,6 +157,112 @@ def test_prune_with_recover_is_prune_and_then_recover(
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1"), 5, "exists")
 
 
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+def _die(*_: Any) -> None:
+    raise Killed
+
+
+def _replacing(*, first: bool) -> Callable[..., None]:
+    """Return what replaces a folder that exists and dies, `first` or afterwards."""
+    replace = output._replace
+
+    def die(folder: Path, temporary: Path, old: Path) -> None:
+        is_last = folder.exists()
+        if not (is_last and first):
+            replace(folder, temporary, old)
+        if is_last:
+            raise Killed
+
+    return die
+
+
+def _rename_and_die(one: Path, two: Path) -> None:
+    one.replace(two)
+    if two.name == ".out.old":
+        raise Killed
+
+
+def _report(_checkpoint: Any, folder: Path) -> Path:
+    return _die() if (folder / "ddp_recovery.jsonl").exists() else folder
+
+
+def _remove(run: RunState) -> None:
+    if not run.folder.exists():
+        return
+    os.replace(run.folder, run.deleted)
+    for name in ("lock", "metrics.jsonl", "state.safetensors"):
+        (run.deleted / name).unlink()
+        if name == "metrics.jsonl" and (run.output / "ddp_recovery.jsonl").exists():
+            raise Killed
+    run.deleted.rmdir()
+
+
+KILLS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "before": [(output, "_replace", _replacing(first=True))],
+    "between": [(output, "_exchanged", lambda *_: False), (os, "rename", _rename_and_die)],
+    "after": [(output, "_replace", _replacing(first=False))],
+    "report": [(written, "write_report", _report)],
+    "removal": [(RunState, "remove", _remove)],
+}
+
+
+@pytest.mark.parametrize("command", ["recover", "prune"])
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_recovery_in_place_happens_once_whenever_it_was_killed(
+    moment: str, command: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before the model was replaced, between the two renames of a system that exchanges no folders, and after."""
+    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
+    out = tmp_path / "out"
+    if command == "recover":
+        shutil.copytree(pruned, out)
+
+    def run() -> Result:
+        if command == "recover":
+            return recover(out, out, "--overwrite")
+        return prune(tiny_model, tiny_text, out, "--recover", "1")
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill runs no finally
+        for what in KILLS[moment]:
+            patch.setattr(*what)
+        run()
+    result = run()
+    assert result.exit_code == 0 and "search" not in result.output, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert recover(pruned, tmp_path / "once").exit_code == 0
+    found, once = weights(out), weights(tmp_path / "once")
+    assert all(torch.equal(found[name], once[name]) for name in once)
+
+
+@pytest.mark.parametrize("moment", ["write_report", "remove"])
+def test_a_command_that_was_killed_after_its_output_was_written_is_finished(
+    moment: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command draws the report and deletes the run; afterwards the output exists."""
+    commands = {
+        "pruned": lambda: prune(tiny_model, tiny_text, tmp_path / "pruned"),
+        "recovered": lambda: recover(pruned, tmp_path / "recovered"),
+    }
+    for name, command in commands.items():
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(RunState if moment == "remove" else written, moment, _die)
+            command()
+        assert (tmp_path / f"{name}.run" / "state.safetensors").exists()
+        before = weights(tmp_path / name)
+        other = prune(tiny_model, tiny_text, tmp_path / name, "--seed", "1")
+        assert_refused(other, 5, "exists")  # another command is told so, and what the first one left stays
+        result = command()
+        assert result.exit_code == 0 and "/6 " not in result.output and "/30 " not in result.output, result.output
+        assert not list(tmp_path.glob(f"{name}.run*"))
+        assert all(torch.equal(weights(tmp_path / name)[each], tensor) for each, tensor in before.items())
+        assert_refused(command(), 5, "exists")
+
+
 def test_prune_gives_its_settings_of_memory_to_the_recovery(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +296,7 @@ def test_what_is_watched_is_nothing_that_weights_learn_on(
     result = recover(pruned, tmp_path / "out", "--data", f"{tiny_text},{numbers}")
     assert "no text of another kind is watched" in result.output
     again = os.path.relpath(tiny_text)
-    assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data learns")
+    assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data trains on part of it")
     short = write_texts("short.jsonl", ["a fox"])
     assert_refused(recover(pruned, tmp_path / "again", "--watch", str(short)), 4, str(short), "more text")
 
@@ -244,6 +354,6 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_if_nothing_had_learned(
 def test_auto_learns_all_weights_where_memory_holds_the_optimizer(
     free: int, method: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_prune.devices.free_memory", lambda _: free)
+    monkeypatch.setattr("ddp_prune.memory.free_memory", lambda _: free)
     assert recover(pruned, tmp_path / "out").exit_code == 0
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["method"] == method

@@ -1,0 +1,91 @@
+"""Micro-batches of token blocks, and the dense model's hidden states for them; both trainers use them.
+
+Legend: B sequences of a micro-batch, H hidden size.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ddp_prune.loss import final_hidden
+from ddp_prune.recipe import Recipe, RecoveryRecipe
+
+TEACHER_CACHE_BYTES = 4 << 30  # host memory per process for hidden states of text that is read more than once
+
+
+def sequences_at_once(recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> int:
+    """Return the micro-batch size in sequences before it is fitted to memory."""
+    tokens = 8192 if accelerator.device.type == "cuda" else 1024
+    per_process = -(-recipe.batch_size // accelerator.num_processes)
+    return recipe.micro_batch_size or min(per_process, max(1, tokens // recipe.seq_len))
+
+
+class Batches:
+    """Deterministic micro-batches. The sequences of a step do not depend on the number of processes."""
+
+    def __init__(
+        self,
+        blocks: torch.Tensor,
+        recipe: Recipe | RecoveryRecipe,
+        accelerator: Accelerator,
+        loss_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Cut steps of `recipe.batch_size` blocks.
+
+        blocks: int64 [num_blocks, seq_len].
+        loss_mask: bool as `blocks`, the tokens that contribute to the cross-entropy; None means all of them.
+        """
+        self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
+        self.micro = sequences_at_once(recipe, accelerator)
+        self.repeats = recipe.steps * recipe.batch_size > len(blocks)
+
+    def numbers(self, step: int) -> list[int]:
+        """Return the block numbers of a step for all processes together."""
+        return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
+
+    def loss_mask_of(self, step: int, numbers: list[int]) -> torch.Tensor | None:
+        """Return the loss mask of the predicted tokens in the blocks `numbers`, divided by its mean; None: all tokens.
+
+        Float32 [B·(seq_len−1)]. Its mean is 1 over a step of all processes, so the mean of the masked losses is the
+        mean over the tokens in the loss mask.
+        """
+        if self.loss_mask is None:
+            return None
+        loss_mask_N = self.loss_mask[self.numbers(step), 1:]
+        share = max(1, int(loss_mask_N.sum())) / loss_mask_N.numel()
+        return (self.loss_mask[numbers, 1:].flatten().float() / share).to(self.accelerator.device)
+
+    def step(self, step: int) -> Iterator[list[int]]:
+        """Yield the block numbers of this process's micro-batches."""
+        mine = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
+        for start in range(0, len(mine), self.micro):
+            yield mine[start : start + self.micro]
+
+
+class Teacher:
+    """Final hidden states of the dense model, cached in host memory if text is read more than once and they fit."""
+
+    def __init__(self, model: Any, batches: Batches) -> None:
+        self.model = model
+        num_bytes = batches.blocks.numel() * model.config.hidden_size * model.dtype.itemsize
+        self.cache: dict[int, torch.Tensor] | None = None
+        world = batches.accelerator.num_processes
+        # Only then does a block return to the process that cached it. Sharded weights also require that all processes
+        # hit or miss together.
+        divisible = len(batches.blocks) % world == 0 and batches.size % world == 0
+        if batches.repeats and divisible and num_bytes <= TEACHER_CACHE_BYTES * world:
+            self.cache = {}
+
+    @torch.no_grad()
+    def hidden(self, tokens: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+        """Return [B·(seq_len−1), H] for `tokens`, which are the blocks `numbers`."""
+        if self.cache is not None and all(number in self.cache for number in numbers):
+            states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
+            return states.flatten(0, 1)
+        states = final_hidden(self.model, tokens)
+        if self.cache is not None:
+            for number, state in zip(numbers, states.unflatten(0, (len(numbers), -1)), strict=True):
+                self.cache[number] = state.cpu()
+        return states

@@ -1,0 +1,310 @@
+"""Train a pruned model on the dense model's outputs: both checkpoints → text → trained weights → checkpoint."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
+
+from ddp_prune.batches import Batches
+from ddp_prune.distributed import (
+    broadcast_from_main,
+    check_sharding,
+    load,
+    local_part,
+    main_process_first,
+    make_accelerator,
+    raise_on_all_ranks,
+)
+from ddp_prune.evaluation import Evaluation, bos_warning
+from ddp_prune.export import Transform, config_of, stored_tensors, write_card, write_masks, write_model
+from ddp_prune.masks_file import provenance_of, read_masks, read_scores
+from ddp_prune.memory import fit_attention, fits_training
+from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
+from ddp_prune.progress import StepProgress
+from ddp_prune.recipe import RecoveryRecipe
+from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
+from ddp_prune.train import fit_batches, take_steps
+from ddp_prune.weights import LearningWeights, highest_rate
+from ddp_recover.weight_trainer import WeightTrainer
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
+from ddp_vllm.families import Dimensions
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
+from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
+from ddp_vllm.pages.written import show
+from ddp_vllm.provenance import local_provenance
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The pruned model, whose weights are trained, and the dense model that teaches it."""
+
+    model: Any
+    teacher: Any
+    sizes: Dimensions
+    """Of the dense model."""
+    tokenizer: Any
+    accelerator: Accelerator
+
+
+class Text(NamedTuple):
+    """Token blocks, int64 [num_blocks, seq_len]."""
+
+    blocks: torch.Tensor
+    """To train on."""
+    loss_mask: torch.Tensor | None
+    """Of these blocks, bool: tokens that contribute to the cross-entropy; None: all."""
+    heldout: Mapping[str, torch.Tensor]
+    """To evaluate on, by the name of the text: first the training text, then a watched text of another kind."""
+
+
+def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
+    """Recover a pruned checkpoint as the verb does, and return what was written."""
+    accelerator = make_accelerator(output, None)
+    recover(recipe, output, accelerator, overwrite=overwrite, console=console)
+    accelerator.wait_for_everyone()  # as in `pipeline.prune`
+    accelerator.end_training()
+    return read_checkpoint(output)
+
+
+def recover(
+    recipe: RecoveryRecipe, output: Path, accelerator: Accelerator, *, overwrite: bool, console: Console
+) -> None:
+    """Train the weights of a pruned checkpoint, write the result to `output` and show it.
+
+    User errors are found before a model is loaded. If an earlier call was killed after it had written the output, which
+    may be the pruned checkpoint itself, the output is only shown.
+    Raises: a child of DdpError.
+    """
+    clear(output)
+    check_run_folders(output)
+    check_sharding(recipe, accelerator.num_processes)
+    main = accelerator.is_main_process
+    if broadcast_from_main(accelerator, _recovered_before(recipe, output)):
+        run = RunState(output, recipe, writes=main)
+        with raise_on_all_ranks(accelerator), run.locked():
+            if main:
+                show(read_checkpoint(output), recipe.teacher, console)
+                run.remove()
+        return
+    with raise_on_all_ranks(accelerator):
+        if main:
+            check_output(output, overwrite=overwrite)
+    checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, output))
+    set_seed(recipe.seed)
+    say: Say = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
+    try:
+        models = Models(
+            model=load(pruned, recipe, accelerator),
+            teacher=load(dense, recipe, accelerator),
+            sizes=dense.sizes,
+            tokenizer=load_tokenizer(str(pruned.folder)),
+            accelerator=accelerator,
+        )
+        resolved = _resumed(recipe, output, accelerator) or _resolved(recipe, models)
+        weights = LearningWeights(models.model, accelerator, resolved.method, resolved.rank)
+        resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, say)
+        provenance = local_provenance(checkpoint.folder / MASKS_FILE)
+        text = _load_text(resolved, provenance, models, say)
+        fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
+        run = RunState(output, resolved, learned_from=fingerprints, writes=main, say=say)
+        with ExitStack() as stack:
+            with raise_on_all_ranks(accelerator):
+                stack.enter_context(run.locked())
+            evaluation, transform = _train(resolved, models, weights, text, run, console)
+            with raise_on_all_ranks(accelerator):
+                if main:
+                    provenance |= _results(resolved, run, evaluation)
+                    written = _write(checkpoint, transform, run, provenance, overwrite=overwrite)
+                    for line in evaluation.recovery_summary():
+                        say(line)
+                    show(written, recipe.teacher, console)
+                    run.remove()
+    except torch.OutOfMemoryError as error:  # a step reports it itself
+        raise TrainingError(
+            f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
+            "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
+        ) from error
+
+
+def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:
+    """Tell whether the same command recovered `output` and was killed before it finished."""
+    asked = (saved_header(output).get("learned_from") or {}).get("asked")
+    return is_unfinished(output) and asked in (None, decisive(recipe.to_dict())) and "recovery" in provenance_of(output)
+
+
+def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
+    """Find the pruned and the dense model, and check that they suit each other, the recipe and the output."""
+    checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
+    check_spares_source(output, dense)
+    check_index(dense.folder)
+    inside, folder = checkpoint.folder.resolve(), output.resolve()
+    if inside != folder and (inside.is_relative_to(folder) or folder.is_relative_to(inside)):
+        raise OutputError(f"{output} and the pruned model are one in the other; choose another folder")
+    longest = dense.config.get("max_position_embeddings") or math.inf
+    if recipe.seq_len > longest:
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")
+    if not checkpoint.provenance:
+        raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
+    return checkpoint, open_pruned(checkpoint, dense), dense
+
+
+def _resumed(recipe: RecoveryRecipe, output: Path, accelerator: Accelerator) -> RecoveryRecipe | None:
+    """Return the resolved recipe of an interrupted run of the same command, if there is one."""
+    header, asked = saved_header(output) if accelerator.is_main_process else {}, recipe.to_dict()
+    same = (header.get("learned_from") or {}).get("asked") == decisive(asked)
+    saved = broadcast_from_main(accelerator, decisive(header["recipe"]) if same else None)
+    return RecoveryRecipe(**asked | saved) if saved else None
+
+
+def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
+    """Return the recipe with training method, loss mask and learning rate chosen."""
+    method, learn_from = recipe.method, recipe.learn_from
+    if method == "auto":
+        num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
+        method = "full" if fits_training(num_weights, models.accelerator) else "lora"
+    if learn_from == "auto":
+        learn_from = "assistant" if models.tokenizer.chat_template else "all"
+    rate = recipe.learning_rate or highest_rate(method, models.model.config.hidden_size)
+    return dataclasses.replace(recipe, method=method, learn_from=learn_from, learning_rate=rate)
+
+
+def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: LearningWeights, say: Say) -> RecoveryRecipe:
+    """Return the recipe with the tokens that its minutes allow, by the time of a step on random tokens."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    shape = (recipe.batch_size, recipe.seq_len)
+    blocks = torch.randint(models.teacher.config.vocab_size, shape, generator=generator)
+    trainer = _trainer(recipe, models, weights, blocks, None, say)
+    steps = max(1, int(60.0 * recipe.minutes / trainer.seconds_a_step()))
+    return dataclasses.replace(recipe, tokens=steps * blocks.numel())
+
+
+def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, say: Say) -> Text:
+    """Load the text to train on, and held-out text of it and of another kind. Raises: TextError, SettingError."""
+
+    def blocks_of(data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
+        sizes = {name: getattr(recipe, name) for name in ("seq_len", "heldout_blocks", "seed", "text_column")}
+        sizes |= {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks}
+        blocks = main_process_first(models.accelerator, lambda: load_blocks(data, models.tokenizer, **sizes))
+        check_vocabulary(blocks, models.teacher.config.vocab_size, recipe.model)
+        return blocks
+
+    watched = _watched(recipe, provenance)
+    blocks = blocks_of(recipe.data, recipe.steps * recipe.batch_size, recipe.batch_size)
+    heldout = {recipe.data: blocks.heldout}
+    try:
+        if watched:
+            heldout[watched] = blocks_of(watched, 1, 0).heldout
+    except TextError:
+        if recipe.watch:
+            raise
+    say(
+        f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
+        f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
+        f"training mode {recipe.method}, learning rate up to {recipe.learning_rate:g}"
+    )
+    if len(heldout) == 1:
+        say("no text of another kind is watched; name one with --watch to learn whether the model gets worse there")
+    return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, say), heldout)
+
+
+def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> str:
+    """Return the text to watch: that of the recipe, or the text of the masks that is not trained on now."""
+    trained_on = {os.path.realpath(name) for name in sources_of(recipe.data)}
+    named = recipe.watch or str(provenance.get("recipe", {}).get("data") or "")
+    others = [name for name in sources_of(named) if os.path.realpath(name) not in trained_on] if named else []
+    if recipe.watch and others != sources_of(named):
+        raise SettingError(f"watch is {named}, but data trains on part of it; name text that data does not")
+    return ",".join(others)
+
+
+def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
+    """Return what identifies a run: hashes of text, weights and configs, and the recipe before it was resolved."""
+    weights, others = ([file for folder in folders for file in files(folder)] for files in (weight_files, companions))
+    return fingerprint([text.blocks, *text.heldout.values()], weights, others) | {"asked": decisive(recipe.to_dict())}
+
+
+def _train(
+    recipe: RecoveryRecipe, models: Models, weights: LearningWeights, text: Text, run: RunState, console: Console
+) -> tuple[Evaluation, Transform]:
+    """Train the pruned model; return the evaluation of dense, pruned and recovered model, and the updated weights."""
+    evaluation = Evaluation(text.heldout, models.tokenizer)
+    evaluation.evaluate("dense", models.teacher)
+    if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
+        run.say(warning)
+    evaluation.evaluate("pruned", models.model)
+    trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.say)
+    with StepProgress(console, recipe.steps, _phase, run.writes) as report:
+        take_steps(trainer, recipe, models.accelerator, run, report)
+    transform = weights.finish()
+    evaluation.evaluate("recovered", models.model)
+    return evaluation, transform
+
+
+def _trainer(
+    recipe: RecoveryRecipe,
+    models: Models,
+    weights: LearningWeights,
+    blocks: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    say: Say,
+) -> WeightTrainer:
+    """Return a trainer on these blocks, with as many at once as fit into memory."""
+    batches = Batches(blocks, recipe, models.accelerator, loss_mask)
+    fit_batches(models, batches, recipe, models.accelerator, say)
+    fit_attention(models.teacher, recipe.seq_len, models.accelerator.device)
+    return WeightTrainer(models.model, models.teacher, weights, batches, recipe)
+
+
+def _phase(metrics: dict[str, float]) -> tuple[str, str]:
+    return "recover", f"rate {metrics['learning_rate']:.1e} "
+
+
+def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> dict[str, Any]:
+    """Return the provenance of a recovery: quality before and after, and how it was trained."""
+    trained_on, *watched = evaluation.texts
+    steps = run.metrics.read_text(encoding="utf-8").splitlines()
+    recovery = {
+        "recipe": recipe.to_dict(),
+        "texts": sources_of(trained_on),
+        "seconds": sum(json.loads(step)["seconds"] for step in steps),
+        "watched": {name: evaluation.perplexity(name) for name in watched},
+        **evaluation.samples(),
+    }
+    return {"perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
+
+
+def _write(
+    checkpoint: Checkpoint, transform: Transform, run: RunState, provenance: Mapping[str, Any], *, overwrite: bool
+) -> Checkpoint:
+    """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it was stored in.
+
+    Widths and gates are those of `checkpoint`. Folders inside it, such as its report, are not copied.
+    """
+    source = checkpoint.folder
+    tensors = ((name, transform(name, tensor).to(tensor.dtype)) for name, tensor in stored_tensors(source))
+    gates, scores = read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)
+    head_unit = str(provenance.get("head_unit", "kv-group"))
+    provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
+    with atomic_folder(run.output, overwrite=overwrite) as folder:
+        write_model(folder, source, config_of(checkpoint), tensors)
+        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
+        if (source / METRICS_FILE).exists():
+            shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
+        shutil.copyfile(run.metrics, folder / RECOVERY_FILE)
+        return write_card(folder, run.output)
