@@ -10,6 +10,7 @@ minutes. The last step measures whether the predicted speedup holds on this mach
 """
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ SERVE = f"vllm serve {FOLDER / 'pruned'} {OPTIONS}"
 PROFILE = Path(__file__).with_name("demo_profile.json")
 SPEEDUP, STEPS, BATCH, LENGTH = 1.25, 80, 2, 256  # 41k tokens for a demonstration; real runs use 30M
 SEQUENCES, CONTEXT = 8, 512  # sequences served at once, and their tokens, in timed steps, as in the profile
+ENDING = {signal.SIGTERM, signal.SIGINT}
 SHOWN = 3  # prompts of the report that are printed
 
 
@@ -71,7 +73,9 @@ def command(*arguments: object) -> None:
     process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *words])
     with ExitStack() as stack:
         try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a watcher that is half started would kill it at once
             stack.callback(kill_with_us(process.pid))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             code = process.wait()
         except KeyboardInterrupt:  # subprocess.run would kill it before it has stopped its engine
             process.terminate()

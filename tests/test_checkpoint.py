@@ -382,7 +382,7 @@ def test_inspect_shows_every_layer(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     rows = [line.split("│")[1:5] for line in lines if line.startswith("│")]
-    assert [[cell.strip() for cell in row] for row in rows] == [["0", "2", "3", "7"], ["1", "–", "–", "–"],
+    assert [[cell.strip() for cell in row] for row in rows] == [["0", "2", "3 (2 1)", "7"], ["1", "–", "–", "–"],
                                                                ["2", "1", "2", "12"]]  # fmt: skip
     assert any("KV heads" in line and "3 of" in line and "50.0%" in line for line in lines)
 

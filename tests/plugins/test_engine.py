@@ -36,7 +36,7 @@ REFUSED = {  # what cannot be served, and what the user reads before any worker 
     "adapters on two ranks": r"size 2 does not split layer 1 .*; valid sizes: 1; .* LoRA adapters cannot be padded",
     "int8 on two ranks": r"size 2 does not split layer 1 .*; valid sizes: 1; .* quantized weights cannot be padded",
     "int4 of odd widths": (
-        r"takes compressed-tensors weights of model.layers.1 \(4 query heads, 2 KV heads, intermediate_size 17\): .*"
+        r"runs compressed-tensors weights of model.layers.1 \(4 query heads, 2 KV heads, intermediate_size 17\): .*"
         r"multiples of 32; prune again with --align"
     ),
 }

@@ -23,9 +23,9 @@ SPLIT = [  # which divide over two ranks, as they must without the plugin
 ]
 FEWER_EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
 REFUSED = {  # what does not work, and what the user reads
-    "old vLLM": r"layer 0 has 1 query and 1 KV heads, and vLLM's attention 12 and 4: .* vLLM 0.30 or newer",
+    "old vLLM": r"layer 0 has 1 query and 1 KV heads, vLLM's attention has 12 and 4: .* vLLM 0.30 or newer",
     "missing weight": r"layer 4 lacks the tensors of self_attn.k_proj",
-    "experts": r"vLLM without ddp-vllm has no kernel for experts of different widths; install ddp-vllm there",
+    "experts": r"vLLM has no kernel for experts of different widths",
 }
 
 

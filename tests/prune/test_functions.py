@@ -54,7 +54,7 @@ def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_t
         assert checkpoint.provenance["recipe"]["model"] == tiny_model.name
         assert checkpoint.provenance["recipe"]["data"] == f"{tiny_text.name},{tiny_text.name}"
     assert again.provenance["applied_to"] == tiny_model.name
-    assert ddp_vllm.compare([again.folder], output=tmp_path / "page.html").pruned[0].dense == str(tiny_model)
+    assert ddp_vllm.compare([again.folder], output=tmp_path / "page.html").dense.facts.model == str(tiny_model)
     with pytest.raises(SettingError, match="no folder here; say where it is with --teacher"):  # as on another machine
         rewritten = load_file(masks)
         shutil.copytree(pruned.folder, tmp_path / "moved")

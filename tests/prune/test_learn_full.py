@@ -131,7 +131,7 @@ def test_a_run_keeps_what_it_chose(
 
 @pytest.mark.parametrize(
     ("options", "alive"),
-    [(["--distillation", "2"], [0, 1, 0, 1] * 2), (["--distillation", "0"], [0, 0, 1] * 2)],
+    [(["--distillation", "2"], [0, 1, 0, 1] * 2), (["--distillation", "0"], [0, 0, 0, 1, 0, 1])],
     ids=["distilled", "not distilled"],
 )
 def test_the_models_of_a_size_are_freed_before_the_next(

@@ -52,7 +52,7 @@ def test_an_index_of_mixed_types(tiny_model: Path, tiny_text: Path, tmp_path: Pa
     model = _with(tiny_model, tmp_path / "model")
     (model / "model.safetensors").rename(model / "model-1.safetensors")
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1, "b": "model-1.safetensors"}}')
-    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "names 1, no file")
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "names 1, not a file")
 
 
 def test_an_adapter_beside_the_weights(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from runs import SMALL, assert_refused, prune
 from ddp_prune import cli, read_recipe
 from ddp_prune.read_recipe import load_recipes
 from ddp_prune.recipe import CHOICES, Recipe, kind_of
+from ddp_recover.cli import quantize, recover
 from ddp_study.cli import study
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -33,7 +34,7 @@ FLAGS = {
         "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker",
         "--whole-experts", "-o",
     ],
-    cli.recover: [
+    recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
         "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
         "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
@@ -44,7 +45,7 @@ FLAGS = {
         "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
-    cli.quantize: ["--output", "--overwrite", "--scheme", "-o"],
+    quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip
 FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.NO_OPTION]
 
@@ -82,7 +83,7 @@ def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
 def test_what_is_not_given_overrides_nothing() -> None:
     for command, words, said in (
         (cli.prune, ["--steps", "1000", "--shard"], {"steps": 1000, "shard": True}),
-        (cli.recover, ["--minutes", "10"], {"minutes": 10.0}),
+        (recover, ["--minutes", "10"], {"minutes": 10.0}),
     ):
         with command.make_context(command.name, ["model", "-o", "out", *words]) as context:
             settings = {name: value for name, value in context.params.items() if name not in ("model", "output")}

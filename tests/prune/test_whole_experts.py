@@ -225,7 +225,7 @@ def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -
 
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "fewer than a token is sent to": (["--sparsity", "0.7"], ["1 of 5 experts", "2 to 4 stay", "sent to 2"]),
+    "fewer than a token is sent to": (["--sparsity", "0.7"], ["1 of 5 experts", "keep 2 to 4", "each token to 2"]),
     "none goes": (["--sparsity", "1e-12"], ["5 of 5 experts"]),
     "the paper's search": (["--controller", "alm"], ["controller is 'alm'", "'gradual'"]),
     "a budget in each expert": (["--scope", "expert"], ["scope is 'expert'", "'global'"]),
@@ -268,7 +268,7 @@ def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
     masks = made / "olmoe" / "ddp_masks.safetensors"
     with pytest.raises(SettingError, match="with all their channels; leave --align out"):
         apply_masks(str(source.folder), masks, tmp_path / "out", overwrite=False, align=8)
-    with pytest.raises(SettingError, match=r"2 of 8 experts .* 3 to 7 stay"):
+    with pytest.raises(SettingError, match=r"2 of 8 experts .* keep 3 to 7"):
         export(source, whole_gates((3, 8, CHANNELS), 2), tmp_path / "out", head_unit="expert", provenance={})
 
 

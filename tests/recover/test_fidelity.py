@@ -149,7 +149,10 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         ([str(tiny_model), "--text", str(short)], "pass that model with --against"),
         ([str(pruned), "--text", str(short), "--max-length", "3"], "below 16"),
         ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
-        ([str(pruned), "--text", str(short), "--limit", "3"], "--limit does nothing without --tasks beside --text"),
+        (
+            [str(pruned), "--text", str(short), "--limit", "3"],
+            "--limit has no effect without --tasks",
+        ),
         ([str(pruned), "--text", str(short), "--text", str(twin)], "two texts are called short.txt"),
     ):
         refused = CliRunner().invoke(main, ["eval", *words])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner, Result
-from runs import BLOCKS, Lab, assert_refused
+from runs import BLOCKS, Lab, assert_refused, pools_of
 
 from ddp_prune.batches import Batches
 from ddp_prune.masks_file import read_masks
@@ -247,7 +247,8 @@ def test_hard_concrete_is_that_of_the_paper(tiny_model: Path, tmp_path: Path) ->
     """Eq. 8 and 9 have no temperature, and the appendix gives all latent variables one learning rate."""
     lab = Lab(tiny_model, tmp_path, "kv-group")
     recipe = lab.recipe(controller="alm", polish=0.0)
-    trainer = HardConcrete(lab.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, Accelerator())
+    pools = pools_of(lab.gated, recipe)
+    trainer = HardConcrete(lab.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, pools, Accelerator())
     assert trainer.optimizer.param_groups[0]["base"] == recipe.alm.learning_rate
     kind, z = next(iter(trainer.z.items()))
     u = torch.rand(z.shape, generator=torch.Generator().manual_seed(recipe.seed))
