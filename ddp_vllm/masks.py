@@ -95,9 +95,9 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
         if stored := provenance.pop("seals", None):
             found = checksums(json.dumps(provenance), _labelled(tensors))
             if stored["header"] != found["header"]:
-                raise ValueError("its provenance was changed, says its checksum")
+                raise ValueError("its provenance does not match its checksum")
             if with_tensors and stored["tensors"] != found["tensors"]:
-                raise ValueError("its masks were changed, says their checksum")
+                raise ValueError("its masks do not match their checksum")
         check_provenance(provenance)
     except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a number format that numpy lacks
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error

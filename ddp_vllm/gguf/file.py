@@ -88,7 +88,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN):
                 add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
-                as_given = np.dtype(np.float32)  # the type says how it is stored
+                as_given = np.dtype(np.float32)  # of the arrays below; the type is that on disk
                 writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
             writer.write_header_to_file(temporary)
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN, how=" as text", but=(OSError,)):
