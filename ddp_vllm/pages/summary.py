@@ -88,7 +88,7 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
         changed = f"{change['dropped']:,} more units dropped, {change['revived']:,} revived"
         yield f"rounding of {kind}", f"sparsity was {change['raw_sparsity']:.1%} before; {changed}"
     devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
-    yield "tensor parallelism", f"--tensor-parallel-size {devices} splits every layer without padding"
+    yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
     if quantized := checkpoint.config.get("quantization_config"):
         form = quantized.get("format", "an own format")
         yield "quantization", f"weights in {form} of compressed-tensors; all figures are from before it"
