@@ -271,7 +271,7 @@ def test_the_model_card_names_each_text_once_and_no_folder(pruned: Path, tiny_mo
     provenance = {"recipe": recipe, "texts": recipe["data"].split(","), "perplexity": perplexity}
     checkpoint = dataclasses.replace(read_checkpoint(pruned), provenance=provenance)
     card = model_card(checkpoint, "pruned")
-    assert "1,024 tokens of a.jsonl, b" in card and "/mine" not in card
+    assert "1,024 tokens of a.jsonl, owner/b" in card and "/mine" not in card
 
 
 def test_masks_alone_cut_the_same_checkpoint(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
