@@ -1,4 +1,4 @@
-"""Where downloads, tokens and compiled kernels are kept; importing this costs nothing, so vLLM's workers can."""
+"""The folder of downloads, tokens and compiled kernels. It imports quickly, because vLLM's workers import it."""
 
 import os
 import stat
@@ -9,7 +9,7 @@ from ddp_vllm.errors import OutputError
 
 
 def cache_folder() -> Path:
-    """Return the folder downloads are kept in: $DDP_VLLM_CACHE, or ddp-vllm under the user's cache folder.
+    """Return the cache: $DDP_VLLM_CACHE, or ddp-vllm in the user's cache folder.
 
     Raises: OutputError where the user has no home folder.
     """
@@ -32,13 +32,13 @@ def check_cache() -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Tell whether nobody else can have written a file or folder: it is no link, and the user's alone to write."""
+    """Tell whether only this user can have written a file or folder, which is not a link."""
     status = path.lstat()
     return not stat.S_ISLNK(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def unwritable_cache(folder: Path | str, error: Exception) -> OutputError:
-    """Return what to raise instead of `error`."""
+    """Return the error to raise instead of `error`."""
     return OutputError(
         f"the cache {folder} cannot be written ({error}); make room there, or set DDP_VLLM_CACHE to another folder"
     )

@@ -1,8 +1,7 @@
-"""The non-uniform checkpoint: what a pruned folder holds, and how it is checked.
+"""The non-uniform checkpoint: what a pruned folder holds, and how it is checked. Nothing here imports torch.
 
-A pruned checkpoint is a normal Hugging Face folder. What makes it ours is in `config.json` (`ddp_layers`, see
-`remote_code/widths.py`), in the Python files that travel with it, and in `ddp_masks.safetensors`.
-Nothing here imports torch.
+A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_layers` in `config.json` (see
+`remote_code/widths.py`), the Python files that load it, and `ddp_masks.safetensors`.
 """
 
 import os
@@ -26,15 +25,15 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]
-    """`config.json` as it stands; stock fields hold the dense values. Where whole experts went, what it would be had
-    they stayed in the router, with `ddp_layers`."""
+    """`config.json`; stock fields hold the dense values. Where whole experts were removed, it is the dense model's
+    config with `ddp_layers`."""
     widths: ModelWidths
     shapes: Mapping[str, list[int]]
-    """Shape of every weight on disk; of a quantised one as it was before, and of no scale."""
+    """Shape of every weight on disk; of a quantized weight the shape before quantization, without its scales."""
     provenance: Mapping[str, Any]
     """Recipe, budget and quality, from the metadata of the masks file; empty if that file is missing."""
     stock: Mapping[str, Any] | None = None
-    """`config.json` where whole experts went, which is that of a stock model with fewer of them."""
+    """`config.json` where whole experts were removed: that of a stock model with fewer experts."""
 
     @property
     def num_parameters(self) -> int:
@@ -43,7 +42,7 @@ class Checkpoint:
 
     @property
     def layers(self) -> tuple[LayerWidths, ...]:
-        """What each decoder layer has left."""
+        """The kept widths of each decoder layer."""
         return self.widths.layers
 
 
@@ -61,10 +60,10 @@ def read_json(path: Path) -> Any:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a model's folder with a link out of it, because the link's target would be read, copied and published.
+    """Refuse a model's folder that links to a file outside, because that file would be read, copied and published.
 
     Links to other files of the folder are allowed, and those of a hub snapshot to the hub's own blobs.
-    `read_config` and `read_checkpoint` call this before anybody reads another file of a folder that somebody else made.
+    `read_config` and `read_checkpoint` call this before any other file of the folder is read.
     Raises: CheckpointError.
     """
     home = folder.resolve()
@@ -93,11 +92,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     """Read and check a pruned checkpoint without loading a weight.
 
-    dense: take a dense model's folder too, with the widths that its config states.
+    dense: accept a dense model's folder too, with the widths in its config.
     Raises: CheckpointError if it is no pruned checkpoint, if its widths are negative, fractional or above the dense
-        ones, if a tensor is missing or has another shape than its widths ask for, if its index points elsewhere, or as
-        `check_links`;
-        ModelError for a dense model of no supported family.
+        ones, if a tensor is missing or does not have the shape that its widths require, if its index points elsewhere,
+        or as `check_links`; ModelError for a dense model of an unsupported family.
     """
     config = read_json(folder / "config.json")
     check_links(folder)
@@ -114,7 +112,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         tensors = checked_tensors(folder)
         widths.check_complete(widths.checked(tensors))
         if stock:
-            config = _with_experts_that_went(stock, widths, provenance["experts"])
+            config = _with_removed_experts(stock, widths, provenance["experts"])
             widths = ModelWidths.of(config)
     except (WidthsError, OSError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -123,10 +121,8 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     return Checkpoint(folder=folder, config=config, widths=widths, shapes=shapes, provenance=provenance, stock=stock)
 
 
-def _with_experts_that_went(
-    stock: Mapping[str, Any], widths: ModelWidths, experts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the config that says of each expert of the dense model whether it stayed. Raises: WidthsError."""
+def _with_removed_experts(stock: Mapping[str, Any], widths: ModelWidths, experts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dense model's config with the widths of all its experts, 0 if removed. Raises: WidthsError."""
     layers = []
     for index, layer in enumerate(widths.layers):
         if (sizes := layer.expert_intermediate_sizes) is not None:
@@ -140,9 +136,9 @@ def _with_experts_that_went(
 
 
 def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the shapes of weights and biases as they were before compressed-tensors quantised them.
+    """Return the shapes of weights and biases before compressed-tensors quantized them.
 
-    4-bit weights lie eight in an int32, along the inputs, and are called weight_packed; beside them lie scales.
+    A tensor `weight_packed` holds eight 4-bit weights per int32, along the inputs. Scales are left out.
     """
     if not config.get("quantization_config"):
         return dict(shapes)
@@ -157,7 +153,7 @@ def unpacked(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict
 
 
 def _check_routing(chosen: Mapping[str, list[float]], widths: ModelWidths, path: Path) -> None:
-    """Refuse counts that are not of each expert of a layer that has some. Raises: CheckpointError."""
+    """Refuse routing counts that do not fit the experts of their layer. Raises: CheckpointError."""
     experts = {str(index): len(layer.expert_intermediate_sizes or ()) for index, layer in enumerate(widths.layers)}
     if wrong := [layer for layer, counts in chosen.items() if not counts or len(counts) != experts.get(layer)]:
         raise CheckpointError(

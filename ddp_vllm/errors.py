@@ -28,12 +28,12 @@ def line_printer(verbose: bool) -> Callable[[str], None]:
 
 
 def is_utf8(name: str) -> bool:
-    """Tell whether the bytes of a name are UTF-8, as what is written into files must be."""
+    """Tell whether the bytes of a name are UTF-8, as files require."""
     return not any("\ud800" <= sign <= "\udfff" for sign in name)
 
 
 class DdpError(Exception):
-    """Something the user can mend; the message says how."""
+    """An error that the user can correct; the message says how."""
 
     exit_code = 1
 
@@ -63,13 +63,13 @@ class OutputError(DdpError):
 
 
 class TrainingError(DdpError):
-    """Mask learning cannot go on."""
+    """Training cannot continue."""
 
     exit_code = 6
 
 
 class CheckpointError(DdpError):
-    """A pruned checkpoint contradicts itself."""
+    """The files of a pruned checkpoint contradict each other."""
 
     exit_code = 7
 
@@ -81,7 +81,7 @@ class ServingError(DdpError):
 
 
 def is_of_a_library(error: BaseException) -> bool:
-    """Tell whether a library raised this for what it reads; a panic of one in Rust is no Exception."""
+    """Tell whether a library raised this; a panic of a Rust library is not an Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -89,10 +89,10 @@ def is_of_a_library(error: BaseException) -> bool:
 def reading(
     place: object, kind: type[DdpError], remedy: str, *, how: str = "", but: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise `kind` for what another library raises when it reads `place` in the block: dozens of kinds, each its own.
+    """Turn any error that a library raises while it reads `place` in the block into one of class `kind`.
 
-    place: what is read, at the beginning of the sentence; remedy: its end; how: as " as text". but: errors that others
-    turn into sentences.
+    place: begins the message. remedy: ends it. how: added after "cannot be read", such as " as text". but: errors that
+    are passed on unchanged.
     """
     try:
         yield

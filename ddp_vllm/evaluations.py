@@ -1,4 +1,4 @@
-"""The paper's tasks, and how lm-eval's results on them are read: by `eval`, which writes them, and by `compare`."""
+"""The paper's tasks, and the results of lm-eval on them, which `eval` writes and `compare` reads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ FIDELITY = PLACE | {  # what `eval --text` writes
     "format": NAME, "started": NAME, "model": FACTS, "against": FACTS, "texts": {str: QUALITY | {"sha256?": NAME}},
     "settings": {"max_length": COUNT},
 }  # fmt: skip
-LEVEL = 0.02  # of accuracy: an interval that reaches no further from 0 says that two models are as good as equal
+LEVEL = 0.02  # of accuracy: within an interval that reaches no further from 0, two models count as equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,18 @@ class Task:
     stock: str
     """lm-eval's own file, below its tasks folder."""
     metric: str
-    """The metric that counts here."""
+    """The metric that is reported."""
     split: str
     """The split lm-eval scores."""
     file: str
     """Name of the local file, without .jsonl."""
     fields: tuple[str, ...]
-    """What every row of the local file must have."""
+    """The fields that every row of the local file must have."""
     higher_is_better: bool = True
     filter: str = "none"
-    """lm-eval's name of how an answer is found in what was said."""
+    """lm-eval's name of the rule that extracts the answer from the generated text."""
     is_generated: bool = False
-    """The model writes its answer, by its chat template if it has one, rather than choosing among some."""
+    """The model generates its answer, with its chat template if it has one, instead of choosing among options."""
 
 
 # The metric of each task is the one that gives the paper's dense rows (tables "dense" and "moe"): its LLaMA-7B has
@@ -113,12 +113,12 @@ ACCURACY = tuple(name for name, task in TASKS.items() if task.higher_is_better a
 
 
 def default_output(model: str) -> Path:
-    """Return where results go: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
+    """Return the default folder of results: `eval` in the model's folder, or `eval-NAME` here for a name on the hub."""
     return Path(model) / "eval" if Path(model).is_dir() else Path(f"eval-{_folder_name(model)}")
 
 
 def against_output(model: str, output: Path) -> Path:
-    """Return where the results of the model to compare with go if those of the other are to go to `output`."""
+    """Return the folder for the results of the model to compare with, inside the `output` of the other."""
     return output / f"against-{_folder_name(model)}"
 
 
@@ -135,7 +135,7 @@ def check_evaluation(results: Any, path: Path) -> None:
 
 
 def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] | None:
-    """Return (value, standard error) of one task by the metric that counts here, or None if it was not run."""
+    """Return (value, standard error) of one task by its reported metric, or None if it was not run."""
     found, task = results["results"].get(name, {}), TASKS[name]
     value, error = (found.get(f"{task.metric}{suffix},{task.filter}") for suffix in ("", "_stderr"))
     stated = Number(high=float("inf"))  # a perplexity may be more than a float holds
@@ -145,9 +145,9 @@ def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] |
 def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
     """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
 
-    Both answered the same rows, so the rows' differences are averaged, and what makes a row hard cancels out. For the
-    interval each task is given one more row lost and one more won (Bonett and Price, J. Educ. Behav. Stat. 37, 2012):
-    a few rows that all changed alike, or not at all, are no proof that others would.
+    Both answered the same rows, so the differences per row are averaged, and the difficulty of a row cancels out. For
+    the interval, each task gets one additional lost and one additional won row (Bonett and Price, J. Educ. Behav. Stat.
+    37, 2012), because a few rows that all changed alike, or not at all, do not prove that others would.
     """
     in_words = [name for name, task in TASKS.items() if task.is_generated]
     ours, theirs = (
@@ -171,7 +171,7 @@ def points(difference: float, half_width: float) -> str:
 
 
 def in_points(difference: float, half_width: float) -> str:
-    """Say a difference of accuracies in words."""
+    """Return a difference of accuracies in words."""
     value = f"{points(difference, half_width)} points"
     if abs(difference) > half_width:
         return value
@@ -213,12 +213,12 @@ def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] |
 
 
 def fidelity(quality: Mapping[str, Any]) -> str:
-    """Say how near a model is to the dense one, by what both made of the same text; "" if that was not measured."""
+    """Return how close a model is to the dense one on the same text, in words; "" if that was not measured."""
     found = quality.get("agreement", {})
     last = found.get("recovered") or found.get("pruned")
     if not last:
         return ""
-    return f"the likeliest next token is the dense model's for {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
+    return f"top-1 agreement {last['top1']:.1%} of tokens, KL {last['kl']:.3f} nats"
 
 
 def mean_accuracy(results: Mapping[str, Any]) -> dict[str, Any] | None:

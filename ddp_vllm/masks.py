@@ -1,8 +1,8 @@
-"""The masks file of a pruned folder: gates, what was known when they were rounded, and how they were made.
+"""The masks file of a pruned folder: gates, the search results they were rounded from, and their provenance.
 
-`ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and in its metadata the
-provenance as JSON, under `ddp`. Hashes of both, `seals` in the provenance, tell damage; files of older versions have
-none. There is one key, for safetensors writes several in any order.
+`ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and the provenance as JSON in
+its metadata, under the one key `ddp` (safetensors writes several keys in any order). Checksums of both, `seals` in the
+provenance, reveal damage; files of older versions have none.
 """
 
 import hashlib
@@ -51,12 +51,12 @@ PROVENANCE = _EXAM | {
 
 
 def is_mask(name: str) -> bool:
-    """Say whether a tensor is one of the masks file, not of the weights."""
+    """Tell whether a tensor belongs to the masks file and not to the weights."""
     return _MASK.fullmatch(name) is not None
 
 
-def seals(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return hashes of a file's header and of its tensors: of what each is called and its bytes, in this order."""
+def checksums(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return a hash of a file's header, and one of the labels and bytes of its tensors in this order."""
     digest = hashlib.sha256()
     for label, content in tensors:
         digest.update(label.encode())
@@ -67,11 +67,11 @@ def seals(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
 def masks_metadata(provenance: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a masks file; tensors: numpy arrays by name."""
     text = json.dumps(provenance)
-    return {"ddp": json.dumps({**provenance, "seals": seals(text, _labelled(tensors))})}
+    return {"ddp": json.dumps({**provenance, "seals": checksums(text, _labelled(tensors))})}
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """Return what a masks file says about its making; {} if there is none. Raises: CheckpointError."""
+    """Return the provenance in a masks file; {} if there is no such file. Raises: CheckpointError."""
     return _read(path, with_tensors=False)[1] if path.exists() else {}
 
 
@@ -93,11 +93,11 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
         provenance = parse_json(metadata.get("ddp", "{}"))
         check(provenance, {"seals?": {"header": NAME, "tensors": NAME}}, "its provenance")
         if stored := provenance.pop("seals", None):
-            found = seals(json.dumps(provenance), _labelled(tensors))
+            found = checksums(json.dumps(provenance), _labelled(tensors))
             if stored["header"] != found["header"]:
-                raise ValueError("its provenance was changed, says its checksum")
+                raise ValueError("its provenance does not match its checksum")
             if with_tensors and stored["tensors"] != found["tensors"]:
-                raise ValueError("its masks were changed, says their checksum")
+                raise ValueError("its masks do not match their checksum")
         check_provenance(provenance)
     except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a number format that numpy lacks
         raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
@@ -105,7 +105,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
 
 
 def check_provenance(provenance: Any) -> None:
-    """Raises: SchemaError for what the pages could not show."""
+    """Refuse provenance that the pages could not show. Raises: SchemaError."""
     if isinstance(provenance, dict) and provenance.get("perplexity") == {}:
         provenance = provenance | {"perplexity": None}
     check(provenance, PROVENANCE, "its provenance")

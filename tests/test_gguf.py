@@ -191,8 +191,8 @@ def test_what_is_filled_up_is_said(tmp_path: Path) -> None:
     result = run(tmp_path, "--type", "Q4_1")
     *notes, written = result.stdout.splitlines()
     assert notes == [
-        "filled up with zeros: 197 MLP channels in 7 layers, so that layers have multiples of 32, at least one",
-        "filled up with zeros: 6 query heads in 3 layers, so that groups are even, and the first layer has one",
+        "zero-padded: 197 MLP channels in 7 layers, so that layers have multiples of 32, at least one",
+        "zero-padded: 6 query heads in 3 layers, so that groups are even, and the first layer has one",
         "2 matrices are Q8_0 instead of Q4_1",
         "6 matrices are F16 instead of Q4_1",
     ]

@@ -1,9 +1,9 @@
-"""A model as one GGUF file, which stock llama.cpp runs, and so what is built on it, like Ollama and LM Studio.
+"""A model as one GGUF file for stock llama.cpp and the programs built on it, like Ollama and LM Studio.
 
-llama.cpp's graph `deci` reads query heads, KV heads and MLP channels layer by layer. What it cannot hold is filled up
-with zeros, which add nothing: uneven groups to the largest of their layer, channels to whole blocks of 32, one head in
-a first layer that has none, and one block in a layer whose MLP is gone. Layers that are all alike, as in a dense model,
-go to the graph `llama`, which computes the same. Nothing here imports torch.
+llama.cpp's graph `deci` reads query heads, KV heads and MLP channels layer by layer. Widths that it cannot hold are
+zero-padded: uneven groups to the largest of their layer, channels to whole blocks of 32, no head in the first layer to
+one head, and a removed MLP to one block. If all layers are alike, as in a dense model, the graph is `llama`, which
+computes the same. Nothing here imports torch.
 """
 
 import math
@@ -30,9 +30,9 @@ from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 from ddp_vllm.schema import NAME, Number, SchemaError, check
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-"""What the package gguf can write; llama.cpp's own tool makes the others from F16."""
+"""The types that the package gguf can write; llama.cpp's own tool makes the others from F16."""
 BLOCK = 32
-"""Numbers of a row that share a scale in all quantised types of `TYPES`."""
+"""Numbers of a row that share a scale, in all quantized types of `TYPES`."""
 _SIZE, _FACTOR = Number(1, 1e12, whole=True), Number(1e-9, 1e12)
 ROPE = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _FACTOR)
 _STATED = {"rope_theta?": _FACTOR, "rope_type?": NAME, "type?": NAME, "partial_rotary_factor?": Number(0, 1)}
@@ -41,7 +41,7 @@ NEEDED = dict.fromkeys(("hidden_size", "max_position_embeddings", "vocab_size"),
     "rope_parameters?": (None, _STATED), "rope_scaling?": (None, _STATED),
 }  # fmt: skip
 AGAIN = "copy the folder again, whole"
-FACTORS = "rope_freqs.weight"  # in the file; in a folder they follow from the config
+FACTORS = "rope_freqs.weight"  # a tensor of the file; a folder states them in its config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class _Tensor:
     """One tensor of the file."""
 
     name: str
-    """As in the safetensors of the folder, whether it has it or not."""
+    """Its name in the safetensors of the folder, whether the folder has the tensor or not."""
     gguf_name: str
     shape: tuple[int, ...]
     type: gguf.GGMLQuantizationType
@@ -61,7 +61,7 @@ class _Tensor:
 
 
 def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = False) -> list[str]:
-    """Write a pruned or dense model as a GGUF file; return what must be said about it.
+    """Write a pruned or dense model as a GGUF file; return notes about it for the user.
 
     Raises: SettingError for a type that cannot be written, ModelError for a model that llama.cpp would compute
         differently, CheckpointError, OutputError.
@@ -77,7 +77,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     if reason := _unfit(checkpoint):
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
-    widths = replace(checkpoint.widths, layers=tuple(map(_filled, range(len(checkpoint.layers)), checkpoint.layers)))
+    widths = replace(checkpoint.widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers)))
     tensors = list(_tensors(checkpoint, widths, kind))
     graph = "llama" if len(set(widths.layers)) == 1 else "deci"
     with writing(output):
@@ -88,7 +88,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN):
                 add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
-                as_given = np.dtype(np.float32)  # the type says how it is stored
+                as_given = np.dtype(np.float32)  # of the arrays below; the type is that on disk
                 writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
             writer.write_header_to_file(temporary)
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN, how=" as text", but=(OSError,)):
@@ -100,7 +100,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
 
 
 def _unfit(checkpoint: Checkpoint) -> str | None:
-    """Return what the graphs `deci` and `llama` would compute differently."""
+    """Return why the graphs `deci` and `llama` would not compute this model exactly; None if they do."""
     config = checkpoint.config
     try:
         check(config, NEEDED, "its config.json")
@@ -138,11 +138,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
-def _filled(index: int, layer: LayerWidths) -> LayerWidths:
+def _padded(index: int, layer: LayerWidths) -> LayerWidths:
     """Return the widths of a layer in the file.
 
-    llama.cpp reads the size of a head only if layer 0 has one. A layer without channels it leaves early, before what
-    attention found is added.
+    llama.cpp reads the size of a head only if layer 0 has one, and it leaves a layer without channels before it adds
+    the output of attention.
     """
     groups = layer.query_heads_per_kv_head or ((1,) if index == 0 else ())
     return LayerWidths(
@@ -175,7 +175,7 @@ def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: ModelWid
 
 
 def _tensors(checkpoint: Checkpoint, widths: ModelWidths, kind: gguf.GGMLQuantizationType) -> Iterator[_Tensor]:
-    """Yield what the file holds, in order. Raises: ModelError for a tensor that llama.cpp has no place for."""
+    """Yield the tensors of the file, in order. Raises: ModelError for a tensor that llama.cpp has no place for."""
     if _rope(checkpoint.config)["rope_type"] == "llama3":
         half, whole = (widths.head_dim // 2,), gguf.GGMLQuantizationType.F32
         yield _Tensor(name=FACTORS, gguf_name=FACTORS, shape=half, type=whole)
@@ -194,7 +194,7 @@ def _tensors(checkpoint: Checkpoint, widths: ModelWidths, kind: gguf.GGMLQuantiz
 
 
 def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int, ...]]:
-    """Return the weights of filled up blocks that the folder does not have; each shape is right but for its widths."""
+    """Return the weights of padded blocks that the folder does not have; their shapes still lack the widths."""
     hidden: int = checkpoint.config["hidden_size"]
     found: dict[str, tuple[int, ...]] = {}
     for index, layer in enumerate(widths.layers):
@@ -207,9 +207,9 @@ def _missing(checkpoint: Checkpoint, widths: ModelWidths) -> dict[str, tuple[int
 
 
 def _type_of(gguf_name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """Return how a tensor is stored: as asked for, but for vectors, rows of broken blocks, and embeddings.
+    """Return the type of a tensor: the requested one, except for vectors, rows of broken blocks, and embeddings.
 
-    Embeddings are often the output too, and llama.cpp's own tool also gives them more bits than the layers.
+    Embeddings are often the output head too, and llama.cpp's own tool also gives them more bits than the layers.
     """
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
@@ -221,7 +221,7 @@ def _type_of(gguf_name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantization
 
 
 def _arrays(checkpoint: Checkpoint, widths: ModelWidths, tensors: list[_Tensor]) -> Iterator[np.ndarray]:
-    """Yield each tensor as it is stored; one is in memory at a time."""
+    """Yield each tensor in its type; one is in memory at a time."""
     files = sorted(checkpoint.folder.glob("model*.safetensors"))
     stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
     for tensor in tensors:
@@ -229,14 +229,14 @@ def _arrays(checkpoint: Checkpoint, widths: ModelWidths, tensors: list[_Tensor])
         if tensor.name == FACTORS:
             array[:] = _rope_factors(_rope(checkpoint.config), widths.head_dim)
         elif tensor.name in stored:
-            array[_places(tensor.name, checkpoint.widths, widths)] = _read(stored[tensor.name])
+            array[_positions(tensor.name, checkpoint.widths, widths)] = _read(stored[tensor.name])
         if ".attn_q." in tensor.gguf_name or ".attn_k." in tensor.gguf_name:
             array = _rotated_pairs_adjacent(array, widths.head_dim)
         yield gguf.quantize(array, tensor.type)
 
 
 def _read(tensor: LocalTensor) -> np.ndarray:
-    """Return a tensor in float32, of which bfloat16 is the upper half."""
+    """Return a tensor in float32; bfloat16 is the upper half of a float32."""
     raw = tensor.mmap_bytes()
     if tensor.dtype == "BF16":
         array = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -247,8 +247,8 @@ def _read(tensor: LocalTensor) -> np.ndarray:
     return array.reshape(tensor.shape)
 
 
-def _places(name: str, before: ModelWidths, after: ModelWidths) -> Any:
-    """Return where in the file's tensor the folder's goes; around it are zeros."""
+def _positions(name: str, before: ModelWidths, after: ModelWidths) -> Any:
+    """Return the positions of the folder's tensor in the file's, which is zero elsewhere."""
     expected = after.expected(name)
     if expected is None:
         return ...
@@ -266,14 +266,14 @@ def _places(name: str, before: ModelWidths, after: ModelWidths) -> Any:
 
 
 def _rotated_pairs_adjacent(array: np.ndarray, head_dim: int) -> np.ndarray:
-    """Put next to each other what is rotated together, within each head of [heads · head_dim, …]."""
+    """Put the two rows that are rotated together next to each other, within each head of [heads · head_dim, …]."""
     return array.reshape(-1, 2, head_dim // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 def _rope_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """Return by what Llama 3 divides each frequency: long waves by `factor`, short ones not, others by a mean.
+    """Return the divisor of each frequency in Llama 3 [head_dim / 2]: `factor` for long waves, 1 for short ones.
 
-    [head_dim / 2]. The same as transformers' `_compute_llama3_parameters`.
+    Waves between are divided by a mean of both. The same as transformers' `_compute_llama3_parameters`.
     """
     wavelengths = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -287,7 +287,7 @@ def _notes(
     tensors: list[_Tensor],
     kind: gguf.GGMLQuantizationType,
 ) -> list[str]:
-    """Say what was filled up, and what is of another type than was asked for."""
+    """Return which widths were zero-padded, and which tensors have another type than the requested one."""
     notes = []
     pairs = list(zip(before, after, strict=True))
     for what, unit, why in (
@@ -296,7 +296,7 @@ def _notes(
     ):
         added = [new.num_units(unit) - old.num_units(unit) for old, new in pairs]
         if any(added):
-            notes.append(f"filled up with zeros: {sum(added)} {what} in {sum(map(bool, added))} layers, so that {why}")
+            notes.append(f"zero-padded: {sum(added)} {what} in {sum(map(bool, added))} layers, so that {why}")
     others = Counter(tensor.type.name for tensor in tensors if len(tensor.shape) > 1 and tensor.type != kind)
     notes += [f"{count} matrices are {name} instead of {kind.name}" for name, count in others.items()]
     return notes

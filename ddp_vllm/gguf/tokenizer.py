@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder in GGUF's fields: tokens, merges, special tokens and the chat template.
 
 A tokenizer cuts text into words before it merges bytes. llama.cpp knows the ways of cutting by name, and its own
-converter guesses the name from what a test sentence becomes. Here the rules in `tokenizer.json` themselves say it.
+converter guesses the name from the tokens of a test sentence. Here the name follows from the rules in `tokenizer.json`.
 """
 
 import re
@@ -24,9 +24,9 @@ BYTE_LEVEL = {  # the rules that cut, in order, and whether merges are skipped f
     ((_WORDS % r"\p{N}{1,3}",), True): "llama-bpe",
 }
 SENTENCEPIECE = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-"""What Llama 2's tokenizer does to text, and llama.cpp's of the same kind."""
+"""The normalization of text in Llama 2's tokenizer, and in llama.cpp's of the same kind."""
 _STEP, _ID = {"type": NAME}, Number(0, 10_000_000, whole=True)
-TOKENIZER = {  # what is written into the file, or decides what is
+TOKENIZER = {  # the values that are written into the file or decide about it
     "model": {
         "type": NAME, "vocab": {str: _ID}, "merges": [(NAME, [NAME, 2])],
         "byte_fallback?": (None, bool), "ignore_merges?": (None, bool),
@@ -39,7 +39,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
-    """Add all that turns text into tokens and back. Raises: ModelError if llama.cpp would do it differently."""
+    """Add the tokenizer to the file. Raises: ModelError if llama.cpp would tokenize differently."""
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json; save its tokenizer there with transformers' save_pretrained")
     tokenizer = read_json(folder / "tokenizer.json")
@@ -60,8 +60,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     special = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
-    unsaid = {"bos": False, "eos": False}  # llama.cpp would add some by itself
-    special.add_special_token = unsaid | special.add_special_token
+    unstated = {"bos": False, "eos": False}  # without these llama.cpp would add some by itself
+    special.add_special_token = unstated | special.add_special_token
     special.add_to_gguf(writer, quiet=True)
 
 
@@ -70,7 +70,7 @@ def _refusal(folder: Path, what: str) -> ModelError:
 
 
 def _name_of_cuts(folder: Path, tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for how words are cut. Unicode's NFC, which it does not do, changes little: let it be."""
+    """Return llama.cpp's name of the rules that cut words. It lacks Unicode's NFC, which changes little text."""
     model, normalizer = tokenizer["model"], (tokenizer.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
         raise _refusal(folder, f"normalises text by {normalizer}")
@@ -132,7 +132,7 @@ def _kind(
 
 
 def _scores(tokens: list[str], merges: list[str | list[str]]) -> list[float]:
-    """Return SentencePiece's scores, by which pieces are merged: here the order of the merges says it."""
+    """Return SentencePiece's scores, which decide what is merged first, from the order of the merges."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair.split(" ") if isinstance(pair, str) else pair), rank)

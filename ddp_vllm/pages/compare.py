@@ -184,7 +184,7 @@ def text_table(comparison: Comparison) -> Table:
             near, ratio = quality.get("agreement", {}).get("pruned"), perplexity_ratio(quality)
             cells = [f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"]
             rows.append([name, _name(entry), with_interval(*ratio) if ratio else "–", *cells])
-    headings = ["text", "model", "perplexity, × dense", "KL, nats", "same likeliest token"]
+    headings = ["text", "model", "perplexity, × dense", "KL, nats", "top-1 agreement"]
     return Table(headings=headings, rows=rows)
 
 

@@ -34,7 +34,7 @@ Results = Mapping[str, Any]
 """Of one run of bench or eval, or a part of it, as in the file."""
 Found = Mapping[str, Sequence[Results]]
 """All results files by kind: `bench`, `tasks` and `text`."""
-LARGEST_FILE = 100 * 2**20  # bytes; larger ones beside a model are no results
+LARGEST_FILE = 100 * 2**20  # bytes; larger files in a model folder are not results
 
 
 @dataclass(frozen=True, kw_only=True)

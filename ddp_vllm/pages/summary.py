@@ -88,7 +88,7 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
         changed = f"{change['dropped']:,} more units dropped, {change['revived']:,} revived"
         yield f"rounding of {kind}", f"sparsity was {change['raw_sparsity']:.1%} before; {changed}"
     devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
-    yield "tensor parallelism", f"--tensor-parallel-size {devices} splits every layer without padding"
+    yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
     if quantized := checkpoint.config.get("quantization_config"):
         form = quantized.get("format", "an own format")
         yield "quantization", f"weights in {form} of compressed-tensors; all figures are from before it"
@@ -343,5 +343,5 @@ def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str
             near = agreement.get(label)
             row += [f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"]
         rows.append(row)
-    compared = ["KL to dense, nats", "same likeliest token"] if agreement else []
+    compared = ["KL to dense, nats", "top-1 agreement"] if agreement else []
     return Table(headings=["", "perplexity", "standard error", *compared], rows=rows)

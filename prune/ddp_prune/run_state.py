@@ -32,7 +32,7 @@ from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_prune.weights import LEARNED
 from ddp_vllm.errors import OutputError
 from ddp_vllm.manifest import sha256
-from ddp_vllm.masks import seals
+from ddp_vllm.masks import checksums
 from ddp_vllm.output import (
     LARGEST_METRICS,
     RUN_METRICS,
@@ -241,7 +241,7 @@ def _seals(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
         (f"{name} {value.dtype} {list(value.shape)}", value.flatten().view(torch.uint8).numpy().data)
         for name, value in sorted(tensors.items())
     )
-    return seals(header, labelled)
+    return checksums(header, labelled)
 
 
 def _make_private(folder: Path) -> None:

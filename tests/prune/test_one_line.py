@@ -100,7 +100,7 @@ def test_a_flipped_bit_in_masks_is_found(tiny_model: Path, pruned: Path, tmp_pat
     content[-1] ^= 1  # of the last mask
     (tmp_path / MASKS_FILE).write_bytes(content)
     arguments = ["apply", str(tiny_model), "--masks", str(tmp_path / MASKS_FILE), "-o", str(tmp_path / "out")]
-    assert_refused(CliRunner().invoke(main, arguments), 7, "says their checksum")
+    assert_refused(CliRunner().invoke(main, arguments), 7, "do not match their checksum")
 
 
 def test_a_tensor_in_two_files_is_refused(tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_p
     """
     near = api.inspect(pruned)["perplexity"]["agreement"]["pruned"]
     assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
-    assert "same likeliest token" in api.report(pruned).read_text()
+    assert "top-1 agreement" in api.report(pruned).read_text()
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
     chats.write_text((json.dumps({"conversations": turns}) + "\n") * 400)
