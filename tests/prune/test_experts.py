@@ -402,7 +402,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no top-k": ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\).*bfloat16, float16 and float32"),
     "other width": ({"moe_intermediate_size": 32}, r"shape \[(24, 64|64, 24)\].*requires 32 along axis"),
-    "other experts": ({"num_experts": None, "num_local_experts": 9}, r"mlp\.gate\.weight has shape \[8, 64\].*requires \[9, 64\]"),
+    "other experts": (
+        {"num_experts": None, "num_local_experts": 9},
+        r"mlp\.gate\.weight has shape \[8, 64\].*requires \[9, 64\]",
+    ),
     "no width": ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
 }  # fmt: skip
 
