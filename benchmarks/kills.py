@@ -55,7 +55,8 @@ from ddp_vllm.pages.page import Picture
 
 QUANTIZE = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 MODULES = (  # what the commands import when they run
-    *(f"ddp_prune.{name}" for name in ("cli", "pipeline", "recover", "export", "quantize", "read_recipe", "alm")),
+    *(f"ddp_prune.{name}" for name in ("cli", "pipeline", "export", "read_recipe", "alm")),
+    *(f"ddp_recover.{name}" for name in ("pipeline", "recover", "quantize")),
     *("ddp_vllm.export", "ddp_vllm.gguf_file", "ddp_vllm.pages.report", "datasets", "gguf", "filelock"),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto"),
     *("transformers.models.auto.modeling_auto", "ddp_vllm.remote_code.modeling_ddp", "torch._dynamo", "llmcompressor"),

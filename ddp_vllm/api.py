@@ -93,7 +93,7 @@ def _prune(recipes: Any, output: Path, *, overwrite: bool, tracker: str | None, 
     resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
     if not resumes:
         check_output(output, overwrite=overwrite)
-    run = _learning("ddp_prune.pipeline").prune
+    run = _learning("ddp_recover.pipeline").prune
     folders = run(
         recipes, output, overwrite=overwrite, tracker=tracker, console=_console(verbose),
         measure=partial(profile, verbose=verbose),
@@ -124,7 +124,7 @@ def recover(
     before = provenance.get("recipe", {}) | cut_from
     load = _part("ddp_prune.read_recipe").load_recovery
     found = load(Path(recipe) if recipe else None, _written(settings | {"model": model}), before)
-    _learning("ddp_prune.recover").recover_alone(found, output, overwrite=overwrite, console=_console(verbose))
+    _learning("ddp_recover.recover").recover_alone(found, output, overwrite=overwrite, console=_console(verbose))
     return read_checkpoint(output)
 
 
@@ -148,7 +148,7 @@ def quantize(model: PathLike, scheme: str, *, output: PathLike, overwrite: bool 
     scheme: `W8A8` (8-bit integers), `FP8` or `W4A16` (4-bit weights). verbose: print which layers a kernel takes more
     slowly because of their widths. The other arguments are those of `prune`.
     """
-    part = _part("ddp_prune.quantize")
+    part = _part("ddp_recover.quantize")
     part.quantize(Path(model), scheme, Path(output), overwrite=overwrite, say=_say(verbose))
     return Path(output)
 
@@ -307,7 +307,7 @@ def evaluate_text(
     texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the model's. settings:
     any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has what was found, text by text.
     """
-    part, folder = _learning("ddp_prune.fidelity"), Path(output) if output else default_output(str(model))
+    part, folder = _learning("ddp_recover.fidelity"), Path(output) if output else default_output(str(model))
     names = tuple(map(str, _several(texts)))
     chosen = part.FidelitySettings(model=str(model), texts=names, **_written(settings))
     chosen.check()

@@ -198,7 +198,7 @@ def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
 def test_no_verb_prints_by_another_way() -> None:
     """`echo` and `SafeConsole` show control characters; click's and rich's own would send them to the terminal."""
     root = Path(cli.__file__).parents[1]
-    files = [root / "ddp_vllm", root / "prune" / "ddp_prune", root / "benchmarks" / "ddp_benchmarks"]
+    files = [root / "ddp_vllm", root / "prune", root / "benchmarks" / "ddp_benchmarks"]
     for file in sorted(path for folder in files for path in folder.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         assert text.count("click.echo(") == (file.name == "cli.py" and file.parent.name == "ddp_vllm"), file

@@ -16,11 +16,13 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {  # package -> its folder
     "ddp_vllm": ROOT / "ddp_vllm",
     "ddp_prune": ROOT / "prune" / "ddp_prune",
+    "ddp_recover": ROOT / "prune" / "ddp_recover",
     "ddp_plugins": ROOT / "plugins" / "ddp_plugins",
     "ddp_benchmarks": ROOT / "benchmarks" / "ddp_benchmarks",
     "ddp_study": ROOT / "benchmarks" / "ddp_study",
 }
-ARROWS = {"ddp_study": {"ddp_prune"}}  # package -> the others it may import; the ground floor is for all
+# package -> the others it may import; the ground floor is for all
+ARROWS = {"ddp_recover": {"ddp_prune"}, "ddp_study": {"ddp_prune"}}
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "rich", "numpy")
 HELP = "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)"
 

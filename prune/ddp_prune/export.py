@@ -21,7 +21,7 @@ from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import WHOLE_EXPERT, fewer_experts, pruned_config, unit_shapes
-from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
+from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file, read_provenance
 from ddp_vllm.origins import local_provenance, published, remember
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import model_card
@@ -343,6 +343,14 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
         if not (values.isfinite() & (values >= 0)).all():
             raise CheckpointError(f"{path} holds {kind} gates that are negative or no numbers; learn them again")
     return gates, provenance
+
+
+def provenance_of(output: Path) -> dict[str, Any]:
+    """Return what a pruned folder says of its making, if there is one."""
+    try:
+        return read_provenance(output / MASKS_FILE)
+    except CheckpointError:
+        return {}
 
 
 def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1, align: int = 1) -> None:

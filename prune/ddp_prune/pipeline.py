@@ -27,7 +27,7 @@ from ddp_prune.devices import (
     make_accelerator,
 )
 from ddp_prune.exam import Exam, bos_warning
-from ddp_prune.export import Become, export, layer_widths
+from ddp_prune.export import Become, export, layer_widths, provenance_of
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import (
     Source,
@@ -38,9 +38,8 @@ from ddp_prune.model import (
     weight_files,
     weight_shapes,
 )
-from ddp_prune.progress import StepProgress, show
-from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
-from ddp_prune.recover import provenance_of, recover
+from ddp_prune.progress import StepProgress
+from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import Branches, train
@@ -57,6 +56,12 @@ from ddp_vllm.speed import Measure, find_profile, predicted_latency
 BRANCH = ".branch"  # of the run that a family keeps among the folders of its sizes; no output begins with a dot
 
 
+Show = Callable[[Path, str, Console], None]
+"""Prints and draws what was written to a folder, of a dense model of this name."""
+Recover = Callable[[Recipe, Path, Accelerator, Console], None]
+"""Recovers the checkpoint in a folder, in place, for the minutes of the recipe."""
+
+
 def prune(
     recipes: Sequence[Recipe],
     output: Path,
@@ -65,6 +70,8 @@ def prune(
     tracker: str | None,
     console: Console,
     measure: Measure,
+    recover: Recover,
+    show: Show,
 ) -> list[Path]:
     """Learn masks for a model and write the pruned checkpoint to `output`; several sizes into folders inside it.
 
@@ -102,8 +109,9 @@ def prune(
             start = {pool.name: pool.keep_ratio for pool in pruning.pools}
             before = pruning.state(output / BRANCH, recipes[place - 1]) if place else None
             after = pruning.state(output / BRANCH, recipe) if recipe is not recipes[-1] else None
-            pruning.run(folder, (before, after), overwrite=overwrite)
-            pruning.recover(folder)
+            pruning.run(folder, (before, after), show, overwrite=overwrite)
+            if recipe.recover and not from_main(accelerator, "recovery" in provenance_of(folder)):
+                recover(recipe, folder, accelerator, console)
         family.remove()
     accelerator.wait_for_everyone()  # who asked reads what the main process wrote
     accelerator.end_training()
@@ -145,8 +153,8 @@ class Pruning:
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
         files = weight_files(source.folder), companions(source.folder)
         self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
-        profile = recipe.profile if recipe.budget == "latency" else ""
-        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=profile)
+        path = str(profile.path) if profile else ""
+        self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=path)
 
     def say(self, line: str) -> None:
         """Print a line, from one process."""
@@ -158,7 +166,7 @@ class Pruning:
         writes = self.accelerator.is_main_process
         return RunState(output, recipe, learned_from=self.learned_from, writes=writes, say=say)
 
-    def run(self, output: Path, branches: Branches, *, overwrite: bool) -> None:
+    def run(self, output: Path, branches: Branches, show: Show, *, overwrite: bool) -> None:
         """Learn masks and write the pruned checkpoint, unless this was done before; draw its report unless it will be
         recovered; and delete the run."""
         self.announce()
@@ -273,17 +281,6 @@ class Pruning:
             extra_files={METRICS_FILE: run.metrics.read_text(encoding="utf-8")},
             become=become,
         )
-
-    def recover(self, output: Path) -> None:
-        """Let the weights learn afterwards for as long as the recipe says, unless they have."""
-        recipe, accelerator = self.recipe, self.accelerator
-        if not recipe.recover or from_main(accelerator, "recovery" in provenance_of(output)):
-            return
-        shared: dict[str, Any] = {
-            each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)
-        }
-        weights = RecoveryRecipe(model=str(output), teacher=recipe.model, minutes=recipe.recover, **shared)
-        recover(weights, output, accelerator, overwrite=True, console=self.console)
 
 
 def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile | None:

@@ -1,16 +1,11 @@
-"""What a run shows: a bar, or lines now and then where there is no terminal; and at the end what it has made."""
+"""What a run shows: a bar, or lines now and then where there is no terminal."""
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.pages.report import write_report
-from ddp_vllm.pages.terminal import print_checkpoint
 
 
 class StepProgress:
@@ -57,15 +52,3 @@ class StepProgress:
             self.console.print(
                 f"{phase} {step}/{self.num_steps} {text}, {left:.0f} s left", highlight=False, soft_wrap=True
             )
-
-
-def show(output: Path, dense: str, console: Console) -> None:
-    """Print what a written checkpoint holds, draw its page, and say what to do with it."""
-    checkpoint = read_checkpoint(output)
-    print_checkpoint(checkpoint, console)
-    page = write_report(checkpoint, output)
-    console.print(
-        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output}"
-        f"\nmeasure it: ddp-vllm bench sharegpt --dense {dense} --pruned {output}",
-        markup=False,
-    )

@@ -17,7 +17,7 @@ from test_engine import ALIGNED_LAYERS
 from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
 from torch import nn
 
-from ddp_prune.quantize import SCHEMES
+from ddp_recover.quantize import SCHEMES
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 

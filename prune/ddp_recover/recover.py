@@ -27,21 +27,22 @@ from ddp_prune.devices import (
     make_accelerator,
 )
 from ddp_prune.exam import Exam, bos_warning
-from ddp_prune.export import export_recovered
+from ddp_prune.export import export_recovered, provenance_of
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
-from ddp_prune.progress import StepProgress, show
+from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
 from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.weight_trainer import WeightTrainer
 from ddp_prune.weights import highest_rate, local_part
+from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.origins import local_provenance
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.pages.evidence import RECOVERY_FILE
+from ddp_vllm.pages.written import show
 
 
 def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
@@ -105,14 +106,6 @@ def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:
     """Tell whether the same command has recovered `output`, and was killed before it had finished."""
     asked = (saved_header(output).get("learned_from") or {}).get("asked")
     return is_unfinished(output) and asked in (None, decisive(recipe.to_dict())) and "recovery" in provenance_of(output)
-
-
-def provenance_of(output: Path) -> dict[str, Any]:
-    """Return what a pruned folder says of its making, if there is one."""
-    try:
-        return read_provenance(output / MASKS_FILE)
-    except CheckpointError:
-        return {}
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:

@@ -130,7 +130,7 @@ def test_two_evaluations_in_one_second_keep_their_results(
     pruned: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock stands still, so both start in the same second; the page shows the later one."""
-    monkeypatch.setattr("ddp_prune.fidelity.today", lambda: "2026-01-31T12:00:00Z")
+    monkeypatch.setattr("ddp_recover.fidelity.today", lambda: "2026-01-31T12:00:00Z")
     output = pruned / "eval"
     for length in (16, 24):
         api.evaluate_text(pruned, [tiny_text], output=output, max_length=length)

@@ -14,13 +14,13 @@ from click.testing import CliRunner, Result
 from runs import assert_refused, prune, recover, weights
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from ddp_prune import progress
 from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.run_state import RunState
-from ddp_prune.weight_trainer import WeightTrainer
+from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm import output
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.pages import written
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -202,7 +202,7 @@ KILLS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "before": [(output, "_replace", _replacing(first=True))],
     "between": [(output, "_exchanged", lambda *_: False), (os, "rename", _rename_and_die)],
     "after": [(output, "_replace", _replacing(first=False))],
-    "report": [(progress, "write_report", _report)],
+    "report": [(written, "write_report", _report)],
     "removal": [(RunState, "remove", _remove)],
 }
 
@@ -248,7 +248,7 @@ def test_a_command_that_was_killed_after_its_output_was_written_is_finished(
     }
     for name, command in commands.items():
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(RunState if moment == "remove" else progress, moment, _die)
+            patch.setattr(RunState if moment == "remove" else written, moment, _die)
             command()
         assert (tmp_path / f"{name}.run" / "state.safetensors").exists()
         before = weights(tmp_path / name)

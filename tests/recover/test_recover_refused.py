@@ -11,7 +11,7 @@ import torch
 from runs import assert_refused, prune, recover
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ddp_prune.weight_trainer import WeightTrainer
+from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.manifest import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -142,6 +142,6 @@ def test_models_that_a_device_cannot_hold(pruned: Path, tmp_path: Path, monkeypa
     def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("ddp_prune.recover.load", run_out)
+    monkeypatch.setattr("ddp_recover.recover.load", run_out)
     assert_refused(recover(pruned, tmp_path / "out"), 6, str(pruned), "memory of a device", "--method lora")
     assert list(tmp_path.iterdir()) == []

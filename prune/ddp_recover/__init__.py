@@ -1,0 +1,1 @@
+"""After pruning: the removed quality recovered and measured, and the model quantized."""
