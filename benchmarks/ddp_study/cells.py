@@ -28,6 +28,7 @@ from ddp_prune.loss import perplexity
 from ddp_prune.model import Source, companions, open_source, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState, fingerprint
 from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer
 from ddp_prune.train import train
@@ -160,7 +161,7 @@ class Cells:
             else:
                 found = {"reason": found["reason"]}
                 yield f"{name}: {found['reason']}"
-            if recipe.learn == "full":
+            if recipe.train == "weights":
                 self.__dict__.pop("gated", None)  # its weights have learned
             if row.before:
                 before = json.loads(self.of(row.before, sparsity, seed).read_text(encoding="utf-8"))
@@ -216,7 +217,7 @@ class Cells:
         except SettingError as error:
             return str(error)
         num_weights = sum(math.prod(shape) for shape in shapes.values())
-        fits = recipe.learn != "full" or fits_learning(num_weights, self.accelerator, LEARNING_BYTES + 2)
+        fits = recipe.train != "weights" or fits_learning(num_weights, self.accelerator, LEARNING_BYTES + 2)
         return "" if fits else "memory does not hold weights that learn and a second model to learn from"
 
     def learn(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
@@ -229,21 +230,22 @@ class Cells:
             trainer = Trainer(*arguments)
             for kind, gates in start.items():
                 gates = gates.to(self.accelerator.device)
-                trainer.support[kind], trainer.z[kind] = gates > 0, torch.where(gates > 0, gates, 1.0)
+                trainer.gates.support[kind], trainer.gates.z[kind] = gates > 0, torch.where(gates > 0, gates, 1.0)
             return trainer
 
         make = row.method.trainer if isinstance(row.method, Search) else go_on
         files = weight_files(self.source.folder), companions(self.source.folder)
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
-        run, weights, teacher = RunState(path.with_suffix(""), recipe, learned_from=facts), None, None
+        asked, weights, teacher = Run.alone(recipe, train=recipe.train), None, None
+        run = RunState(path.with_suffix(""), recipe, resolved=asked.to_dict(), learned_from=facts)
         with run.locked():
-            if recipe.learn == "full":
+            if recipe.train == "weights":
                 teacher = load(self.source, recipe, self.accelerator) if recipe.distillation > 0 else None
                 weights = LearningWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
             scored = counting(text, recipe.learn_from, recipe.data, lambda _line: None)
             _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
-            learned = train(self.gated, text.train, recipe, pools, *means, make=make, scored=scored)
+            learned = train(self.gated, text.train, asked, pools, *means, make=make, scored=scored)
             took = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
                 weights.finish()

@@ -24,7 +24,7 @@ from ddp_vllm.errors import SettingError, TextError
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
 MASKS = ".safetensors"  # a file of masks is a row too
-CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "learn")  # settings that a row may have
+CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "train")  # settings that a row may have
 OF_SCORES = ("data", "scope")  # those that a score heeds
 METHODS: dict[str, Score | Search] = {
     **scores.METHODS, **activation_scores.METHODS, **gradient_scores.METHODS, **expert_scores.METHODS,
@@ -32,7 +32,7 @@ METHODS: dict[str, Score | Search] = {
 }  # fmt: skip
 BY_DEFAULT = [name for name in METHODS if not name.startswith(("experts-use", "taylor", "hard"))]
 """Those of the paper's tables 1 to 3."""
-LATER = {"scales": "scales", "recovered": "full"}  # what learns in a second run, by the word after a plus sign
+LATER = {"scales": "masks", "recovered": "weights"}  # what learns in a second run, by the word after a plus sign
 SUPPORT_STAYS = 0.999  # polish of a second run: all of it
 
 
@@ -57,11 +57,11 @@ def read_row(name: str) -> Row:
     later = max((place for place, word in enumerate(words) if word in LATER), default=None)
     if later is not None:
         before = read_row("+".join([head, *words[:later]]))
-        if before.changes.get("learn") == "full":
+        if before.changes.get("train") == "weights":
             raise SettingError(
                 f"method {name!r} goes on from weights that learned, which are not kept; leave out the end"
             )
-        own = {"controller": "gradual", "polish": SUPPORT_STAYS, "learn": LATER[words[later]]}
+        own = {"controller": "gradual", "polish": SUPPORT_STAYS, "train": LATER[words[later]]}
         return Row(name=name, before=before.name, changes=own | _changes(name, words[later + 1 :], CHANGES))
     if (method := METHODS.get(head)) is None:
         raise SettingError(
@@ -165,7 +165,7 @@ class Study:
             changes = {"polish": Recipe.polish} | changes
         if isinstance(share := changes.get("steps"), str):
             changes["steps"] = max(1, round(self.recipe.steps * float(share.rstrip("%")) / 100))
-        fixed: Mapping[str, Any] = {"sparsity": sparsity, "seed": seed, "learn": "scales", "scope": "global"}
+        fixed: Mapping[str, Any] = {"sparsity": sparsity, "seed": seed, "train": "masks", "scope": "global"}
         exact = dataclasses.replace(self.recipe.alm, raw_masks=False)
         return dataclasses.replace(self.recipe, **{**fixed, "alm": exact, **changes})
 

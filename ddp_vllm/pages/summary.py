@@ -169,7 +169,7 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
 
 def trained_together(provenance: Mapping[str, Any]) -> bool:
     """Say whether the weights were trained together with the masks; a masks file alone does not hold these weights."""
-    return bool(provenance.get("recipe", {}).get("learn", "scales") != "scales")
+    return bool(provenance.get("run", {}).get("train") == "weights")
 
 
 def learning(provenance: Mapping[str, Any]) -> str:

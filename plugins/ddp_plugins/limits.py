@@ -129,7 +129,7 @@ def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths
             "Some layers have a sliding window, some none, and they have %s KV heads: vLLM fills the KV cache of each "
             "up to %d. --disable-hybrid-kv-cache-manager avoids that, but keeps what lies outside of windows. Compare "
             "'Maximum concurrency' in the log with and without it; it is better for short sequences. After prune "
-            "--group layer with a --sparsity that leaves whole KV heads in each (0.25 of 4) nothing is padded.",
+            "--scope layer with a --sparsity that leaves whole KV heads in each (0.25 of 4) nothing is padded.",
             _listed(numbers),
             max(numbers),
         )

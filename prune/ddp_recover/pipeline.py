@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from ddp_prune import pipeline
-from ddp_prune.recipe import LearningSettings, Recipe, RecoveryRecipe
+from ddp_prune.recipe import Recipe, RecoveryRecipe, TrainingSettings
 from ddp_recover.recover import recover
 from ddp_vllm.pages.written import show
 from ddp_vllm.speed import Measure
@@ -27,6 +27,6 @@ def prune(
 
 def recover_pruned(recipe: Recipe, folder: Path, accelerator: Accelerator, console: Console) -> None:
     """Recover a pruned checkpoint in place, with the pruning recipe's text, memory settings and minutes."""
-    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
+    shared: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
     recovery = RecoveryRecipe(model=str(folder), teacher=recipe.model, minutes=recipe.recover, **shared)
     recover(recovery, folder, accelerator, overwrite=True, console=console)

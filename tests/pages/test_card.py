@@ -104,7 +104,7 @@ def test_what_fits_llama_cpp_is_what_the_export_takes() -> None:
 ])  # fmt: skip
 def test_the_card_says_whose_weights_a_folder_has(applied: bool, recovered: bool, expected: str, trained: Path) -> None:
     checkpoint = read_checkpoint(trained)
-    provenance = {**checkpoint.provenance, "recipe": {**checkpoint.provenance["recipe"], "learn": "full"}}
+    provenance = {**checkpoint.provenance, "run": {"train": "weights"}}
     provenance |= {"applied_to": "owner/tiny"} if applied else {}
     provenance |= {"recovery": {"recipe": {"tokens": 64}, "texts": ["a.jsonl"]}} if recovered else {}
     assert expected in model_card(dataclasses.replace(checkpoint, provenance=provenance), "pruned")

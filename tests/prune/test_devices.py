@@ -44,6 +44,7 @@ from ddp_prune.devices import (
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
@@ -196,7 +197,7 @@ def test_keys_with_a_bias_stay_with_fused_attention() -> None:
 def _run(gated: GatedModel, folder: Path, **settings: Any) -> Learned:
     recipe = Recipe(model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, **settings)
     run, pools = RunState(folder, recipe), pools_of(gated, recipe)
-    return train(gated, TOKENS, recipe, pools, Accelerator(cpu=True), run, lambda _: None)
+    return train(gated, TOKENS, Run.alone(recipe), pools, Accelerator(cpu=True), run, lambda _: None)
 
 
 def test_narrow_weights_must_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from ddp_prune.batches import Batches
 from ddp_prune.documents import documents
+from ddp_prune.run import Run
 from ddp_prune.templates import BEGIN, END, Templates
 from ddp_prune.text import Blocks, counting, cut, encode, pack
 from ddp_prune.trainer import Trainer
@@ -134,9 +135,9 @@ def test_masks_learn_from_the_cross_entropy_of_what_counts(lab: Lab) -> None:
     for size in (1, 4):
         recipe = lab.recipe(micro_batch_size=size)
         batches = Batches(BLOCKS, recipe, Accelerator(), scored)
-        trainer = Trainer(lab.gated, batches, recipe, pools_of(lab.gated, recipe), Accelerator())
+        trainer = Trainer(lab.gated, batches, Run.alone(recipe), pools_of(lab.gated, recipe), Accelerator())
         assert trainer.step(0)["ce"] == pytest.approx(wanted, rel=1e-5)
-        moved.append(trainer.z["mlp"])
+        moved.append(trainer.gates.z["mlp"])
     torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=0)
     everything = lab.trainer()
     everything.step(0)

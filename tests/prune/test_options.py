@@ -24,13 +24,12 @@ from ddp_vllm.errors import SettingError
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 FLAGS = {
     cli.prune: [
-        "--activation-checkpointing", "--align", "--attention-sparsity", "--batch", "--batch-size", "--budget",
-        "--concurrency", "--context",
-        "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--group",
-        "--head-unit", "--heldout-blocks", "--learn", "--learn-from", "--micro-batch-size", "--other-machine",
-        "--output", "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
+        "--activation-checkpointing", "--align", "--attention-sparsity", "--batch-size", "--budget", "--concurrency",
+        "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--head-unit",
+        "--heldout-blocks", "--learn-from", "--micro-batch-size", "--other-machine",
+        "--output", "--overwrite", "--phase", "--polish", "--profile", "--recipe", "--recover",
         "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
-        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker",
+        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker", "--train",
         "--whole-experts", "-o",
     ],
     cli.recover: [
@@ -97,7 +96,7 @@ def test_help_groups_options_by_what_they_are_about() -> None:
 
 
 def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the name of 0.1, over those of the file; and what is not given is not."""
+    """They override those of the file; options that are not given override nothing."""
     seen: list[Recipe] = []
 
     def keep(*arguments: object) -> list[Recipe]:
@@ -106,7 +105,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(read_recipe, "load_recipes", keep)
     (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
-    more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
+    more = ["--scope", "layer", "--polish", "0", "--shard", "--align", "128", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
     settings = {"model": "m", "data": "t", "scope": "layer", "polish": 0.0, "shard": True, "align": 128, "tp": 4}
     settings |= {"heldout_blocks": 3, "steps": 6, "budget": "units"}
@@ -136,7 +135,6 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line m
         ["--tp", "3"],
         ["tensor-parallel size 3", "8 query heads", "valid sizes: 1, 2, 4, 8"],
     ),
-    "two alignments": (["--quant-friendly", "--align", "64"], ["--align 128", "--align 64"]),
     "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
     "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
     "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
@@ -161,7 +159,8 @@ def test_a_size_in_percent() -> None:
         assert cli.prune.make_context("prune", ["m", "-o", "o", "--sparsity", said]).params["sparsity"] == meant
 
 
-MEASURED = ["--profile", "PROFILE", "--other-machine", "--context", "1024"]
+MEASURED = ["--profile", "PROFILE", "--other-machine", "--context-length", "1024"]
+PREFILL = [*MEASURED, "--phase", "prefill", "--concurrency", "1"]
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
     "units": (["--sparsity", "30%"], r"31.2% of what can be pruned = 25.5% of the model: 113.1K → 84.29K parameters; "
               r"for 30% of all: --target-params 79.16K"),
@@ -178,7 +177,7 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
                   r"^budget: 12 of 12 attn units stay\n(.*\n)*17.9% of what can be pruned = 14.6% of the model"),
     "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
     "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: [\d,]+ µs of a step in attn, mlp stay"),
-    "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *MEASURED],
+    "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *PREFILL],
                             r"^budget: [\d,]+ µs of a step in attn, mlp stay, 80.0%"),
 }  # fmt: skip
 
@@ -196,6 +195,32 @@ def test_a_dry_run_says_what_would_go_and_writes_nothing(case: str, tiny_model: 
     assert re.search(r"memory: about .* for two models, .* are free\ntext: [\d,]+ steps of 16", result.stdout)
     assert re.search(r"^time: about [\d.]+ \w+: 1,[03]00 steps of [\d.]+ s, as one took", result.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == [places]
+
+
+OTHERS = [  # every option of prune that is in no case of DRY, with a value other than its default
+    "--text-column", "text", "--batch-size", "4", "--seq-len", "64", "--seed", "3", "--heldout-blocks", "2",
+    "--learn-from", "all", "--distillation", "1", "--micro-batch-size", "2", "--dtype", "float32", "--save-every", "5",
+    "--activation-checkpointing", "on", "--head-unit", "kv-group", "--align", "8", "--tp", "2", "--steps", "20",
+    "--controller", "alm", "--polish", "0.2", "--train", "masks", "--recover", "3", "--tracker", "tensorboard",
+    "--overwrite",
+]  # fmt: skip
+OF_EXPERTS = ["--whole-experts", "--train", "weights"]
+
+
+def test_a_dry_run_takes_every_option(tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
+    (recipe := tmp_path / "recipe.toml").write_text("[alm]\nwarmup = 0.1\n")
+    for model, options in ((tiny_model, [*OTHERS, "--recipe", str(recipe)]), (tiny_experts, OF_EXPERTS)):
+        arguments = ["prune", str(model), "--sparsity", "0.4", "--data", "no text", "-o", str(tmp_path / "out")]
+        result = CliRunner().invoke(main, [*arguments, "--dry-run", *options])
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert re.search(r"^budget: .* stay", result.stdout, re.MULTILINE)
+        assert list(tmp_path.iterdir()) == [recipe]
+        if model == tiny_model:
+            assert re.search(r"^text: 20 steps of 4 × 64 tokens, 5,120 in all", result.stdout, re.MULTILINE)
+            assert "for the model" in result.stdout and "and then 3 minutes of recovery" in result.stdout
+    tried = {each for options, _ in DRY.values() for each in options} | {*OTHERS, *OF_EXPERTS, "--recipe"}
+    given = {"--data", "--output", "-o", "--dry-run", "--shard"}  # the last one takes several processes
+    assert tried | given >= set(FLAGS[cli.prune])
 
 
 def test_a_target_of_a_dry_run_is_met(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

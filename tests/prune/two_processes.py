@@ -29,6 +29,7 @@ from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
@@ -91,7 +92,7 @@ def noting(steps: list[float], state: Callable[[Trainer], Any]) -> Callable[[Tra
     """Return `state`, which notes how many steps were done when it is asked for."""
 
     def noted(trainer: Trainer) -> Any:
-        steps.append(max(float(each.max()) for each in trainer.num_steps.values()))
+        steps.append(max(float(each.max()) for each in trainer.gates.open_steps.values()))
         return state(trainer)
 
     return noted
@@ -116,7 +117,7 @@ def learn(model: str, folder: Path) -> None:
 
         # each process has its own disk, as if on its own machine
         state = RunState(folder / f"machine-{rank}" / name, recipe, writes=rank == 0)
-        learned = train(gated, BLOCKS, recipe, pools_of(gated, recipe), accelerator, state, report)
+        learned = train(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, state, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
