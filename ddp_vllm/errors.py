@@ -13,13 +13,18 @@ A message is one line: what is wrong with which value, where, and the remedy.
 Only `ddp_vllm.cli` turns errors into exit codes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 def printable(text: str) -> str:
-    """Return a text whose control characters, which a terminal would obey, are written out."""
+    """Return a text with its control characters written out, because a terminal would obey them."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
+def line_printer(verbose: bool) -> Callable[[str], None]:
+    """Return what a function of `ddp_vllm` reports its progress to: it prints a line if `verbose`, else nothing."""
+    return (lambda line: print(printable(line))) if verbose else lambda _line: None
 
 
 def is_utf8(name: str) -> bool:

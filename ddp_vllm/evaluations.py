@@ -8,9 +8,9 @@ from statistics import fmean, pvariance
 from typing import Any
 
 from ddp_vllm.errors import TextError
-from ddp_vllm.facts import FACTS
 from ddp_vllm.machine import PLACE
 from ddp_vllm.masks import QUALITY
+from ddp_vllm.model_facts import FACTS
 from ddp_vllm.results import t_quantile
 from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, TEXT, Number, SchemaError, check
 

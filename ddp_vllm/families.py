@@ -1,9 +1,9 @@
-"""One row a model family: what can be pruned, and what would not survive it.
+"""Lists the model families that can be pruned, and refuses models whose features pruning cannot preserve.
 
-A gate scales what one unit adds to the residual stream, so it sits on the input of the projection that adds it:
-`o_proj` for heads, `down_proj` for channels. Removing the unit removes the rows of the projections that make it and the
-columns of the projection that adds it (`remote_code/tensors.py`). In a mixture of experts the units are the channels of
-each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
+A gate scales the contribution of one unit to the residual stream, at the input of the projection that writes it:
+`o_proj` for heads, `down_proj` for channels. Removing the unit removes its rows of the projections that compute it and
+its columns of the projection that writes it (`remote_code/tensors.py`). In a mixture of experts the units are the
+channels of each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
 """
 
 import importlib
@@ -27,10 +27,10 @@ from ddp_vllm.remote_code.widths import (
 )
 from ddp_vllm.schema import NAME, SchemaError, check
 
-EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer, whatever the names on disk
-ROUTER = "mlp.gate"  # and of what chooses among them
-WHOLE_EXPERT = "expert"  # in place of what an attention unit is: routed experts stay or go as a whole
-FAMILIES = {  # model_type of the dense config -> what its classes are called in remote code and in vLLM's plugin
+EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer; names on disk differ
+ROUTER = "mlp.gate"  # transformers' module of the router
+WHOLE_EXPERT = "expert"  # value of `head_unit` in a mixture of experts: whole routed experts are the units
+FAMILIES = {  # model_type of the dense config -> the family's name in class names of remote code and vLLM's plugin
     "llama": "Llama",
     "mistral": "Mistral",
     "qwen2": "Qwen2",
@@ -54,7 +54,7 @@ class Family:
     """A model family that can be pruned."""
 
     name: str
-    """As in the names of its classes."""
+    """The name that its classes contain, such as Qwen3."""
     tensors: TensorTable
 
     @property
@@ -78,20 +78,20 @@ class Family:
         return "modeling_ddp_moe" if self.tensors.has_experts else "modeling_ddp"
 
 
-REFUSED = {  # model_type -> the feature that pruning, plain transformers or vLLM would not survive
+REFUSED = {  # model_type -> the feature that pruning, transformers or vLLM cannot preserve
     "olmo2": "its q/k norm spans all heads, so removing one changes the others",
     "olmo3": "its q/k norm spans all heads, so removing one changes the others",
-    "gpt_oss": "its attention has a sink for each head, which the exported model has no place for",
+    "gpt_oss": "its attention has a sink per head, which the exported model cannot store",
     "gemma3": "it is multimodal; extract its text model (model_type gemma3_text) and prune that",
     "gemma3n": "its layers share KV caches",
-    "gemma": "no remote code and no vLLM class of ours serves it; Gemma-2 and Gemma-3 are supported",
+    "gemma": "ddp-vllm has no model class for it; Gemma-2 and Gemma-3 are supported",
     "phi4_multimodal": "it is multimodal",
-    "phimoe": "its experts and norms differ from Mixtral's, and nothing of ours serves them",
+    "phimoe": "its experts and norms differ from Mixtral's, and ddp-vllm has no model class for it",
     "granitemoe": "the experts of Granite are fused on disk",
     "granitemoeshared": "the experts of Granite are fused on disk",
     "granitemoehybrid": "it has state-space layers",
 }
-FEATURES = {  # key of a config that, if set, asks for what the exported model has no place for -> its name
+FEATURES = {  # key of a config that, if set, enables a feature the exported model lacks -> the feature's name
     "dual_chunk_attention_config": "dual chunk attention",
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "layers that share a KV cache",
@@ -111,21 +111,21 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if model_type in REFUSED:
         raise ModelError(f"{model_type} cannot be pruned: {REFUSED[model_type]}")
     if model_type.startswith("ddp_"):
-        raise ModelError(f"the model is pruned already ({model_type}); prune the dense model it came from")
+        raise ModelError(f"the model is pruned already ({model_type}); prune its dense model")
     if model_type not in FAMILIES:
         raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method", "?") if isinstance(quantised, Mapping) else quantised
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
-            f"the {model_type} checkpoint is quantised ({method}); supported are bfloat16, float16 and float32: "
-            "prune the unquantised checkpoint"
+            f"the {model_type} checkpoint is quantized ({method}); supported are bfloat16, float16 and float32: "
+            "prune the unquantized checkpoint"
         )
     _check_features(model_type, config)
     return Family(name=FAMILIES[model_type], tensors=TABLES[model_type])
 
 
 def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
-    """Return the dense config with its widths, its own type and the classes that load it."""
+    """Return the config of the pruned model: the dense config with widths, model type and classes."""
     family = family_of(config)
     head = {
         "architectures": [family.pruned_architecture],
@@ -137,27 +137,27 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
         },
     }
     rest = {key: value for key, value in config.items() if key not in head and key != "_name_or_path"}
-    if "kv_lora_rank" not in config:  # latent attention has several head sizes and works them out itself
+    if "kv_lora_rank" not in config:  # latent attention has several head sizes and computes them itself
         rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
 
 
 def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:
-    """Return the config of the same stock model with `kept` routed experts a layer. Raises: SettingError."""
+    """Return the config of the same stock model with `kept` routed experts per layer. Raises: SettingError."""
     chosen, num_experts = config["num_experts_per_tok"], count_experts(config)
     if not chosen <= kept < num_experts:
         raise SettingError(
-            f"{kept} of {num_experts} experts of each layer would stay; whole experts can go while {chosen} to "
-            f"{num_experts - 1} stay, for a token is sent to {chosen}"
+            f"{kept} of {num_experts} experts would be kept per layer; keep {chosen} to {num_experts - 1}, because "
+            f"the router sends each token to {chosen}"
         )
     if config["model_type"] == "deepseek" or (config.get("n_group") or 1) > 1:
         why = "experts in groups" if config["model_type"] != "deepseek" else "no stock class in transformers"
-        raise SettingError(f"this {config['model_type']} model has {why}, so whole experts cannot go; prune channels")
+        raise SettingError(f"this {config['model_type']} model has {why}, so it keeps all experts; prune channels")
     return {**config, **{key: kept for key in EXPERT_COUNT_KEYS if config.get(key)}}
 
 
 def register_pruned(config: Mapping[str, Any]) -> None:
-    """Teach transformers' Auto classes the installed classes of a pruned config, so that no code of its folder runs."""
+    """Register the installed classes for a pruned config with transformers, so that no code of its folder runs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ddp_vllm.remote_code import configuration_ddp
@@ -173,7 +173,7 @@ def register_pruned(config: Mapping[str, Any]) -> None:
 
 
 def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
-    """Refuse a variant of a known family that has more than the family. Raises: ModelError, naming the feature."""
+    """Refuse a variant of a family with an unsupported feature. Raises: ModelError, naming the feature."""
     features = [name for key, name in FEATURES.items() if config.get(key)]
     features += [f"layers of type {name}" for name in set(config.get("layer_types") or ()) - LAYER_TYPES]
     if features:
@@ -184,7 +184,7 @@ def _check_features(model_type: str, config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """Sizes of a dense model, as its config states them."""
+    """Sizes of a dense model, from its config."""
 
     num_layers: int
     num_query_heads: int
@@ -193,18 +193,18 @@ class Dimensions:
     intermediate_size: int
     hidden_size: int
     num_experts: int = 0
-    """Routed experts of a layer; 0: a dense model."""
+    """Routed experts per layer; 0: a dense model."""
     expert_intermediate_size: int = 0
     routed_layers: tuple[int, ...] = ()
     """Layers with routed experts."""
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads that a KV head serves."""
+        """Query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads
 
     def units_in(self, unit: str) -> int:
-        """Return how many units of a kind of `tensors.BLOCK_OF` a layer, or an expert, of the dense model has."""
+        """Return the number of units of a kind (key of `tensors.BLOCK_OF`) per dense layer or expert."""
         counts = {
             "query_head": self.num_query_heads,
             "kv_head": self.num_kv_heads,
@@ -215,7 +215,7 @@ class Dimensions:
 
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
-    """Read the sizes that pruning needs. Raises: ModelError if one is missing or they do not fit together."""
+    """Read the sizes that pruning requires. Raises: ModelError for missing or contradictory sizes."""
     try:
         check_sizes(config, "hidden_size")
     except WidthsError as error:
@@ -249,7 +249,7 @@ def choose_head_unit(requested: str, sizes: Dimensions) -> str:
 
 
 def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
-    """Return [L, U] of every module type; [L, E, C] of the experts, which are all that a mixture of experts prunes."""
+    """Return the shape of the gates per module type: [L, U], or [L, E, C] of experts in a mixture of experts."""
     if sizes.num_experts:
         return {"experts": (len(sizes.routed_layers), sizes.num_experts, sizes.expert_intermediate_size)}
     heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
@@ -257,7 +257,7 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
 
 
 def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
-    """Return the widths of the dense model that a config states."""
+    """Return the widths of the dense model from its config."""
     heads, experts = config["num_attention_heads"], count_experts(config)
     kv_heads, width = dense_kv_heads(config), dense_expert_size(config)
     return [

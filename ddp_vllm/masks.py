@@ -18,6 +18,8 @@ from ddp_vllm.remote_code.files import parse_json
 from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check
 
 MASKS_FILE = "ddp_masks.safetensors"
+METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
+"""What `prune` and `recover` logged, one JSON object per step; also in the pruned folder."""
 _MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
 _LOSSES = {str: [Number(-700, 700)]}  # nats a token, of which the exponent is a number; by model
 _MEASURED = Number(0, float("inf"))

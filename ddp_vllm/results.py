@@ -16,8 +16,8 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from ddp_vllm.errors import TextError
-from ddp_vllm.facts import FACTS
 from ddp_vllm.machine import PLACE
+from ddp_vllm.model_facts import FACTS
 from ddp_vllm.output import make_folder, write_text, writing
 from ddp_vllm.remote_code.files import read_json, short
 from ddp_vllm.schema import COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, SchemaError, check

@@ -15,7 +15,7 @@ from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.widths import LayerWidths
 
 Measure = Callable[..., Profile]
-"""`ddp_vllm.api.profile`, or a function with its arguments; this module does not import what measures."""
+"""`ddp_vllm.profile`, or a function with its arguments; this module does not import what measures."""
 
 
 def find_profile(

@@ -1,9 +1,9 @@
-"""Write commands.md, recipe.md and api.md from the code itself, so that the two cannot differ.
+"""Generates commands.md, recipe.md and api.md from the code, so that documentation and code agree.
 
-    python docs/make_pages.py           # write them
-    python docs/make_pages.py --check   # exit 1 if a file on disk differs
+    python docs/make_pages.py           # write the pages
+    python docs/make_pages.py --check   # exit 1 if a page on disk differs
 
-Only what `--help` and docstrings say goes in; to change a page, change those.
+The pages contain only help texts and docstrings; to change a page, change those.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from ddp_vllm.cli import main as command_line
 FOLDER = Path(__file__).parent
 DEFAULT = re.compile(r"\s*\[((?:default: |required)[^\]]*)\]")
 HEADS = {
-    "commands": "# Commands\n\n{generated} Settings are told at length in [recipe.md](recipe.md).\n",
+    "commands": "# Commands\n\n{generated} [recipe.md](recipe.md) describes each setting in full.\n",
     "recipe": "# Settings of a recipe\n\n{generated} How to write a recipe: [pruning.md](pruning.md#recipes).\n",
     "api": "# Python\n\n{generated}\n",
 }
@@ -58,7 +58,7 @@ def commands() -> Iterator[str]:
 
 
 def walk(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
-    """Yield a command and all below it, in the order of the help page, each with its context."""
+    """Yield a command and its subcommands with their contexts, in the order of the help page."""
     yield command, context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
@@ -67,7 +67,7 @@ def walk(command: click.Command, context: click.Context) -> Iterator[tuple[click
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a docstring; what click is told not to wrap is code."""
+    """Yield the paragraphs of a docstring as Markdown; a paragraph that click does not wrap is code."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b"):
             yield "```bash\n" + paragraph.lstrip("\b\n") + "\n```"
@@ -76,7 +76,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def option_row(names: str, text: str) -> str:
-    """Return a row of the table of options; the default, wherever the help says it, has a column of its own."""
+    """Return a row of the table of options; the default moves from the help text to its own column."""
     default = ", ".join(found.removeprefix("default: ") for found in DEFAULT.findall(text))
     return f"| `{escape(names)}` | {escape(DEFAULT.sub('', text))} | {escape(default)} |"
 
@@ -90,7 +90,7 @@ def link(command_path: str, name: str) -> str:
 
 
 def recipe() -> Iterator[str]:
-    """Yield the Markdown of each recipe: its fields with their docstrings, those of `Recipe` by what they are about."""
+    """Yield the Markdown of each recipe: its fields with their docstrings, the fields of `Recipe` by group."""
     docs = field_docs(Recipe)
     fields = [each for each in dataclasses.fields(Recipe) if each.name not in ("model", "alm") and each.name in docs]
     for title in GROUPS:
@@ -100,12 +100,12 @@ def recipe() -> Iterator[str]:
     shared = {each.name for each in dataclasses.fields(TrainingSettings)}
     own = [each for each in dataclasses.fields(RecoveryRecipe) if each.name not in {*shared, "model"}]
     inherited = ", ".join(f"`{name}`" for name in INHERITED)
-    also = f"Beside these, all that both runs have; as for the masks, if not given: {inherited}."
+    also = f"It also has the settings that both recipes share. Defaults come from the pruning run for {inherited}."
     yield f"## Recovery\n\n`ddp-vllm recover`. {also}\n\n{settings_table(RecoveryRecipe, own)}\n"
 
 
 def is_internal(name: str) -> bool:
-    """Say whether a field is set by the run itself."""
+    """Return whether the run itself sets a field."""
     return name in NO_OPTION - {"target"}
 
 
@@ -123,7 +123,7 @@ def settings_table(settings: type, fields: Any) -> str:
 
 
 def functions() -> Iterator[str]:
-    """Yield the introduction to the functions, then the Markdown of each: how it is called, and its docstring."""
+    """Yield the introduction to the functions, then the signature and docstring of each function."""
     yield re.sub(r"^( {4}.*\n(?:\n? {4}.*\n)*)", fenced, inspect.getdoc(api) or "", flags=re.MULTILINE)
     yield EXAMPLES
     for name in ddp_vllm.__all__:
@@ -136,7 +136,7 @@ def fenced(code: re.Match[str]) -> str:
 
 
 def signature(name: str, function: Any) -> str:
-    """Return how a function is called, an argument a line."""
+    """Return the call of a function with one argument per line."""
     found = inspect.signature(function)
     lines = [f"    {parameter}," for parameter in found.parameters.values()]
     by_place = sum(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in found.parameters.values())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from ddp_vllm.fetch import fetch_conversations, fetch_model
+from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 
 settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
 settings.load_profile("patient")

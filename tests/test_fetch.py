@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
-from ddp_vllm.fetch import SHA256, SHAREGPT, fetch_conversations
+from ddp_vllm.hub.fetch import SHA256, SHAREGPT, fetch_conversations
 
 ROWS = [{"id": str(number), "conversations": [{"from": "human", "value": f"Frage {number}: wär’s so?"}]}
         for number in range(3)]  # fmt: skip

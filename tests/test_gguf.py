@@ -22,7 +22,7 @@ from ddp_prune.export import export
 from ddp_prune.model import open_source
 from ddp_vllm.cli import main
 from ddp_vllm.families import unit_shapes
-from ddp_vllm.gguf_tokenizer import BYTE_LEVEL
+from ddp_vllm.gguf.tokenizer import BYTE_LEVEL
 from ddp_vllm.remote_code import modeling_ddp
 from llama_cpp import Server
 

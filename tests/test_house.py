@@ -1,16 +1,14 @@
 """The arrows of the house: which room may import which, and what the command line may load."""
 
 import ast
-import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ddp_vllm import __version__
+from ddp_vllm import api
 
 ROOT = Path(__file__).parent.parent
 ROOMS = {  # package -> its folder
@@ -23,6 +21,11 @@ ROOMS = {  # package -> its folder
 }
 # package -> the others it may import; the ground floor is for all
 ARROWS = {"ddp_recover": {"ddp_prune"}, "ddp_study": {"ddp_prune"}}
+TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
+BORROWED = {  # package -> the verbs of other packages that it calls through that table
+    "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover
+    "ddp_benchmarks": {"evaluate_text"},  # eval --text
+}
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "rich", "numpy")
 HELP = "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)"
 
@@ -36,13 +39,57 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
             yield node.level, node.module or ""
 
 
+def _named(path: Path) -> set[str]:
+    """Return the packages of ours that a file imports, or names in a string as `importlib` takes them."""
+    found = {module.partition(".")[0] for level, module in _imports(path) if level == 0}
+    texts = (
+        node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
+    )
+    return (found | {text.partition(".")[0] for text in texts if isinstance(text, str) and "." in text}) & set(ROOMS)
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_itself_and_the_ground_floor_only(room: str) -> None:
     files = sorted(ROOMS[room].rglob("*.py"))
     assert files
     for file in files:
-        ours = {module.partition(".")[0] for level, module in _imports(file) if level == 0} & set(ROOMS)
-        assert ours <= {"ddp_vllm", room} | ARROWS.get(room, set()), f"{file.relative_to(ROOT)} imports {ours}"
+        if file != TABLE:
+            assert _named(file) <= {"ddp_vllm", room} | ARROWS.get(room, set()), f"{file.relative_to(ROOT)}"
+    assert _named(TABLE) == set(ROOMS) - {"ddp_plugins"}
+
+
+def test_the_files_of_the_ground_floor_import_none_of_its_rooms() -> None:
+    """What presents a checkpoint, or carries it elsewhere, builds on what a checkpoint is, and never the reverse."""
+    rooms = tuple(f"ddp_vllm.{room}" for room in ("pages", "gguf", "hub"))
+    for file in set(ROOMS["ddp_vllm"].glob("*.py")) - {TABLE}:
+        assert not [module for _, module in _imports(file) if module.startswith(rooms)], file
+
+
+def test_the_core_neither_draws_nor_prints_pages() -> None:
+    """Its callers hand in what does, so that matplotlib is loaded after the last step, and only where it is needed."""
+    drawing = tuple(f"ddp_vllm.pages.{name}" for name in ("report", "pictures"))
+    for file in ROOMS["ddp_prune"].rglob("*.py"):
+        assert not [module for _, module in _imports(file) if module.startswith(drawing)], file
+
+
+def test_rooms_call_no_other_verbs_of_each_other_than_these() -> None:
+    for room, folder in ROOMS.items():
+        nodes = [
+            node
+            for file in set(folder.rglob("*.py")) - {TABLE}
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        ]
+        used = {
+            alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module in ("ddp_vllm", "ddp_vllm.api")
+            for alias in node.names
+        } | {
+            node.attr
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ddp_vllm"
+        }
+        assert used & {*api.__all__} == BORROWED.get(room, set()), room
 
 
 def test_scripts_use_what_is_public() -> None:
@@ -79,14 +126,3 @@ def test_command_line_loads_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert "ddp-vllm prune" in result.stdout
     assert result.stdout.splitlines()[-1].split() == ["LOADED"]
-
-
-def test_version_is_in_one_place() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
-    assert project["tool"]["hatch"]["version"]["path"] == "ddp_vllm/__init__.py"
-    assignment = re.compile(r"^__version__\s*=|^version\s*=\s*[\"']\d", re.MULTILINE)
-    files = [file for room in ROOMS.values() for file in room.rglob("*.py")]
-    holders = [file for file in files if assignment.search(file.read_text(encoding="utf-8"))]
-    assert holders == [ROOT / "ddp_vllm" / "__init__.py"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)

@@ -69,7 +69,7 @@ def test_a_quantised_cache_finds_whole_groups_where_attention_is_gone() -> None:
 
 def test_continuous_batching_is_refused_where_heads_differ(llama: Any, mixture: Any) -> None:
     """It would end every request with an empty answer."""
-    with pytest.raises(WidthsError, match=r"as many KV heads in every layer; use generate\(\) or vLLM"):
+    with pytest.raises(WidthsError, match=r"equal KV heads in all layers; use generate\(\) or vLLM"):
         llama.generate_batch([[1, 2, 3]], generation_config=GenerationConfig(max_new_tokens=2, eos_token_id=-1))
     assert mixture.init_continuous_batching(generation_config=GenerationConfig(eos_token_id=-1)) is not None
 
@@ -137,5 +137,5 @@ def test_older_transformers_are_told_what_is_missing(monkeypatch: pytest.MonkeyP
     name = f"{modeling_ddp.__package__}.copy"
     spec = importlib.util.spec_from_file_location(name, configuration_ddp.__file__)
     assert spec is not None and spec.loader is not None
-    with pytest.raises(ImportError, match=r"needs transformers 5\.16 or newer; this is 4\.57\.6"):
+    with pytest.raises(ImportError, match=r"requires transformers 5\.16 or newer; this is 4\.57\.6"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

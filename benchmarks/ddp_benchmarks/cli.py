@@ -1,4 +1,4 @@
-"""The verbs `bench` and `eval`. Nothing heavy is imported before a verb runs."""
+"""The commands `bench`, `profile` and `eval`. torch and vLLM are imported when a command runs, not before."""
 
 import json
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _seed = click.option("--seed", type=int, default=0, show_default=True)
 
 @click.group()
 def bench() -> None:
-    """Measure dense against pruned in real vLLM."""
+    """Compare the dense and the pruned model in real vLLM."""
 
 
 @bench.command()
-@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a hub name.")
+@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a Hub name.")
 @click.option("--pruned", required=True, multiple=True, metavar="DIR", help="A pruned checkpoint; may be repeated.")
 @click.option("--mode", type=click.Choice(["offline", "serve"]), default="offline", show_default=True)
 @click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
@@ -41,27 +41,27 @@ def bench() -> None:
 @_json
 @_seed
 @click.option("--max-model-len", type=int, default=2048, show_default=True, help="Context of the engines, in tokens.")
-@click.option("--request-rate", default="inf", show_default=True, help="Requests/s to serve, several by commas.")
-@click.option("--max-concurrency", default="none", show_default=True, help="Requests in flight, several by commas.")
+@click.option("--request-rate", default="inf", show_default=True, help="Requests/s, comma-separated.")
+@click.option("--max-concurrency", default="none", show_default=True, help="Requests in flight, comma-separated.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS", help="Service level such as ttft:500; may be repeated.")
 @click.option(
     "--num-warmups", "--warmups", "warmups", default=2, show_default=True, help="Requests before an engine is measured."
 )
-@click.option("--no-warmup-round", is_flag=True, help="Do not measure and discard one round before the pairs.")
+@click.option("--no-warmup-round", is_flag=True, help="Skip the discarded round before the pairs.")
 @click.option("--port", type=int, show_default="a free one", help="Port of the server.")
-@click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Longest wait for a server.")
+@click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Time limit of a server's start.")
 @click.argument("engine_arguments", nargs=-1)
 def sharegpt(
     output: Path | None, overwrite: bool, as_json: bool, request_rate: str, max_concurrency: str, **options: Any
 ) -> None:
-    """Replay ShareGPT prompts through real vLLM and say how much faster the pruned model is.
+    """Replay ShareGPT prompts through real vLLM and report how much faster the pruned model is.
 
     \b
     ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned
     ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned --mode serve --request-rate 1,4,inf
     ddp-vllm bench sharegpt --dense MODEL --pruned ./pruned --num-prompts 16 -- --enforce-eager
 
-    ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
+    ENGINE_ARGUMENTS after -- are passed to every vLLM engine.
     """
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.sharegpt import Load, Settings, results_file, run_benchmark
@@ -69,7 +69,7 @@ def sharegpt(
     from ddp_vllm.results import read_results
 
     if options["mode"] == "offline":
-        _check_left_out("--mode serve", "request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
+        _refuse_without("--mode serve", "request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
     loads = tuple(
         Load(request_rate=rate, max_concurrency=limit)
         for rate in _numbers("--request-rate", request_rate)
@@ -83,52 +83,46 @@ def sharegpt(
     try:
         with terminable():
             run_benchmark(settings, output, say=partial(console.print, style="dim"))
-    finally:  # an interrupted run shows what it has
+    finally:  # an interrupted run prints its results so far
         written = output.exists() and output.stat().st_mtime_ns != before
         if written and (results := read_results(output))["runs"]:
             print_report(results, console)
-            console.print(f"{output} keeps vLLM's raw results")
+            console.print(f"{output} has vLLM's raw results")
             console.print(_picture(results, output.with_suffix(".png")))
             if as_json:
                 echo(json_line(results))
 
 
 def _picture(results: Mapping[str, Any], path: Path) -> str:
-    """Draw the results where that can be done; say where they are, or what is missing."""
+    """Draw the results if matplotlib is installed; return a line with the picture's path or the remedy."""
     from ddp_benchmarks.tables import draw_speed
 
     if not find_spec("matplotlib"):
-        return "without matplotlib there is no picture of them; pip install matplotlib"
+        return "no picture of the results: matplotlib is missing; pip install matplotlib"
     draw_speed(results, path)
-    return f"{path} draws them"
+    return f"{path} shows them"
 
 
 @bench.command()
-@click.option("--shape", "shapes", default="qwen3-30b-a3b", show_default=True, help="Models by commas, or all.")
-@click.option("--tokens", default="1,4,16,64,256,1024,4096", show_default=True, help="Batch sizes by commas.")
+@click.option("--shape", "shapes", default="qwen3-30b-a3b", show_default=True, help="Models, comma-separated, or all.")
+@click.option("--tokens", default="1,4,16,64,256,1024,4096", show_default=True, help="Batch sizes, by commas.")
 @click.option("--sparsity", "sparsities", default="0,20,40,60", show_default=True, help="Percent removed, by commas.")
 @click.option("--rounds", type=int, default=9, show_default=True, help="Interleaved measurements of each kernel.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda where there is one")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda if available")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Shrink hidden and intermediate size.")
-@click.option("--experts", type=int, show_default="the model's", help="At most so many experts.")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Factor of hidden and intermediate size.")
+@click.option("--experts", type=int, show_default="the model's", help="Maximum number of experts.")
 @click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", show_default=True, help="On a CPU.")
-@click.option("--popularity", type=float, default=0.5, show_default=True, help="How unevenly experts are chosen.")
+@click.option("--popularity", type=float, default=0.5, show_default=True, help="Unevenness of the routing.")
 @_seed
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="kernel.json", show_default=True)
 @_overwrite
 @_json
 def kernel(
-    shapes: str,
-    tokens: str,
-    sparsities: str,
-    device: str | None,
-    output: Path,
-    overwrite: bool,
-    as_json: bool,
+    shapes: str, tokens: str, sparsities: str, device: str | None, output: Path, overwrite: bool, as_json: bool,
     **options: Any,
-) -> None:
-    """Measure one layer's experts of different widths against vLLM's fused experts and even widths.
+) -> None:  # fmt: skip
+    """Compare one layer's experts of different widths with vLLM's fused experts and with equal widths.
 
     \b
     ddp-vllm bench kernel --shape all
@@ -161,43 +155,37 @@ def kernel(
 
     try:
         run_kernel_benchmark(settings, say=partial(console.print, style="dim"), save=save)
-    finally:  # an interrupted run shows what it has
+    finally:  # an interrupted run prints its results so far
         if results:
             print_kernel(results, console)
-            console.print(f"{output} keeps every ratio and width")
+            console.print(f"{output} has every ratio and width")
             if as_json:
                 echo(kernel_line(results))
 
 
 @bench.command()
-@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a hub name.")
-@click.option("--pruned", required=True, metavar="DIR", help="A pruned checkpoint, or several by commas.")
+@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a Hub name.")
+@click.option("--pruned", required=True, metavar="DIR", help="Pruned checkpoints, comma-separated.")
 @click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
 @click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
-@click.option("--context", type=int, default=2048, show_default=True, help="Tokens of each.")
+@click.option("--context", type=int, default=2048, show_default=True, help="Tokens per sequence.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of each model.")
-@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps of a round, in turns.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), show_default="none are kept", help="Results.")
+@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps per round, in turns.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), show_default="not saved", help="Results.")
 @_overwrite
 @_json
 @click.argument("engine_arguments", nargs=-1)
 def steps(
-    pruned: str,
-    phase: str,
-    batch: int,
-    context: int,
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    pruned: str, phase: str, batch: int, context: int, output: Path | None, overwrite: bool, as_json: bool,
     **options: Any,
-) -> None:
-    """Measure a step of vLLM's engine, dense against pruned, and hold it against what the budget predicted.
+) -> None:  # fmt: skip
+    """Compare a step of vLLM's engine on the dense and the pruned model, and with the speedup the budget predicted.
 
     \b
     ddp-vllm bench steps --dense MODEL --pruned ./pruned --batch 8 --context 1024
 
-    All engines are alive at once and take turns, so memory must hold them. ENGINE_ARGUMENTS after -- go to each as
-    they are.
+    All engines run at once and take turns, so memory must hold all of them. ENGINE_ARGUMENTS after -- are passed to
+    every vLLM engine.
     """
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.side_by_side import StepSettings, compare_steps
@@ -211,16 +199,16 @@ def steps(
     console = plain_console()
     workload = Workload(phase=phase, batch=batch, context=context)
     settings = StepSettings(workload=workload, pruned=tuple(pruned.split(",")), **options)
-    promises = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in settings.pruned]
+    predictions = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in settings.pruned]
     with terminable():
         found = compare_steps(settings, say=partial(console.print, style="dim"))
     console.print(f"{workload}:")
-    for promise, verdict in zip(promises, found["verdicts"], strict=True):
-        of = f"{Path(verdict['pruned']).name}: " if len(promises) > 1 else ""
-        console.print(f"{of}{verdict['sentence']}")
-        if promise.get("workload") == asdict(workload):
-            console.print(f"{of}predicted {promise['speedup']:.2f}×")
-            verdict["predicted"] = promise["speedup"]
+    for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
+        name = f"{Path(verdict['pruned']).name}: " if len(predictions) > 1 else ""
+        console.print(f"{name}{verdict['sentence']}")
+        if prediction.get("workload") == asdict(workload):
+            console.print(f"{name}predicted {prediction['speedup']:.2f}×")
+            verdict["predicted"] = prediction["speedup"]
     if output:
         write_results(found, output)
     if as_json:
@@ -230,22 +218,22 @@ def steps(
 @click.command()
 @click.argument("model")
 @click.option("--batch", "batches", default="8", show_default=True, help="Sequences served at once, by commas.")
-@click.option("--context", "contexts", default="2048", show_default=True, help="Tokens of each, by commas.")
+@click.option("--context", "contexts", default="2048", show_default=True, help="Tokens per sequence, by commas.")
 @click.option("--rounds", type=int, default=2, show_default=True, help="Measurements of each shape.")
-@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps of a round, in turns.")
+@click.option("--steps", type=int, default=96, show_default=True, help="Decode steps per round, in turns.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True)
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
 def profile(model: str, batches: str, contexts: str, output: Path, overwrite: bool, **options: Any) -> None:
-    """Measure what a step of MODEL costs here by the widths of its layers, for prune --speedup.
+    """Measure the time of a step of MODEL on this machine by the widths of its layers, for prune --speedup.
 
     \b
     ddp-vllm profile MODEL -o machine.json
     ddp-vllm prune MODEL --speedup 1.3 --profile machine.json -o ./pruned
 
-    MODEL is a folder or a hub name; its weights are not needed. An engine of the dense model and one of another shape
-    take turns, so memory must hold both and nothing heavy may run beside them. Interrupted, the same command goes on
-    where it was. ENGINE_ARGUMENTS after -- go to every vLLM engine as they are.
+    MODEL is a folder or a Hub name; its weights are not needed. An engine of the dense model and one of another shape
+    take turns, so memory must hold both, and nothing heavy may run at the same time. After an interruption the same
+    command resumes. ENGINE_ARGUMENTS after -- are passed to every vLLM engine.
     """
     from ddp_benchmarks.processes import terminable
     from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
@@ -262,15 +250,15 @@ def profile(model: str, batches: str, contexts: str, output: Path, overwrite: bo
         run_profile(settings, output, overwrite=overwrite, say=partial(console.print, style="dim"))
     for line in describe(output):
         console.print(line)
-    console.print(f"{output} keeps every measurement")
+    console.print(f"{output} has every measurement")
 
 
-def _check_left_out(needed: str, *names: str) -> None:
-    """Refuse options that would do nothing without `needed`. Raises: SettingError."""
+def _refuse_without(needed: str, *names: str) -> None:
+    """Refuse options that have no effect without `needed`. Raises: SettingError."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise SettingError(f"--{name.replace('_', '-')} does nothing without {needed}; add it, or leave this out")
+            raise SettingError(f"--{name.replace('_', '-')} has no effect without {needed}; add {needed} or omit it")
 
 
 def _limits(option: str, text: str) -> list[int | None]:
@@ -280,7 +268,7 @@ def _limits(option: str, text: str) -> list[int | None]:
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
     numbers = _numbers(option, text)
     if not all(number.is_integer() for number in numbers):
-        raise SettingError(f"{option} {text!r} is no list of whole numbers; write 1,16,256")
+        raise SettingError(f"{option} {text!r} is not a list of integers; pass, for example, 1,16,256")
     return tuple(int(number) for number in numbers)
 
 
@@ -288,47 +276,45 @@ def _numbers(option: str, text: str) -> list[float]:
     try:
         return [float(value) for value in text.split(",")]
     except ValueError:
-        raise SettingError(f"{option} {text!r} is no list of numbers; write 4, or 1,4,inf") from None
+        raise SettingError(f"{option} {text!r} is not a list of numbers; pass, for example, 1,4,inf") from None
 
 
 @click.command()
 @click.argument("model")
 @click.option(
-    "--tasks", default="paper", show_default=True, help="Names by commas, or the suites paper, nine, llama, generative."
+    "--tasks", default="paper", show_default=True, help="Names by commas, or a suite: paper, nine, llama, generative."
 )
 @click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
 @click.option(
-    "--data", multiple=True, type=click.Path(path_type=Path), help="Folder or file of local rows; repeatable."
+    "--data", multiple=True, type=click.Path(path_type=Path), help="Folder or file with local rows; repeatable."
 )
-@click.option("--text", "texts", multiple=True, help="Compare with the dense model on this text of yours; repeatable.")
+@click.option("--text", "texts", multiple=True, help="Compare with the dense model on this text; repeatable.")
 @click.option("--limit", type=int, help="Only the first rows of each task.")
-@click.option("--against", metavar="MODEL", help="Evaluate this model too, and print what fraction of it is retained.")
-@click.option(
-    "--batch-size", type=int, show_default="8; on a GPU what lm-eval finds to fit, up to 64", help="Rows at once."
-)
+@click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
+@click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
-@click.option("--model-args", default="", metavar="K=V,…", help="More arguments of lm-eval's model class.")
+@click.option("--model-args", default="", metavar="K=V,…", help="Further arguments of lm-eval's model class.")
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
-    show_default="MODEL/eval; eval-NAME for the hub",
-    help="Folder of the results, those of --against in its against-NAME.",
+    show_default="MODEL/eval; eval-NAME for a Hub model",
+    help="Folder for the results; --against uses its subfolder against-NAME.",
 )
 def eval(
     model: str, tasks: str, texts: tuple[str, ...], against: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Evaluate MODEL, a folder or a hub name, on the paper's tasks through lm-eval.
+    """Evaluate MODEL, a folder or a Hub name, on the paper's tasks through lm-eval.
 
     \b
     ddp-vllm eval ./pruned --against MODEL
     ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --data ./bench
     ddp-vllm eval ./pruned --text my_chats.jsonl
 
-    With --text it says whether MODEL fits your traffic: perplexity, KL and agreement, beside the model it was pruned
-    from or --against; tasks are run too if --tasks is given. With --data no rows are taken from the hub: it holds a
-    file a task, such as piqa_val.jsonl, and what is missing is named. Finished tasks are kept and reused.
+    --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense model or --against;
+    tasks run only if --tasks is passed too. With --data no rows come from the Hub: it has one file per task, such as
+    piqa_val.jsonl, and missing files are an error. Finished tasks are cached and reused.
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable
@@ -340,13 +326,13 @@ def eval(
     with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
     if texts:
         if not with_tasks:
-            _check_left_out("--tasks beside --text", "backend", "data", "limit", "batch_size", "model_args")
-        _check_text(model, texts, against, output, options)
+            _refuse_without("--tasks together with --text", "backend", "data", "limit", "batch_size", "model_args")
+        _evaluate_text(model, texts, against, output, options)
         if not with_tasks:
             return
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
     if any(len(pair) != 2 for pair in pairs):
-        raise SettingError("--model-args needs name=value pairs by commas, such as max_model_len=2048")
+        raise SettingError("--model-args requires name=value pairs, comma-separated, such as max_model_len=2048")
     names = choose_tasks(tasks)
     settings = []
     for each in filter(None, (against, model)):
@@ -364,12 +350,12 @@ def eval(
     console.print(f"lm-eval's results are in {output or default_output(model)}")
 
 
-def _check_text(
+def _evaluate_text(
     model: str, texts: tuple[str, ...], against: str | None, output: Path | None, options: dict[str, Any]
 ) -> None:
-    """Compare with the dense model on the user's text, and print what came of it."""
+    """Compare with the dense model on the user's text, and print the results."""
     from ddp_benchmarks.tables import plain_console
-    from ddp_vllm.api import evaluate_text
+    from ddp_vllm import evaluate_text
     from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
     from ddp_vllm.results import with_interval
 

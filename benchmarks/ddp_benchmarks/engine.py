@@ -1,7 +1,7 @@
-"""A vLLM: start it, drive it, stop it, and leave nothing running.
+"""Starts, drives and stops vLLM engines, and leaves no process running.
 
-vLLM is never imported here, it is run: a fresh process group for each engine, so that one signal ends the front end,
-the engine core and the workers together, and a crash in vLLM is an error message in ours. Whatever ends us ends them.
+vLLM is never imported here. Each engine runs in its own process group, so that one signal ends the front end, the
+engine core and the workers, and a crash of vLLM becomes an error message. If we are killed, the engines end too.
 """
 
 import importlib.metadata
@@ -22,22 +22,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ddp_benchmarks.processes import end_group, group_members, leash, resident_bytes
+from ddp_benchmarks.processes import end_group, group_members, kill_with_us, resident_bytes
 from ddp_vllm.errors import ServingError
 from ddp_vllm.machine import versions
 
 HOST = "127.0.0.1"
 CPU_DEFAULTS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM else binds every engine of a small machine to core 0
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds every engine of a small machine to core 0
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the same for every model
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # offline runs: no second process to fight for the cores
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights on pages of 2 MB; a step reads all of them
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # offline runs: no second process that competes for the cores
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # stores weights in 2 MB huge pages, which speeds up decoding
 }
-_ERROR = re.compile(  # pydantic puts its reason on the line after
+_ERROR = re.compile(  # pydantic writes the reason to the next line
     r"(?:^|[\s.])(\w*(?:Error|Exception)): (\d+ validation errors? for .*\n[^\n]*\n[^\n]*|[^\n]+)", re.MULTILINE
 )
 _LOG_PREFIX = re.compile(r"\(\w+ pid=\d+\)")
-_FACTS = {  # what vLLM says about itself in its log
+_FACTS = {  # numbers that vLLM logs
     "kv_cache_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
     "weights_gib": re.compile(r"Model loading took ([\d.]+) GiB"),
     "load_seconds": re.compile(r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds"),
@@ -47,82 +47,77 @@ _FACTS = {  # what vLLM says about itself in its log
 
 
 def vllm_command() -> list[str]:
-    """Return the command of the vLLM that belongs to this Python, whatever PATH says.
+    """Return the command of this Python's vLLM, independent of PATH.
 
-    Raises: ServingError if vLLM is not installed, or only half.
+    Raises: ServingError if vLLM or its distribution named vllm is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ServingError(
             f'vLLM is not installed in {sys.prefix}; pip install "ddp-vllm[serve]" on a machine with a GPU, '
-            "vLLM's build for CPUs on one without"
+            "or vLLM's CPU build on a machine without one"
         )
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         raise ServingError(
-            "vLLM's command line needs a distribution named vllm, and only vllm-cpu is installed; "
-            "an empty one will do, as in requirements/stubs of ddp-vllm's source"
+            "vLLM's command line requires a distribution named vllm, and only vllm-cpu is installed; "
+            "install an empty one, as in requirements/stubs of ddp-vllm's source"
         ) from None
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
-def vllm_file_says(file: str, text: str) -> bool:
-    """Tell whether a source file of the installed vLLM (`benchmarks/throughput.py`) contains `text`, unimported."""
+def vllm_file_contains(file: str, text: str) -> bool:
+    """Return whether a source file of the installed vLLM (`benchmarks/throughput.py`) contains `text`; no import."""
     spec = importlib.util.find_spec("vllm")
     folders = (spec.submodule_search_locations if spec else None) or []
     return any((Path(folder) / file).exists() and text in (Path(folder) / file).read_text() for folder in folders)
 
 
 def runs_on_cpu() -> bool:
-    """Tell whether the installed vLLM is the CPU build; its distribution or its version says so."""
+    """Return whether the installed vLLM is the CPU build, by its distribution's name or version."""
     installed = versions()
     return "vllm-cpu" in installed or "cpu" in installed.get("vllm", "")
 
 
 def engine_environment(cpu_defaults: Mapping[str, str] = CPU_DEFAULTS) -> dict[str, str]:
-    """Return the environment of an engine: the user's own, with defaults where it says nothing."""
+    """Return the environment of an engine: the user's variables, and defaults for those not set."""
     environment = dict(os.environ)
     for name, value in (cpu_defaults if runs_on_cpu() else {}).items():
         environment.setdefault(name, value)
-    environment.setdefault("DO_NOT_TRACK", "1")  # vLLM else reports its use over the network while we measure
-    for name in ("NO_PROXY", "no_proxy"):  # the client must not look for our own server behind a proxy
+    environment.setdefault("DO_NOT_TRACK", "1")  # otherwise vLLM reports its use over the network during a measurement
+    for name in ("NO_PROXY", "no_proxy"):  # the client must reach our own server without a proxy
         environment[name] = ",".join(filter(None, [environment.get(name), HOST, "localhost"]))
     return environment
 
 
 def choose_port(port: int | None = None) -> int:
-    """Return a port nobody listens on: `port` itself, or any free one.
-
-    Raises: ServingError if `port` is taken or not allowed.
-    """
+    """Return `port` or, for None, any free port. Raises: ServingError if `port` is in use or not allowed."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port or 0))
         except (OSError, OverflowError) as error:
-            raise ServingError(
-                f"port {port} cannot be used ({error}); pass another --port, or none to take a free one"
-            ) from error
+            raise ServingError(f"port {port} cannot be used ({error}); pass another --port, or omit it") from error
         return int(probe.getsockname()[1])
 
 
 class Engine:
-    """A vLLM process with its children, its log, and the memory they take together.
+    """A vLLM process with its children, its log and their total memory.
 
-    Used as a context manager; leaving the block, by an error or Ctrl-C too, stops the whole process group.
+    A context manager: leaving the block, also by an error or Ctrl-C, stops the whole process group.
     """
 
     streams: int | None = None
-    """`subprocess.PIPE` for an engine that is spoken to; its log is then what it writes to standard error."""
+    """`subprocess.PIPE` for an engine with commands on standard input; its log is then only standard error."""
     cpu_defaults: Mapping[str, str] = CPU_DEFAULTS
 
     def __init__(self, arguments: Sequence[str], *, log: Path | None = None, module: str = "") -> None:
-        """`module`: instead of vLLM's command line, a module of ours that imports vLLM."""
+        """module: a module of ours that imports vLLM, run instead of vLLM's command line."""
         self.command = [sys.executable, "-m", module, *arguments] if module else [*vllm_command(), *arguments]
         self.keep_log = log is not None
         self.log = log or Path(tempfile.mkdtemp(prefix="ddp-vllm-")) / "vllm.log"
         self.peak_memory_bytes = 0
-        """Highest resident memory of all processes of the engine, sampled twice a second; shared pages count twice."""
+        """Peak resident memory of all processes of the engine, sampled twice per second; shared pages count twice."""
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -133,9 +128,9 @@ class Engine:
                 stdout=self.streams or output,
                 stderr=output,
                 env=engine_environment(self.cpu_defaults),
-                start_new_session=True,  # a process group of its own, which Ctrl-C in our terminal does not reach
+                start_new_session=True,  # its own process group, which Ctrl-C in our terminal does not reach
             )
-        self._take_off_leash = leash(self.process.pid)
+        self._release = kill_with_us(self.process.pid)
         self._stopped = threading.Event()
         self._sampler = threading.Thread(target=self._sample_memory, daemon=True)
         self._sampler.start()
@@ -149,12 +144,12 @@ class Engine:
             shutil.rmtree(self.log.parent, ignore_errors=True)
 
     def stop(self) -> None:
-        """End every process of the group; those that do not end within seconds are killed."""
+        """End every process of the group; processes that do not end within seconds are killed."""
         self._stopped.set()
         try:
             end_group(self.process.pid, self.process.poll)
         finally:
-            self._take_off_leash()
+            self._release()
         self._sampler.join(timeout=5)
 
     def wait(self, *, seconds: float | None = None) -> None:
@@ -163,8 +158,8 @@ class Engine:
             code = self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             raise ServingError(
-                f"{self.describe()} did not end within {seconds:g} s; use fewer prompts or a longer limit. "
-                f"Its log is {self.log}"
+                f"{self.describe()} did not end within {seconds:g} s; use fewer prompts or a longer limit; its log is "
+                f"{self.log}"
             ) from None
         if code:
             raise ServingError(f"{self.describe()} {self.failure()}")
@@ -173,7 +168,7 @@ class Engine:
         return "vllm " + " ".join(self.command[3:5])
 
     def failure(self) -> str:
-        """Say in words how the process ended: its exit code, its last error, where the log is."""
+        """Return a phrase with the exit code, the first informative error and the path of the log."""
         code = self.process.poll()
         how = "stopped" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         errors = _ERROR.findall(_LOG_PREFIX.sub("", self.log.read_text(errors="replace")))
@@ -182,7 +177,7 @@ class Engine:
         return f"{how}{reason}; the whole log is {self.log}"
 
     def facts(self) -> dict[str, float]:
-        """Return what the log and the samples say: KV-cache tokens, GiB of weights, seconds to load, peak bytes."""
+        """Return KV-cache tokens, GiB of weights and seconds to load from the log, and the peak memory in bytes."""
         text = self.log.read_text(errors="replace")
         found = {name: pattern.findall(text) for name, pattern in _FACTS.items()}
         facts = {name: float(values[-1].replace(",", "")) for name, values in found.items() if values}
@@ -196,9 +191,9 @@ class Engine:
 
 
 class Server(Engine):
-    """`vllm serve MODEL`, ready to answer inside the block.
+    """`vllm serve MODEL`, ready for requests inside the block.
 
-    Raises: ServingError if the port is taken, or if the server dies or does not answer within `startup_seconds`.
+    Raises: ServingError if the port is in use, or if the server dies or does not answer within `startup_seconds`.
     """
 
     def __init__(
@@ -247,7 +242,7 @@ class Server(Engine):
             time.sleep(0.25)
 
     def request(self, path: str, *, body: Mapping[str, Any] | None = None, timeout: float = 600) -> bytes:
-        """GET `path` of the server, or POST `body` to it, past any proxy; `timeout` in seconds. Raises: OSError."""
+        """GET `path` of the server, or POST `body` to it, without proxies; `timeout` in seconds. Raises: OSError."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.address + path, data=data, headers=headers)

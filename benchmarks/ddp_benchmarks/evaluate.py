@@ -1,7 +1,7 @@
-"""How good is what is left: lm-eval on the paper's tasks, task by task, each finished task kept and never run twice.
+"""Runs lm-eval on the paper's tasks, one task after the other, and caches each finished task.
 
-lm-eval does the work and its results are kept as it writes them, in `results_<date>.json`. Ours are the choice of
-tasks and metrics (tasks.py), local data, the cache, and the comparison with the dense model.
+`results_<date>.json` has lm-eval's results in its own format. This room adds the choice of tasks and metrics
+(tasks.py), local data, the cache, and the comparison with the dense model.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
-from ddp_benchmarks.processes import end_group, leash
+from ddp_benchmarks.processes import end_group, kill_with_us
 from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
-from ddp_vllm.facts import describe_model, local_folder
 from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import versions
+from ddp_vllm.model_facts import describe_model, local_folder
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check
@@ -46,26 +46,26 @@ class EvalSettings:
     backend: str = "hf"
     """`hf` (transformers) or `vllm`."""
     data: tuple[Path, ...] = ()
-    """Local files and folders; with any, no rows are taken from the hub."""
+    """Local files and folders; if not empty, no rows are taken from the Hub."""
     limit: int | None = None
     """Evaluate only the first rows of each task; None: all."""
     batch_size: int | None = None
-    """Rows at once; None: 8 on a CPU, and on a GPU as many as lm-eval finds to fit, at most 64 (vLLM gets them all)."""
+    """Rows at once; None: 8 on a CPU, on a GPU as many as lm-eval finds to fit, at most 64 (all rows with vLLM)."""
     dtype: str = "auto"
     max_length: int = 2048
-    """Longest context in tokens; perplexity is read in windows of this length."""
+    """Longest context in tokens; perplexity is computed in windows of this length."""
     model_args: tuple[tuple[str, str], ...] = ()
-    """More arguments of lm-eval's model class; it reads True, None and numbers as such."""
+    """Further arguments of lm-eval's model class, which converts True, None and numbers."""
     output: Path = Path("eval")
 
     def check(self) -> None:
-        """Check all that can be checked before a model is loaded.
+        """Check everything that does not require loading the model.
 
-        Raises: SettingError naming the value and its range; ServingError if vLLM is asked for and missing; ModelError;
-            TextError.
+        Raises: SettingError naming the value and its range; ServingError if vLLM is the backend and missing;
+            ModelError; TextError.
         """
         if self.limit is not None and self.limit < 1:
-            raise SettingError(f"--limit {self.limit} is below 1; leave it out to evaluate every row")
+            raise SettingError(f"--limit {self.limit} is below 1; omit it to evaluate every row")
         check_lowest(self, batch_size=1, max_length=16)
         if self.backend == "vllm":
             vllm_command()
@@ -73,21 +73,21 @@ class EvalSettings:
         self.files()
 
     def files(self) -> dict[str, Path]:
-        """Return the local file of each task; {} if rows come from the hub. Raises: TextError if one is missing."""
+        """Return the local file of each task; {} if rows come from the Hub. Raises: TextError if one is missing."""
         files = find_files(self.tasks, self.data)
         if self.data and (missing := [name for name in self.tasks if name not in files]):
             names = ", ".join(f"{TASKS[name].file}.jsonl" for name in missing)
-            places = ", ".join(map(str, self.data))
+            folders = ", ".join(map(str, self.data))
             raise TextError(
-                f"no local file for {', '.join(missing)} ({names}) in {places}; add it, or choose other --tasks"
+                f"no local file for {', '.join(missing)} ({names}) in {folders}; add it, or choose other --tasks"
             )
         return files
 
 
 def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Evaluate one model on every task that is not in the cache; return lm-eval's results, all tasks in one.
+    """Evaluate a model on every task that is not in the cache; return lm-eval's results of all tasks in one dict.
 
-    They are also written to `settings.output/results_<date>.json`, with our own remarks under the key `ddp_vllm`.
+    The results are also written to `settings.output/results_<date>.json`, with ours under the key `ddp_vllm`.
     Raises: ModelError, TextError, SettingError before the model is loaded; ServingError if vLLM fails.
     """
     settings.check()
@@ -95,10 +95,10 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
     cached = {name: _cache_file(settings, name, files.get(name)) for name in settings.tasks}
     todo = [name for name, file in cached.items() if _finished(file) is None]
     if done := len(settings.tasks) - len(todo):
-        say(f"{settings.model}: {done} of {len(settings.tasks)} tasks were evaluated before and are reused")
+        say(f"{settings.model}: reusing {done} of {len(settings.tasks)} tasks from the cache")
     if todo:
         run_alone(_evaluate_tasks, settings, todo, files)
-        cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}  # a hub model is here only now
+        cached |= {name: _cache_file(settings, name, files.get(name)) for name in todo}  # now a Hub model is downloaded
     parts = [_finished(cached[name]) or {} for name in settings.tasks]
     answers = {name: row for part in parts for name, row in part.pop("answers", {}).items()}
     merged = _merge(parts)
@@ -107,14 +107,14 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
         "model": describe_model(settings.model).to_json(),
         "data": {name: file_sha256(file) for name, file in files.items()} or "hub",
         "mean_accuracy": mean_accuracy(merged),
-        "answers": answers,  # of each row of a task, by its metric: 1 right, 0 wrong
+        "answers": answers,  # task -> its metric for each row: 1 right, 0 wrong
     }
     write_new_results(merged, settings.output, "results", merged["ddp_vllm"]["started"])
     return merged
 
 
 def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
-    """Name a task's cache file by all that could change its result."""
+    """Return a task's cache file, whose name is a hash of everything that could change the result."""
     folder = local_folder(settings.model)
     weights = sorted(folder.glob("model*.safetensors")) if folder else []
     parts = [
@@ -130,7 +130,7 @@ def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
 
 
 def _finished(file: Path) -> dict[str, Any] | None:
-    """Return what is kept of a task; None if it was not finished, or is damaged."""
+    """Return a task's cached results; None if there are none or the file is damaged."""
     try:
         found = read_json(file)
         check(found, _PART, file.name)
@@ -140,15 +140,15 @@ def _finished(file: Path) -> dict[str, Any] | None:
 
 
 def run_alone(function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function` in a fresh process, so that its memory is gone before the next model is loaded.
+    """Call `function` in a new process, so that its memory is free before the next model is loaded.
 
-    Raises: the DdpError or ModuleNotFoundError the function raised; ServingError if the process dies.
+    Raises: the DdpError or ModuleNotFoundError of the function; ServingError if the process dies.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_call, args=(theirs, function, arguments))
     process.start()
-    take_off_leash = leash(process.pid or 0)
+    release = kill_with_us(process.pid or 0)
     theirs.close()
     try:
         answer = ours.recv()
@@ -156,22 +156,22 @@ def run_alone(function: Callable[..., None], *arguments: Any) -> None:
     except EOFError:
         process.join()
         raise ServingError(
-            f"the evaluation died with exit code {process.exitcode}; the lines above say why. If it was killed, memory "
-            "ran out: lower --batch-size"
+            f"the evaluation died with exit code {process.exitcode}; see the lines above, or lower --batch-size if "
+            "memory ran out"
         ) from None
     finally:
         process.terminate()
         try:
             end_group(process.pid or 0, lambda: process.exitcode)
         finally:
-            take_off_leash()
+            release()
         ours.close()
     if answer is not None:
         raise answer
 
 
 def _call(connection: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    os.setsid()  # a group of its own: Ctrl-C reaches the parent alone, which ends us with all our children
+    os.setsid()  # its own process group: Ctrl-C reaches only the parent, which ends the whole group
     try:
         function(*arguments)
         connection.send(None)
@@ -180,8 +180,8 @@ def _call(connection: Connection, function: Callable[..., None], arguments: tupl
 
 
 def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str, Path]) -> None:
-    """Load the model once and run lm-eval task by task; each result is on disk before the next task starts."""
-    if settings.data:  # before the first import that reads them
+    """Load the model once and run lm-eval's tasks in turn; each result is saved before the next task starts."""
+    if settings.data:  # set before the first import that reads them
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
     os.environ.update(engine_environment())
     from lm_eval import evaluator
@@ -189,7 +189,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
     from rich.console import Console
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
-    evaluator.get_git_commit_hash = lambda: None  # of whatever folder this is run in, and git complains if of none
+    evaluator.get_git_commit_hash = lambda: None  # it describes the working folder, not this program
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="ddp-vllm-tasks-") as temporary:
         for name in names if settings.data else ():
@@ -198,22 +198,22 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
         model, arguments = _load_model(settings)
         for number, name in enumerate(names, 1):
             console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
-            talks = TASKS[name].is_generated and bool(model.tokenizer.chat_template)
+            as_chat = TASKS[name].is_generated and bool(model.tokenizer.chat_template)
             results = evaluator.simple_evaluate(
                 model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit, task_manager=manager,
-                apply_chat_template=talks, fewshot_as_multiturn=talks,
+                apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
             )  # fmt: skip
             results["config"] |= {"model": settings.backend, "model_args": arguments}
             results["batch_sizes"] = {name: results["config"].get("batch_sizes")}
             samples = results.pop("samples")[name]
             if TASKS[name].higher_is_better:
-                metric, way = TASKS[name].metric, TASKS[name].filter
-                results["answers"] = {name: [float(each[metric]) for each in samples if each["filter"] == way]}
+                metric, kept = TASKS[name].metric, TASKS[name].filter
+                results["answers"] = {name: [float(each[metric]) for each in samples if each["filter"] == kept]}
             write_results(json.loads(json.dumps(results, default=str)), _cache_file(settings, name, files.get(name)))
 
 
 def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
-    """Return lm-eval's model object and the arguments it was made with. Raises: ModelError."""
+    """Return lm-eval's model object and its arguments. Raises: ModelError."""
     import torch
     from lm_eval.api.registry import get_model
     from lm_eval.utils import handle_arg_string
@@ -228,14 +228,14 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
         config = PretrainedConfig.get_config_dict(settings.model)[0]
         register_pruned(config)
         if settings.backend == "hf" and config.get("attn_logit_softcapping"):
-            arguments["attn_implementation"] = "eager"  # the others leave Gemma-2's cap out
+            arguments["attn_implementation"] = "eager"  # other implementations omit Gemma-2's cap
         arguments |= {name: handle_arg_string(value) for name, value in settings.model_args}
-        if "ddp_layers" in config:  # whatever is allowed to a dense model: our own classes load ours
+        if "ddp_layers" in config:  # the installed classes load pruned models, also if the user trusts other code
             arguments["trust_remote_code"] = False
         return get_model(settings.backend).create_from_arg_obj(arguments, common), arguments
     except (DdpError, ModuleNotFoundError):
         raise
-    except Exception as error:  # of transformers, tokenizers, safetensors, lm-eval and vLLM
+    except Exception as error:  # errors of transformers, tokenizers, safetensors, lm-eval and vLLM
         own_code = "trust_remote_code" in str(error)
         remedy = "if you trust it, pass --model-args trust_remote_code=True" if own_code else "try the other --backend"
         raise ModelError(
@@ -245,10 +245,10 @@ def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:
 
 
 def _batch_size(settings: EvalSettings) -> int | str:
-    """Return what lm-eval is told; on a CPU its `auto` would never meet the end of memory that it looks for."""
+    """Return lm-eval's batch size; its `auto` searches for a GPU's out-of-memory error, so a CPU gets a number."""
     if settings.batch_size is not None:
         return settings.batch_size
-    if settings.backend == "vllm":  # torch must not look for a GPU before vLLM has set how
+    if settings.backend == "vllm":  # torch must not initialize CUDA before vLLM does
         return 8 if runs_on_cpu() else "auto"
     import torch
 
@@ -256,7 +256,7 @@ def _batch_size(settings: EvalSettings) -> int | str:
 
 
 def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join lm-eval's results of single tasks into what it would have written for all of them."""
+    """Merge lm-eval's results of single tasks into the form of its results for all tasks."""
     merged = dict(parts[0])
     for key in _PER_TASK:
         merged[key] = {name: value for part in parts for name, value in part.get(key, {}).items()}

@@ -1,6 +1,6 @@
-"""Routed experts to measure: the shapes of real models, widths like learned ones, weights, and tokens with a routing.
+"""Draws layers of routed experts to measure: real models' shapes, random widths and weights, tokens and routing.
 
-Letters: T tokens, H hidden size, K experts a token, w the width of an expert.
+Letters: T tokens, H hidden size, K experts per token, w the width of an expert.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens `[T, H]`, routing weights `[T, K]` float32 and expert ids `[T, K]` int32."""
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Experts ready to run: the three of a `Batch` to outputs `[T, H]`."""
+"""A kernel with its experts: maps the three tensors of a `Batch` to outputs `[T, H]`."""
 CONCENTRATION = 4.0
 
 
@@ -28,7 +28,7 @@ class Shape:
     num_experts_per_tok: int
 
     def scaled(self, scale: float, experts: int | None) -> "Shape":
-        """Return a smaller layer: sizes times `scale` in steps of 64, at most `experts` experts, top-k as it was."""
+        """Return a smaller layer with the same top-k: sizes times `scale` in steps of 64, at most `experts` experts."""
 
         def shrink(size: int) -> int:
             return max(64, round(size * scale / 64) * 64)
@@ -50,12 +50,12 @@ SHAPES = {  # from the config.json of each model
 
 
 def draw_widths(shape: Shape, sparsity: float, seed: int) -> list[int]:
-    """Return a width an expert, `sparsity` percent removed over the layer, to the channel.
+    """Return a random width per expert, with exactly `sparsity` percent of the layer's channels removed.
 
-    Under one budget for the whole layer experts end up with very different shares. Each share is drawn from the Beta
-    distribution whose mean is what is kept and whose parameters sum to `CONCENTRATION`: at 40 % removed the standard
-    deviation is 0.22 and seven experts in a hundred keep less than a quarter. What is missing is spread evenly over
-    the experts with room. This is an assumption; no widths learned on these models were at hand.
+    With one budget for the whole layer, experts keep very different shares. Each share is drawn from the Beta
+    distribution whose mean is the kept share and whose parameters sum to `CONCENTRATION`. At 40 % removed the standard
+    deviation is 0.22 and 7 % of the experts keep less than a quarter. The rounding error is divided evenly among the
+    experts with room. The distribution is an assumption, not fitted to trained masks of these models.
     """
     keep = 1 - sparsity / 100
     budget = round(keep * shape.num_experts * shape.intermediate_size)
@@ -72,13 +72,13 @@ def draw_widths(shape: Shape, sparsity: float, seed: int) -> list[int]:
 
 
 def even_widths(widths: Sequence[int]) -> list[int]:
-    """Return widths of the same sum that differ by one channel at most."""
+    """Return widths with the same sum that differ by at most one channel."""
     low, more = divmod(sum(widths), len(widths))
     return [low + (expert < more) for expert in range(len(widths))]
 
 
 def draw_experts(shape: Shape, dtype: torch.dtype, device: str, generator: torch.Generator) -> list[Expert]:
-    """Return dense experts whose outputs have the size of their inputs."""
+    """Return random dense experts, scaled so that outputs are about as large as inputs."""
     hidden, width = shape.hidden_size, shape.intermediate_size
 
     def normal(rows: int, columns: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def draw_experts(shape: Shape, dtype: torch.dtype, device: str, generator: torch
 
 
 def cut(experts: Sequence[Expert], widths: Sequence[int]) -> list[Expert]:
-    """Return the first channels of each expert, as many as `widths` says."""
+    """Return the first `widths` channels of each expert."""
     return [
         (gate[:width], up[:width], down[:, :width]) for (gate, up, down), width in zip(experts, widths, strict=True)
     ]
@@ -107,9 +107,9 @@ def draw_batch(
 
 
 def work(batches: Sequence[Batch], widths: Sequence[int], hidden_size: int, item_bytes: int) -> tuple[float, float]:
-    """Return what a batch needs on average: bytes of the weights of the experts chosen, and floating-point operations.
+    """Return the mean bytes of chosen experts' weights and the mean floating-point operations per batch.
 
-    True widths, without padding: three rows of H a channel; two operations a weight and token.
+    Widths are without padding. A channel has three rows of H; a weight and token take two operations.
     """
     width = torch.tensor(widths)
     read = sum(int(width[ids.unique().cpu().long()].sum()) for _, _, ids in batches)

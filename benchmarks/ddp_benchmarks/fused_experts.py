@@ -1,6 +1,6 @@
-"""vLLM's own fused experts, the baseline of `kernel.py`, called as its model layers call them.
+"""Calls vLLM's own fused experts, the baseline of `kernel.py`, as its model layers do.
 
-This is the one file of the benchmarks that imports vLLM instead of running it: a kernel has no command of its own.
+A kernel has no command to run, so this file imports vLLM.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import torch
 from ddp_benchmarks.expert_layers import Expert, Run
 from ddp_vllm.errors import ServingError
 
-CPU_ALIGNMENT = 32  # vLLM pads the intermediate size to it, and refuses other hidden sizes
-GPU_ALIGNMENT = 64  # for its sake: odd widths would be read two bytes at a time
+CPU_ALIGNMENT = 32  # vLLM pads the intermediate size to it and refuses other hidden sizes
+GPU_ALIGNMENT = 64  # in favor of the baseline: odd widths would be read two bytes at a time
 
 
 def build_vllm(experts: Sequence[Expert]) -> Run:
-    """Return vLLM's kernel over experts padded with zeros to the widest of them.
+    """Return vLLM's kernel over experts that are zero-padded to the widest one.
 
     Raises: ServingError if vLLM is missing or has no such kernel.
     """

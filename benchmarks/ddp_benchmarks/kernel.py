@@ -1,16 +1,16 @@
 """How fast are experts of different widths, and what do the different widths themselves cost?
 
-One layer's routed experts are run alone, in five ways on the same tokens and routing:
+One layer's routed experts run alone, in five variants on the same tokens and routing:
 
-    ragged        our kernel at the widths drawn
-    dense         vLLM's own fused experts before pruning
-    padded        vLLM's own, every expert padded to the widest: what serves such a checkpoint without our kernel
-    uniform       our kernel, every expert at the mean width: the same bytes without the raggedness
-    vllm_uniform  vLLM's own at that width: the same bytes in its own kernel
+    ragged        our kernel at the drawn widths
+    dense         vLLM's fused experts before pruning
+    padded        vLLM's fused experts, zero-padded to the widest: the alternative without our kernel
+    uniform       our kernel with every expert at the mean width: the same bytes in equal widths
+    vllm_uniform  vLLM's fused experts at the mean width: the same bytes in vLLM's kernel
 
-Rounds are interleaved and their order rotates, so that a slow minute slows all; ratios are paired within rounds
-(`verdict.py`). Before anything is timed, ragged must equal padded. Copy bandwidth and matrix throughput of the same
-machine, measured in the same run, are the ceilings that achieved numbers are shares of.
+Rounds are interleaved in rotating order, so that a slow minute affects all variants, and ratios are paired within
+rounds. Before timing, ragged must equal padded. Copy bandwidth and matrix throughput, measured in the same run, are the
+ceilings of the achieved numbers.
 """
 
 import importlib.metadata
@@ -43,19 +43,19 @@ from ddp_vllm.results import judge, spread
 FORMAT = "ddp-vllm bench kernel 1"
 KERNELS = "ddp_vllm.moe_kernels"  # entry points
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # of the norm; both round every term
+AGREE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # share of the norm; both round every term
 BASELINES = ("dense", "padded", "uniform", "vllm_uniform")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-REPLAYS = 10  # of a CUDA graph a round
+REPLAYS = 10  # of a CUDA graph per round
 FEW_TOKENS, DRAWS = 64, 4
-"""Up to so many tokens a measurement runs several routings in turn, so that caches do not hold the same few experts."""
+"""Batches of up to FEW_TOKENS run DRAWS routings in turn, so that caches do not hold the same few experts."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSettings:
-    """What to measure."""
+    """The layers, batches and machine to measure."""
 
     shapes: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -67,16 +67,16 @@ class KernelSettings:
     device: str
     dtype: str
     scale: float
-    """Hidden and intermediate size times this, for small machines; 1: the real shape."""
+    """Factor of hidden and intermediate size, for small machines; 1: the real shape."""
     experts: int | None
-    """At most so many experts; None: all."""
+    """Maximum number of experts; None: all."""
     clock: str = "wall"
-    """On a CPU, `wall` or `cpu`: seconds of processor time, which other work on a busy machine does not lengthen."""
+    """`wall` or, on a CPU, `cpu`: processor time, which is independent of other work on a busy machine."""
     popularity: float = 0.5
-    """Standard deviation of the experts' popularity, beside 1 of each token's own preference."""
+    """Standard deviation of the experts' popularity; each token's own preference has 1."""
 
     def check(self) -> None:
-        """Raises: SettingError, naming the setting, its value and its limits."""
+        """Check all settings. Raises: SettingError, naming the option, its value and its limits."""
         for name in self.shapes:
             if name not in SHAPES:
                 raise SettingError(f"--shape {name} is unknown; use one of {', '.join(SHAPES)}")
@@ -92,17 +92,17 @@ class KernelSettings:
             if wrong := [value for value in values if not low <= value <= high]:
                 raise SettingError(f"{option} {wrong[0]:g} is outside {low:g}…{high:g}")
         if self.clock == "cpu" and (self.device != "cpu" or torch.get_num_threads() != 1):
-            raise SettingError("--clock cpu counts all threads together; use --device cpu and set OMP_NUM_THREADS=1")
+            raise SettingError("--clock cpu adds the time of all threads; use --device cpu and set OMP_NUM_THREADS=1")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise SettingError("--device cuda: PyTorch finds no CUDA device here; use --device cpu")
+            raise SettingError("--device cuda: PyTorch finds no CUDA device; use --device cpu")
         if self.device == "cuda" and self.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(False):
-            raise SettingError("--dtype bfloat16: this GPU has no such arithmetic; use --dtype float16")
+            raise SettingError("--dtype bfloat16: this GPU does not support it; use --dtype float16")
 
 
 def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Mapping[str, Any]], None]) -> None:
     """Measure every shape and sparsity, and pass the results so far to `save` after each.
 
-    Raises: ServingError if a kernel is missing or answers wrongly.
+    Raises: ServingError if a kernel is missing or its results are wrong.
     """
     build_ragged = find_kernel()
     results = new_results(FORMAT, asdict(settings)) | {
@@ -119,7 +119,7 @@ def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Map
         for sparsity in settings.sparsities:
             widths = draw_widths(shape, sparsity, settings.seed)
             say(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
-            runs, layer = _ways(build_ragged, dense, widths), {"shape": name, **asdict(shape), "sparsity": sparsity}
+            runs, layer = _variants(build_ragged, dense, widths), {"shape": name, **asdict(shape), "sparsity": sparsity}
             measured = _measure(runs, shape, widths, settings, results["ceilings"])
             results["rows"] += [layer | {"widths": widths} | row for row in measured]
             save(results)
@@ -136,7 +136,7 @@ def find_kernel() -> Callable[[Sequence[Expert]], Run]:
     return builder
 
 
-def _ways(
+def _variants(
     build_ragged: Callable[[Sequence[Expert]], Run], dense: Sequence[Expert], widths: list[int]
 ) -> dict[str, Run]:
     even = even_widths(widths)
@@ -152,7 +152,7 @@ def _ways(
 def _measure(
     runs: Mapping[str, Run], shape: Shape, widths: list[int], settings: KernelSettings, ceilings: Mapping[str, float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what was measured at each batch size."""
+    """Yield the results of each batch size."""
     generator = torch.Generator().manual_seed(settings.seed + 1)
     popularity = settings.popularity * torch.randn(shape.num_experts, generator=generator)
     dtype = DTYPES[settings.dtype]
@@ -165,18 +165,18 @@ def _measure(
 
 
 def _check_agreement(runs: Mapping[str, Run], batch: Batch) -> None:
-    """Raises: ServingError if the kernels disagree on the same experts."""
+    """Compare the kernels on the same experts. Raises: ServingError if they disagree."""
     for ours, theirs in (("ragged", "padded"), ("uniform", "vllm_uniform")):
         expected = runs[theirs](*batch).double()
         error = ((runs[ours](*batch).double() - expected).norm() / expected.norm()).item()
-        if not error <= AGREE[batch[0].dtype]:  # NaN is no agreement either
-            raise ServingError(f"{ours} and {theirs} differ by {error:.2e} of the result's norm; nothing was measured")
+        if not error <= AGREE[batch[0].dtype]:  # also true for NaN
+            raise ServingError(f"{ours} and {theirs} differ by {error:.2e} of the result's norm; nothing was timed")
 
 
 def time_interleaved(
     runs: Mapping[str, Run], batches: Sequence[Batch], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Return for each way the seconds a batch took in each round; the first round is not kept."""
+    """Return each variant's seconds per batch in each round; an additional first round is discarded."""
     cuda = batches[0][0].is_cuda
     timers = {
         name: _graph_timer(run, batches) if cuda else _call_timer(run, batches, clock) for name, run in runs.items()
@@ -199,7 +199,7 @@ def _call_timer(run: Run, batches: Sequence[Batch], clock: Callable[[], float]) 
 
 
 def _graph_timer(run: Run, batches: Sequence[Batch]) -> Callable[[], float]:
-    """Capture the calls in a CUDA graph, as vLLM does, so that launches from Python are not what is measured."""
+    """Capture the calls in a CUDA graph, as vLLM does, so that launches from Python are not timed."""
     for batch in batches:
         run(*batch)
     graph = torch.cuda.CUDAGraph()
@@ -209,7 +209,7 @@ def _graph_timer(run: Run, batches: Sequence[Batch]) -> Callable[[], float]:
 
     def measure() -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()  # keeps the GPU busy while the others are queued, so that no launch is timed
+        graph.replay()  # keeps the GPU busy while the next replays are queued, so that no launch is timed
         start.record()
         for _ in range(REPLAYS):
             graph.replay()
@@ -227,9 +227,9 @@ def _judge(
     shape: Shape,
     ceilings: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return times, achieved rates, ratios to the baselines, and how far ragged is from time ∝ what was kept.
+    """Return times, achieved rates, ratios to the baselines, and ragged's time over dense time × the kept share.
 
-    The share kept is that of the bytes where reading the weights takes longer at the ceilings, else of the operations.
+    The kept share is that of the bytes if reading the weights takes longer at the ceilings, else of the operations.
     """
     item = batches[0][0].element_size()
     read, computed = work(batches, widths, shape.hidden_size, item)
@@ -250,7 +250,7 @@ def _judge(
 
 
 def measure_ceilings(device: str, dtype: torch.dtype, clock: Callable[[], float]) -> dict[str, float]:
-    """Return the best of several large copies (bytes read and written) and square matrix products on this machine."""
+    """Return the best rate of large copies (bytes read and written) and of square matrix products on this machine."""
     cuda = device == "cuda"
     size, side = (2**30, 8192) if cuda else (2**27, 1024)
     source = torch.ones(size, dtype=torch.uint8, device=device)

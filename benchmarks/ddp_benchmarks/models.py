@@ -1,13 +1,15 @@
-"""What a benchmark must know of a model's tokenizer: that it is there, its vocabulary, how many tokens a text has."""
+"""Loads the tokenizers of compared models, counts tokens, and checks that vocabularies agree."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, reading
-from ddp_vllm.facts import known_folder
-from ddp_vllm.remote_code.files import read_json
+from ddp_vllm.model_facts import known_folder
+from ddp_vllm.remote_code.files import LARGEST_JSON, read_bytes
 from ddp_vllm.schema import COUNT, check
 
 
@@ -15,7 +17,7 @@ def load_tokenizer(model: str) -> Any:
     """Return the tokenizer of a model as vLLM loads it. Raises: ModelError if there is none."""
     from transformers import AutoTokenizer
 
-    remedy = "pass a folder with tokenizer.json, or a hub name while online"
+    remedy = "pass a folder with tokenizer.json, or a Hub name while online"
     with reading(f"the tokenizer of {model}", ModelError, remedy):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokenizer("A word, and another.", verbose=False)  # some settings are only read then
@@ -29,10 +31,7 @@ def token_counter(model: str) -> Callable[[str], int]:
 
 
 def check_vocabularies(dense: str, pruned: str) -> None:
-    """Refuse to compare models whose token numbers mean different things.
-
-    Raises: ModelError naming both sizes, or the first token that differs.
-    """
+    """Refuse to compare models with different vocabularies. Raises: ModelError naming the first different token."""
     first, second = _vocabulary(dense), _vocabulary(pruned)
     if first == second:
         return
@@ -47,22 +46,12 @@ def _vocabulary(model: str) -> dict[str, int]:
     file = Path(model) / "tokenizer.json"
     if not file.exists():
         return dict(load_tokenizer(model).get_vocab())
-    try:
-        content = read_json(file)
-        added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-        vocab = content["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram: [[token, score], …]
-            vocab = {entry[0]: number for number, entry in enumerate(vocab)}
-        check({**vocab, **added}, {str: COUNT}, "its vocabulary")
-        return {**vocab, **added}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(
-            f"{file} is no tokenizer file ({error}); copy the tokenizer of the dense model there"
-        ) from error
+    with reading(file, ModelError, "copy the tokenizer of the dense model"):
+        return dict(Tokenizer.from_buffer(read_bytes(file, LARGEST_JSON)).get_vocab())
 
 
 def max_model_len(model: str) -> int | None:
-    """Return the longest context the model's config allows in tokens, if it is on this machine and says so."""
+    """Return the longest context in tokens by the model's config; None if the config is remote or does not state it."""
     folder = known_folder(model)
     if folder is None or not (folder / "config.json").is_file():
         return None

@@ -1,4 +1,4 @@
-"""Process groups: end one with all its children, whatever ends us, and know how much memory it takes."""
+"""Ends process groups with all their children, also if we are killed, and measures their memory."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from pathlib import Path
 from types import FrameType
 
 STOP_SECONDS = 10  # vLLM's own shutdown gives its workers 5 s
-WATCH = 'read -r _; kill -KILL -"$0" || kill -KILL "$0"'  # read ends when nobody can write any more
+WATCH = 'read -r _; kill -KILL -"$0" || kill -KILL "$0"'  # read returns when the pipe has no writer
 
 
-def leash(leader: int) -> Callable[[], None]:
-    """Let a process and its group die when we do, though it be by SIGKILL; return what takes the leash off.
+def kill_with_us(leader: int) -> Callable[[], None]:
+    """Kill a process and its group when this process ends, even by SIGKILL; return the function that cancels this.
 
-    A shell outside of both groups waits at a pipe that only we can write to, and that the kernel closes when we are
-    gone. Once off, the process is nobody's to kill: call it after the process has ended.
+    A shell outside of both groups waits at a pipe that only we can write to, and the kernel closes it when we end.
+    Call the returned function once the process has ended.
     """
     watcher = subprocess.Popen(
         ["/bin/sh", "-c", WATCH, str(leader)],
@@ -27,19 +27,19 @@ def leash(leader: int) -> Callable[[], None]:
         start_new_session=True,
     )
 
-    def take_off() -> None:
+    def cancel() -> None:
         watcher.kill()
         watcher.wait()
         assert watcher.stdin
         watcher.stdin.close()
 
-    return take_off
+    return cancel
 
 
 def end_group(leader: int, reap: Callable[[], object]) -> None:
-    """End every process of a group: politely, and after a few seconds or a second Ctrl-C by force.
+    """End every process of a group by SIGTERM, and after a few seconds or a second Ctrl-C by SIGKILL.
 
-    `reap` collects the exit code of the leader, our child, so that it does not stay behind as a zombie; None: not yet.
+    reap: returns the exit code of the leader, our child, so that it does not remain a zombie; None while it runs.
     """
     try:
         _signal(leader, signal.SIGTERM)
@@ -48,14 +48,14 @@ def end_group(leader: int, reap: Callable[[], object]) -> None:
             time.sleep(0.05)
     finally:
         _signal(leader, signal.SIGKILL)
-        while _alive(leader, reap) or reap() is None:  # a dead leader waits for its last thread
+        while _alive(leader, reap) or reap() is None:  # the exit code comes after the last thread
             time.sleep(0.05)
 
 
 def _signal(leader: int, number: int) -> None:
     try:
         os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):  # gone already
+    except (ProcessLookupError, PermissionError):  # ended already
         return
 
 
@@ -65,11 +65,11 @@ def _alive(leader: int, reap: Callable[[], object]) -> bool:
 
 
 def group_members(leader: int) -> Iterator[int]:
-    """Yield the living processes of a group; those that wait to be reaped don't count."""
+    """Yield the processes of a group, without zombies."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):  # ended while we looked
+        except (OSError, ValueError):  # ended in the meantime
             continue
         if int(group) == leader and state not in "ZX":
             yield int(path.parent.name)
@@ -85,13 +85,13 @@ def resident_bytes(process: int) -> int:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM and a lost terminal end the block as Ctrl-C does, so that the engine inside is stopped too.
+    """Make SIGTERM and a closed terminal raise KeyboardInterrupt, so that the engines in the block are stopped too.
 
-    SIGHUP stays ignored where it is, as under nohup.
+    SIGHUP remains ignored under nohup.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:  # the kernel sends one and the shell another, which would cut the stopping short
+        if number == signal.SIGHUP:  # the shell sends a second one, which would interrupt the stopping
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 

@@ -1,8 +1,8 @@
-"""The question: what does a step of vLLM cost on this machine, by the widths of a model's layers?
+"""How long does a step of vLLM take on this machine, by the widths of a model's layers?
 
-Models of other widths are made without weights (`ddp_vllm/latency.py` says which, and what follows from them). Each is
-served as a pruned model would be, by an engine that takes turns with one of the dense model (`side_by_side.py`). What
-is measured is written after every engine; the same command goes on from there.
+`ddp_vllm/latency.py` defines the models of other widths, which have no weights, and derives costs from their times.
+Each is served as a pruned model would be, by an engine that takes turns with an engine of the dense model
+(`side_by_side.py`). Results are saved after every engine, and the same command resumes.
 """
 
 import json
@@ -15,19 +15,19 @@ from typing import Any
 
 from ddp_benchmarks.engine import vllm_command
 from ddp_benchmarks.protocol import check_lowest, new_results
-from ddp_benchmarks.side_by_side import TURN, StepEngine, most_of, take_turns
+from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, SettingError
-from ddp_vllm.facts import local_folder
 from ddp_vllm.families import pruned_config
 from ddp_vllm.latency import FORMAT, Workload, dimensions_in, read_profile, shapes_of
+from ddp_vllm.model_facts import local_folder
 from ddp_vllm.output import check_file
 from ddp_vllm.remote_code import FILES
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.results import write_results
 
-UNREST = 0.05  # between rounds, above which a profile says that it is unsure
-NARROWEST = 128  # what the plugin may fill MLPs up to; timed widths are multiples
+UNREST = 0.05  # spread between rounds above which `describe` adds a note
+NARROWEST = 128  # the plugin's largest channel block; timed widths are multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +38,25 @@ class ProfileSettings:
     batches: tuple[int, ...] = (8,)
     """Sequences served at once."""
     contexts: tuple[int, ...] = (2048,)
-    """Tokens of each."""
+    """Tokens per sequence."""
     steps: int = 96
-    """Decode steps of a round, taken in turns with the dense model's."""
+    """Decode steps per round, in turns with the dense model."""
     rounds: int = 2
     engine_arguments: tuple[str, ...] = ()
-    """Passed to every vLLM engine as they are."""
+    """Passed to every vLLM engine."""
 
     def check(self) -> None:
-        """Raises: SettingError naming the value and its range."""
+        """Check all settings. Raises: SettingError naming the value and its range."""
         check_lowest(self, steps=TURN, rounds=1)
         for name, values, low in (("batch", self.batches, 1), ("context", self.contexts, self.steps)):
             if not values or min(values) < low:
-                raise SettingError(f"--{name} {','.join(map(str, values))} goes below {low}")
+                raise SettingError(f"--{name} {','.join(map(str, values))} has a value below {low}")
 
 
 def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, say: Callable[[str], None]) -> None:
     """Time every shape in every round and write the profile to `output`.
 
-    Raises: ServingError when an engine fails, after what was measured is written; SettingError, ModelError, OutputError
+    Raises: ServingError if an engine fails, after saving the results so far; SettingError, ModelError, OutputError
     before any engine starts.
     """
     settings.check()
@@ -64,28 +64,28 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, say
     folder = local_folder(settings.model) or _downloaded(settings.model)
     config = read_config(folder)
     shapes = shapes_of(config, NARROWEST if config.get("intermediate_size", 0) >= 4 * NARROWEST else 1)
-    results = _begun(settings, config, shapes, output, overwrite=overwrite)
+    results = _resumed(settings, config, shapes, output, overwrite=overwrite)
     done = {run["shape"] for run in results["times"]}
     if missing := [name for name in shapes if name not in done]:
         scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-profile-"))
         arguments = ["--load-format", "dummy", *settings.engine_arguments]
-        most = most_of(settings.batches, settings.contexts, settings.steps)
+        largest = largest_of(settings.batches, settings.contexts, settings.steps)
         say("starting the engine of the dense model")
         model = _without_weights(folder, config, None, scratch / "dense")
-        with StepEngine(model, arguments, most=most, log=scratch / "dense.log") as dense:
+        with StepEngine(model, arguments, largest=largest, log=scratch / "dense.log") as dense:
             for name in missing:
                 say(f"{len(done) + missing.index(name) + 1} of {len(shapes)}: {name}")
                 model = _without_weights(folder, config, shapes[name], scratch / name.replace(" ", "-"))
-                with StepEngine(model, arguments, most=most, log=scratch / "engine.log") as other:
+                with StepEngine(model, arguments, largest=largest, log=scratch / "engine.log") as other:
                     results["times"] += _rounds(name, {"dense": dense, name: other}, settings)
-                results |= other.facts_of_model
+                results |= other.model_facts
                 results["complete"] = len(results["times"]) == settings.rounds * len(shapes)
                 write_results(results, output)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _rounds(name: str, engines: Mapping[str, StepEngine], settings: ProfileSettings) -> list[dict[str, Any]]:
-    """Return what a shape and the dense model take beside each other, in every round, after one that warms up."""
+    """Time a shape and the dense model in turns; return every round after a warm-up round."""
     found = []
     for turn in range(-1, settings.rounds):
         cells = [
@@ -93,19 +93,15 @@ def _rounds(name: str, engines: Mapping[str, StepEngine], settings: ProfileSetti
             for batch in settings.batches
             for context in settings.contexts
         ]
-        beside, own = ([each[one] for each in cells] for one in engines)
-        found.append({"round": turn, "shape": name, "cells": own, "beside": beside})
+        dense, own = ([each[one] for each in cells] for one in engines)
+        found.append({"round": turn, "shape": name, "cells": own, "beside": dense})
     return found[1:]
 
 
-def _begun(
-    settings: ProfileSettings,
-    config: Mapping[str, Any],
-    shapes: Mapping[str, Sequence[LayerWidths]],
-    output: Path,
-    *,
-    overwrite: bool,
-) -> dict[str, Any]:
+def _resumed(
+    settings: ProfileSettings, config: Mapping[str, Any], shapes: Mapping[str, Sequence[LayerWidths]], output: Path,
+    *, overwrite: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Return an unfinished profile of the same settings on this machine, or a new one. Raises: OutputError."""
     new = new_results(FORMAT, asdict(settings))
     new |= {"complete": False, "multiple": 1, "model": dimensions_in(config), "config": dict(config), "times": []}
@@ -123,7 +119,7 @@ def _begun(
 
 
 def _without_weights(dense: Path, config: Mapping[str, Any], widths: Sequence[LayerWidths] | None, folder: Path) -> str:
-    """Write a folder that vLLM can build a model of these widths from, but for its weights."""
+    """Write a folder without weights from which vLLM can build a model of these widths."""
     folder.mkdir(exist_ok=True)
     content = pruned_config(config, widths) if widths else config
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -134,17 +130,17 @@ def _without_weights(dense: Path, config: Mapping[str, Any], widths: Sequence[La
 
 
 def _downloaded(model: str) -> Path:
-    """Return a folder with the config of a model on the hub. Raises: ModelError."""
+    """Return a folder with the config of a model on the Hub. Raises: ModelError."""
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(model, "config.json")).parent
-    except Exception as error:  # each of the hub's own kinds
-        raise ModelError(f"{model} is no folder, and its config cannot be fetched ({error})") from error
+    except Exception as error:  # many kinds of errors of the Hub
+        raise ModelError(f"{model} is not a folder, and its config cannot be downloaded ({error})") from error
 
 
 def describe(path: Path) -> list[str]:
-    """Return what a profile says, a line each."""
+    """Summarize a profile in one line per workload, with a note where rounds differ."""
     profile = read_profile(path)
     cells = profile.content["times"][0]["cells"]
     lines = []
@@ -158,15 +154,15 @@ def describe(path: Path) -> list[str]:
                 fixed = curve.fixed / curve.points[-1][1] if curve.points[-1][1] else 0.0
                 layers = len(times.sizes.routed_layers) or times.sizes.num_layers
                 share = layers * curve.points[-1][1] / times.dense
-                parts.append(f"{share:.0%} {name} (of it {fixed:.0%} whatever the width)")
+                parts.append(f"{share:.0%} {name} (of it {fixed:.0%} at any width)")
         each = [one.dense for one in profile.each_round(work)]
         spread = f" [{min(each) * 1e3:.2f}, {max(each) * 1e3:.2f}]" if len(each) > 1 else ""
         lines.append(
-            f"{work}: {times.dense * 1e3:.2f} ms{spread} a step; {', '.join(parts)}; at most {times.most:.2f}×"
+            f"{work}: {times.dense * 1e3:.2f} ms{spread} per step; {', '.join(parts)}; at most {times.most:.2f}×"
         )
         if (unrest := profile.unrest(work)) > UNREST:
             lines.append(
-                f"note: rounds differ by up to {unrest:.0%} of a step, so a promise may be off by as much; measure "
-                "again with nothing else running, or --rounds 5"
+                f"note: rounds differ by up to {unrest:.0%} of a step, and so may predicted speedups; measure again "
+                "with nothing else running, or with --rounds 5"
             )
     return lines

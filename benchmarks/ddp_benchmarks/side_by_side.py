@@ -1,7 +1,7 @@
-"""Engines alive at once take turns at a step, a few steps each: what one takes of another's time.
+"""Times steps of several engines in turns, a few steps each, and reports their ratios.
 
-Engines that run one after the other differ by up to a quarter on a shared machine, two of the same model too. Side by
-side both meet the same minute, and two of the same model agree within 4 % (log 113).
+On a shared machine (2 cores of an EPYC) engines that run one after the other differ by up to 25 %, even two of the same
+model. In turns they share slow minutes, and two engines of the same model agree within 4 %.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from ddp_vllm.latency import Workload, seconds_of
 from ddp_vllm.results import judge
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
-CPU_BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU
-TURN = 12  # steps that an engine takes in a row; after the first few its weights have come back into the caches
+CPU_BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
+TURN = 12  # consecutive steps of an engine; after the first few, its weights are in the caches again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class StepSettings:
     workload: Workload
     rounds: int = 5
     steps: int = 96
-    """Decode steps of a round, in turns of `TURN`."""
+    """Decode steps per round, in turns of `TURN`."""
     engine_arguments: tuple[str, ...] = ()
-    """Passed to every vLLM engine as they are."""
+    """Passed to every vLLM engine."""
 
     def check(self) -> None:
-        """Raises: SettingError naming the value and its range."""
+        """Check all settings. Raises: SettingError naming the value and its range."""
         check_lowest(self, rounds=1, steps=TURN)
         if len({self.dense, *self.pruned}) <= len(self.pruned):
             raise SettingError("bench steps compares different folders; name each once")
@@ -52,21 +52,21 @@ class StepSettings:
 
 
 class StepEngine(Engine):
-    """A vLLM that takes steps when it is asked to (`steps.py`), ready inside the block.
+    """A vLLM engine that runs steps on command (`steps.py`), ready inside the block.
 
-    Raises: ServingError when it dies, then and in `ask`; SettingError if it cannot run the largest batch at once.
+    Raises: ServingError if it dies, also in `ask`; SettingError if it cannot run the largest batch at once.
     """
 
     streams = subprocess.PIPE
 
     def __init__(
-        self, model: str, arguments: Sequence[str], *, most: tuple[int, int], log: Path, together: int = 2
+        self, model: str, arguments: Sequence[str], *, largest: tuple[int, int], log: Path, together: int = 2
     ) -> None:
-        """most: the largest batch and context it will be asked for. together: engines that are alive at once."""
-        self.model, self.most = model, most
+        """largest: the largest batch and context to run. together: number of engines that run at once."""
+        self.model, self.largest = model, largest
         value_bytes = 4 if any(word.endswith("float32") for word in arguments) else 2
-        self.cpu_defaults = CPU_DEFAULTS | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib(model, *most, value_bytes))}
-        sizes = ["--max-num-seqs", str(most[0]), "--max-model-len", str(most[1]), "--no-enable-prefix-caching"]
+        self.cpu_defaults = CPU_DEFAULTS | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib(model, *largest, value_bytes))}
+        sizes = ["--max-num-seqs", str(largest[0]), "--max-model-len", str(largest[1]), "--no-enable-prefix-caching"]
         if not runs_on_cpu() and not any("gpu-memory-utilization" in word for word in arguments):
             sizes += ["--gpu-memory-utilization", f"{0.9 / together:.2f}"]  # they share the GPU
         words = ["--model", model, "--skip-tokenizer-init", *sizes, *arguments]
@@ -75,33 +75,33 @@ class StepEngine(Engine):
     def __enter__(self) -> Self:
         super().__enter__()
         try:
-            self.facts_of_model = self._answer()
-            self._check_most()
+            self.model_facts = self._answer()
+            self._check_largest()
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _check_most(self) -> None:
-        """Refuse a batch of which vLLM would run only a part at once. Raises: SettingError."""
-        batch, tokens = self.most
+    def _check_largest(self) -> None:
+        """Refuse a batch that vLLM would split. Raises: SettingError."""
+        batch, tokens = self.largest
         limits = self.ask("limits", tokens)
         if limits["max_num_seqs"] < batch:
             raise SettingError(
-                f"the engine arguments let vLLM run {limits['max_num_seqs']} sequences at once, and a batch of {batch} "
-                "is to be timed; leave out --max-num-seqs, or choose a smaller batch"
+                f"the engine arguments limit vLLM to {limits['max_num_seqs']} sequences, below the batch of {batch} to "
+                "be timed; omit --max-num-seqs, or choose a smaller batch"
             )
         if limits["kv_cache"] < batch:
             raise SettingError(
-                f"the KV cache of {self.describe()} holds {limits['kv_cache']} sequences of {tokens} tokens, and a "
-                f"batch of {batch} is to be timed; choose a smaller batch or context, or give the cache more memory "
+                f"the KV cache of {self.describe()} holds {limits['kv_cache']} sequences of {tokens} tokens, below the "
+                f"batch of {batch} to be timed; choose a smaller batch or context, or a larger cache "
                 "(VLLM_CPU_KVCACHE_SPACE in GiB on a CPU, --gpu-memory-utilization on a GPU)"
             )
 
     def stop(self) -> None:
         super().stop()
         for stream in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError):  # what it can no longer be told
+            with contextlib.suppress(OSError):  # the process has ended
                 assert stream
                 stream.close()
 
@@ -110,7 +110,7 @@ class StepEngine(Engine):
 
     def ask(self, *command: str | int) -> Any:
         assert self.process.stdin
-        with contextlib.suppress(OSError):  # it has died; its answer says why
+        with contextlib.suppress(OSError):  # it has died; _answer raises the reason
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
             self.process.stdin.flush()
         return self._answer()
@@ -124,7 +124,7 @@ class StepEngine(Engine):
 
 
 def cache_gib(model: str, batch: int, context: int, value_bytes: int) -> int:
-    """Return the GiB of a KV cache that holds a batch of the dense model; 1 where the model's config is not here."""
+    """Return the GiB of a KV cache for a batch of the dense model; 1 if the model's config is not local."""
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return 1
@@ -133,21 +133,21 @@ def cache_gib(model: str, batch: int, context: int, value_bytes: int) -> int:
     return math.ceil(tokens * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim * value_bytes / 2**30)
 
 
-def most_of(batches: Sequence[int], contexts: Sequence[int], steps: int) -> tuple[int, int]:
-    """Return the largest batch and context of engines that take so many steps around these contexts."""
+def largest_of(batches: Sequence[int], contexts: Sequence[int], steps: int) -> tuple[int, int]:
+    """Return the largest batch and context of engines that run `steps` steps around these contexts."""
     return max(batches), max(contexts) + steps
 
 
 def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int, turn: int) -> dict[str, Any]:
-    """Let every engine read a batch and take `steps` decode steps, around the context asked for, in turns.
+    """Prefill a batch in every engine, then time `steps` decode steps around the workload's context in turns.
 
-    Returns for each name a cell as profiles hold it: batch, context, and the seconds of decode and prefill. The first
-    engine's decode step is the median of its turns; another's is that, times the median of what it took of the first's
-    time turn by turn.
+    Returns one cell per name, as in profiles: batch, context, and the seconds of a decode step and of prefill. The
+    first engine's decode step is the median of its turns. That of another engine is this median times the median ratio
+    of the two engines over turns.
     """
     names = list(engines)
     prompt = workload.context - steps // 2
-    reading = {
+    prefill = {
         name: engines[name].ask("read", workload.batch, prompt, steps) * workload.context / prompt
         for name in rotated(names, turn)
     }
@@ -163,32 +163,32 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
             "batch": workload.batch,
             "context": workload.context,
             "decode": first * statistics.median(each[name] / each[names[0]] for each in turns),
-            "prefill": reading[name],
+            "prefill": prefill[name],
         }
         for name in names
     }
 
 
 def compare_steps(settings: StepSettings, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return how much faster a step of each pruned model is than the dense one's: `verdicts`, in their order.
+    """Time steps of all models in turns; return the seconds and, per pruned model, the speedup as `verdicts`.
 
-    Raises: SettingError before anything is started; ServingError if an engine fails.
+    Raises: SettingError before an engine starts; ServingError if an engine fails.
     """
     settings.check()
     vllm_command()
     workload, models = settings.workload, (settings.dense, *settings.pruned)
     seconds: dict[str, list[float]] = {model: [] for model in models}
-    most = most_of([workload.batch], [workload.context], settings.steps)
+    largest = largest_of([workload.batch], [workload.context], settings.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-steps-"))
     engines: dict[str, StepEngine] = {}
-    with ExitStack() as alive:
+    with ExitStack() as stack:
         for number, model in enumerate(models):
             say(f"starting the engine of {model}")
             engine = StepEngine(
-                model, settings.engine_arguments, most=most, log=scratch / f"{number}.log", together=len(models)
+                model, settings.engine_arguments, largest=largest, log=scratch / f"{number}.log", together=len(models)
             )
-            engines[model] = alive.enter_context(engine)
-        for turn in range(-1, settings.rounds):  # the first warms up
+            engines[model] = stack.enter_context(engine)
+        for turn in range(-1, settings.rounds):  # the first one is discarded
             say("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
             cells = take_turns(engines, workload, settings.steps, max(turn, 0))
             for model, cell in cells.items() if turn >= 0 else ():

@@ -1,10 +1,10 @@
-"""Inside an engine's own process: reads batches and takes steps when it is told to.
+"""Runs inside an engine's process: prefills batches and runs decode steps on command.
 
     python -m ddp_benchmarks.steps --model MODEL [vLLM's engine arguments]
 
-vLLM's own engine loop, from scheduler to sampler, without a server around it. Each line on standard input is a list of
-JSON, each answered by a line of JSON on standard output; vLLM's own words go to standard error. The first line out says
-how the model runs. `side_by_side.py` is the other end.
+It runs vLLM's engine loop, from scheduler to sampler, without a server. Each line on standard input is a command as a
+JSON list, answered by one line of JSON on standard output; vLLM's output goes to standard error. The first output line
+describes the model. `side_by_side.py` sends the commands.
 """
 
 import copy
@@ -15,24 +15,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-WARM_UP = 3  # decode steps before one counts: what is new to the machine is compiled in them
+WARM_UP = 3  # untimed decode steps, in which kernels are compiled
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM may print what it likes
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the loop is to run here
+    os.dup2(2, 1)  # vLLM may print to standard output
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run the loop in this process
     from vllm import EngineArgs, LLMEngine
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     options = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args()
     batch = Batch(LLMEngine.from_engine_args(EngineArgs.from_cli_args(options)))
     commands: dict[str, Callable[..., Any]] = {
-        "limits": batch.limits,
-        "read": batch.read,
-        "step": batch.step,
-        "end": batch.end,
-    }
+        "limits": batch.limits, "read": batch.prefill, "step": batch.step, "end": batch.end
+    }  # fmt: skip
     print(json.dumps(batch.facts()), file=answers, flush=True)
     for line in sys.stdin:
         name, *numbers = json.loads(line)
@@ -40,7 +37,7 @@ def main() -> None:
 
 
 class Batch:
-    """Sequences that begin together and go on a step at a time."""
+    """Sequences that start together and are decoded one step at a time."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -57,26 +54,26 @@ class Batch:
         }
 
     def limits(self, tokens: int) -> dict[str, int]:
-        """Return how many sequences of `tokens` the KV cache holds and how many the scheduler runs at once."""
+        """Return how many sequences of `tokens` tokens the KV cache holds, and how many the scheduler runs at once."""
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-        asked = copy.copy(self.engine.vllm_config)
-        asked.model_config = copy.copy(self.config)
-        asked.model_config.max_model_len = tokens
-        held = int(get_max_concurrency_for_kv_cache_config(asked, self.scheduler.kv_cache_config))
-        return {"kv_cache": held, "max_num_seqs": self.engine.vllm_config.scheduler_config.max_num_seqs}
+        config = copy.copy(self.engine.vllm_config)
+        config.model_config = copy.copy(self.config)
+        config.model_config.max_model_len = tokens
+        num_sequences = int(get_max_concurrency_for_kv_cache_config(config, self.scheduler.kv_cache_config))
+        return {"kv_cache": num_sequences, "max_num_seqs": self.engine.vllm_config.scheduler_config.max_num_seqs}
 
-    def read(self, batch: int, prompt: int, steps: int) -> float:
-        """Prefill `batch` prompts of so many tokens; return the seconds until each has its first token."""
+    def prefill(self, batch: int, prompt: int, steps: int) -> float:
+        """Prefill `batch` prompts of `prompt` tokens; return the seconds until each has its first token."""
         from vllm import SamplingParams
 
         vocabulary = self.config.get_vocab_size()
-        ask = SamplingParams(max_tokens=steps + WARM_UP + 1, ignore_eos=True, temperature=0.0, detokenize=False)
+        sampling = SamplingParams(max_tokens=steps + WARM_UP + 1, ignore_eos=True, temperature=0.0, detokenize=False)
         self.names = [f"{time.monotonic_ns()}-{sequence}" for sequence in range(batch)]
-        self.engine.reset_prefix_cache()  # which an engine argument may have turned on
+        self.engine.reset_prefix_cache()  # an engine argument may have enabled it
         for sequence, name in enumerate(self.names):
-            tokens = [(7919 * sequence + place) % vocabulary for place in range(prompt)]
-            self.engine.add_request(name, {"prompt_token_ids": tokens}, ask)
+            tokens = [(7919 * sequence + index) % vocabulary for index in range(prompt)]
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
         began, started = time.perf_counter(), 0
         while started < batch:
             started += len(self.engine.step())
@@ -85,9 +82,9 @@ class Batch:
         return seconds
 
     def step(self, times: int) -> list[float]:
-        """Give each sequence so many tokens more; return the seconds of each decode step.
+        """Decode `times` tokens of each sequence; return the seconds of each decode step.
 
-        Raises: RuntimeError if a step gives a token to fewer sequences than the batch has.
+        Raises: RuntimeError if a step decodes fewer sequences than the batch has.
         """
         seconds = []
         for _ in range(times):
@@ -96,8 +93,8 @@ class Batch:
             seconds.append(time.perf_counter() - began)
             if len(outputs) != len(self.names):
                 raise RuntimeError(
-                    f"a decode step had {len(outputs)} of {len(self.names)} sequences, so its time is not that of the "
-                    "batch; choose a smaller batch or context, or leave out the engine arguments that split a batch"
+                    f"a decode step ran {len(outputs)} of {len(self.names)} sequences, so it does not time the batch; "
+                    "choose a smaller batch or context, or omit the engine arguments that split a batch"
                 )
         return seconds
 
@@ -108,10 +105,10 @@ class Batch:
 
 
 def prefill_before_decode(scheduler: Any) -> None:
-    """Let vLLM's scheduler decode only when no prompt is left to prefill.
+    """Make vLLM's scheduler decode only when no prompt is left to prefill.
 
-    Else the sequences whose prompts are done decode while the later prompts are prefilled, in the same steps. They
-    keep their blocks of the KV cache meanwhile, and sequences that are not scheduled in a step are nothing new to vLLM.
+    Otherwise vLLM decodes sequences in the same steps in which it prefills later prompts. Waiting sequences keep their
+    blocks of the KV cache; vLLM itself may leave sequences out of a step too.
     """
     schedule = scheduler.schedule
 
@@ -128,7 +125,7 @@ def prefill_before_decode(scheduler: Any) -> None:
         if not output.total_num_scheduled_tokens:
             raise RuntimeError(
                 f"the KV cache is full with {len(scheduler.running)} sequences while {len(scheduler.waiting)} wait; "
-                "choose a smaller batch or context, or give the KV cache more memory"
+                "choose a smaller batch or context, or a larger KV cache"
             )
         return output
 

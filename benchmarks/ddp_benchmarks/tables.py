@@ -1,4 +1,4 @@
-"""Results for the eye: tables in the terminal, a picture beside the JSON; and one line of JSON for machines."""
+"""Prints results as tables in the terminal, draws a picture, and returns one line of JSON for programs."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from ddp_vllm.evaluations import TASKS, in_points, mean_difference, score
 from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import main_metric, main_verdict, measured, on_gpu, ratio_text, spread
 
-FILE_WIDTH = 200  # characters; with rich's 80 the columns of several models are cut off
+FILE_WIDTH = 200  # characters; rich's default of 80 truncates the columns of several models
 _METRICS = (  # metric, heading, decimals
     ("requests_per_second", "requests/s", 2),
     ("total_tokens_per_second", "tokens/s, total", 0),
@@ -43,20 +43,20 @@ _FACTS = (  # fact, heading, divisor, decimals
 
 
 def plain_console() -> Console:
-    """Return a console that prints names and vLLM's errors as they are: neither [brackets] nor :colons: are markup.
+    """Return a console that prints names and errors unchanged: neither [brackets] nor :colons: are markup.
 
-    In a file tables are as wide as they need.
+    Outside of a terminal tables are FILE_WIDTH wide.
     """
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
     return SafeConsole(highlight=False, markup=False, emoji=False, width=width, soft_wrap=True)
 
 
 def print_report(results: Mapping[str, Any], console: Console) -> None:
-    """Print one table a load, medians of the rounds and ratios to the dense model, and each verdict under it."""
+    """Print one table per load, with medians of the rounds and ratios to the dense model, then the verdicts."""
     labels = [model["label"] for model in results["models"]]
     for load in dict.fromkeys(run["load"] for run in results["runs"]):
         table = Table(title=f"ShareGPT, {load}: medians of the measured rounds", box=box.SIMPLE_HEAD)
-        table.add_column("")
+        table.add_column("metric")
         answers = {each["label"]: each["metrics"] for each in results["verdicts"] if each["load"] == load}
         for label in (*labels, *(f"{label}, times better [95 %]" for label in answers)):
             table.add_column(label, justify="right")
@@ -94,7 +94,7 @@ def json_line(results: Mapping[str, Any]) -> str:
                 medians.setdefault(model["label"], {})[load] = spread(values)
     keep = ("label", "load", "pairs", "metric", "sentence")
     return result_line(
-        "How much faster does vLLM answer ShareGPT prompts with the pruned model, and is that real?",
+        "How much faster does vLLM answer ShareGPT prompts with the pruned model, and is the difference real?",
         results["settings"],
         seed=results["settings"]["seed"],
         where=results,
@@ -106,7 +106,7 @@ def json_line(results: Mapping[str, Any]) -> str:
 
 
 def draw_speed(results: Mapping[str, Any], path: Path) -> None:
-    """Draw every measured run, model by model, and the ratio with its interval; PNG or SVG by the name of `path`."""
+    """Draw every run of each model, and the ratios with their intervals; PNG or SVG by the suffix of `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -114,7 +114,7 @@ def draw_speed(results: Mapping[str, Any], path: Path) -> None:
 
     labels = [model["label"] for model in results["models"]]
     loads = list(dict.fromkeys(run["load"] for run in results["runs"]))
-    plt.rcParams["text.parse_math"] = False  # a $ in a name is a dollar
+    plt.rcParams["text.parse_math"] = False  # print a $ in a name as it is
     figure, rows = plt.subplots(
         len(loads), 2, figsize=(9, 0.9 + 1.1 * len(loads) * len(labels)), squeeze=False, layout="constrained"
     )
@@ -149,7 +149,7 @@ def _draw_ratio(axes: Any, row: int, label: str, load: str, results: Mapping[str
 
 
 def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, console: Console) -> None:
-    """Print each task's metric with its standard error; with `dense` beside it, what fraction is retained."""
+    """Print each task's metric with its standard error; with `dense`, also its metric and the retained fraction."""
     models = [dense, results] if dense else [results]
     limit = results["ddp_vllm"]["settings"]["limit"]
     table = Table("task", "metric", box=box.SIMPLE_HEAD, title=f"first {limit} rows of each task" if limit else None)
@@ -171,9 +171,9 @@ def print_quality(results: Mapping[str, Any], dense: Mapping[str, Any] | None, c
 
 
 def _quality(found: Sequence[tuple[float, float | None] | None], *, in_percent: bool) -> list[str]:
-    """Return a cell for each (value, standard error) and, of two, what the second retains of the first.
+    """Return a table cell for each (value, standard error) and, for two, the ratio of the second to the first.
 
-    An accuracy is retained in percent, a perplexity grows by a factor.
+    The ratio of accuracies is in percent, that of perplexities a factor.
     """
     cells = []
     for each in found:
@@ -189,7 +189,7 @@ def _quality(found: Sequence[tuple[float, float | None] | None], *, in_percent: 
 
 
 def print_kernel(results: Mapping[str, Any], console: Console) -> None:
-    """Print one table a shape and sparsity; intervals of the ratios are in the JSON."""
+    """Print one table per shape and sparsity; intervals of the ratios are in the JSON."""
     settings, ceilings = results["settings"], results["ceilings"]
     for name in settings["shapes"]:
         for sparsity in settings["sparsities"]:
@@ -197,12 +197,12 @@ def print_kernel(results: Mapping[str, Any], console: Console) -> None:
             if found:
                 console.print(_kernel_table(name, sparsity, found))
     if settings["scale"] != 1 or settings["experts"]:
-        console.print("These are not the real shapes: --scale and --experts made them smaller.", style="bold")
+        console.print("The shapes are smaller than the real ones, by --scale or --experts.", style="bold")
     console.print(
-        f"ms: ragged. N×: ragged is N times as fast as vLLM's kernel on dense or padded experts, as our kernel on even "
-        f"widths of the same bytes, as vLLM's on those. ∝ kept: ragged's time over dense time × what was kept.\n"
-        f"Ceilings here: copy {ceilings['copy_gb_per_s']:,.1f} GB/s, matmul {ceilings['matmul_gflop_per_s']:,.0f} "
-        f"GFLOP/s; {results['threads']} threads, {settings['clock']} clock. Widths are drawn, not learned."
+        f"ms: our kernel on drawn widths. N×: it is N times as fast as vLLM's kernel on dense and on padded experts, "
+        f"our kernel on equal widths, and vLLM's on equal widths. ∝ kept: its time over dense time × the kept share.\n"
+        f"Ceilings: copy {ceilings['copy_gb_per_s']:,.1f} GB/s, matmul {ceilings['matmul_gflop_per_s']:,.0f} "
+        f"GFLOP/s; {results['threads']} threads, {settings['clock']} clock. Widths are random, not from trained masks."
     )
 
 

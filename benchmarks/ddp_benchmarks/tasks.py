@@ -1,7 +1,7 @@
-"""The paper's tasks as lm-eval has them, and the same tasks reading local files instead of the hub.
+"""Selects the paper's tasks in lm-eval, and makes the same tasks read local files instead of the Hub.
 
-A local task is four lines of YAML around lm-eval's own file: `include:` keeps its prompts, choices, metrics and
-version, the other lines replace where the data come from. So the two can't drift apart.
+A local task is a short YAML file that includes lm-eval's own file. `include:` keeps its prompts, choices, metrics and
+version; the other lines replace the source of the data. So local tasks always match lm-eval's.
 """
 
 import glob
@@ -16,7 +16,7 @@ from ddp_vllm.evaluations import ACCURACY, TASKS
 from ddp_vllm.remote_code.files import parse_json
 
 SUITES = {
-    "paper": (*ACCURACY, "wikitext"),  # c4 only by name: its validation split on the hub has 364,608 documents
+    "paper": (*ACCURACY, "wikitext"),  # without c4, whose validation split on the Hub has 364,608 documents
     "nine": ACCURACY,
     "generative": tuple(name for name, task in TASKS.items() if task.is_generated),
     "llama": tuple(name for name in ACCURACY if name not in ("rte", "mathqa")),  # the seven of its LLaMA tables
@@ -24,7 +24,7 @@ SUITES = {
 
 
 def choose_tasks(text: str) -> tuple[str, ...]:
-    """Turn `paper` or `arc_easy,piqa` into names. Raises: SettingError naming the unknown one."""
+    """Return the tasks named by `paper` or `arc_easy,piqa`. Raises: SettingError naming the unknown task."""
     names: list[str] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         if name not in SUITES and name not in TASKS:
@@ -36,9 +36,9 @@ def choose_tasks(text: str) -> tuple[str, ...]:
 
 
 def find_files(names: Iterable[str], data: Sequence[Path]) -> dict[str, Path]:
-    """Return the local file of each task that has one; `data` are folders or single files, later ones win.
+    """Return the local file of each task that has one.
 
-    Raises: TextError if a path in `data` does not exist.
+    data: folders or files; later ones take precedence. Raises: TextError if one does not exist.
     """
     found: dict[str, Path] = {}
     for path in data:
@@ -50,27 +50,27 @@ def find_files(names: Iterable[str], data: Sequence[Path]) -> dict[str, Path]:
 
 
 def write_task(name: str, file: Path, folder: Path) -> Path:
-    """Write `folder/name.yaml`: lm-eval's own task of that name, on the rows of `file`.
+    """Write `folder/name.yaml`: lm-eval's task of that name, on the rows of `file`.
 
-    Raises: TextError if the file is empty, no JSON, or its rows lack a field of the task.
+    Raises: TextError if the file is empty or not JSON, or its rows lack a field of the task.
     """
     import lm_eval
 
     task = TASKS[name]
     row = _first_row(file)
     if missing := [field for field in task.fields if field not in row]:
-        raise TextError(f"{file}, line 1: no field {missing[0]!r}; rows of {name} need {', '.join(task.fields)}")
+        raise TextError(f"{file}, line 1: no field {missing[0]!r}; rows of {name} require {', '.join(task.fields)}")
     config: dict[str, Any] = {
         "include": str(Path(lm_eval.__file__).parent / "tasks" / task.stock),
         "task": name,
         "dataset_path": "json",
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {task.split: glob.escape(str(file.resolve()))}},  # it reads names as patterns
+        "dataset_kwargs": {"data_files": {task.split: glob.escape(str(file.resolve()))}},  # datasets expands patterns
         **{f"{split}_split": split if split == task.split else None for split in ("training", "validation", "test")},
     }
-    if name == "gsm8k":  # its examples are then other rows of the same file
+    if name == "gsm8k":  # its few-shot examples are other rows of the same file
         config["fewshot_split"] = task.split
-    if name == "hellaswag" and "query" in row:  # rows that were prepared already, as lm-eval's process_docs would
+    if name == "hellaswag" and "query" in row:  # rows that lm-eval's process_docs has prepared already
         config["process_docs"] = None
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
@@ -82,12 +82,12 @@ def _first_row(file: Path) -> Mapping[str, Any]:
         with open(file, encoding="utf-8") as lines:
             row = parse_json(next(lines, "null"))
     except (OSError, ValueError) as error:
-        raise TextError(f"{file}, line 1: no JSON ({error}); pass a file with one JSON object a line") from error
+        raise TextError(f"{file}, line 1: not JSON ({error}); pass a file with one JSON object per line") from error
     if not isinstance(row, dict):
-        raise TextError(f"{file}, line 1: no JSON object; pass a file with one JSON object a line")
+        raise TextError(f"{file}, line 1: not a JSON object; pass a file with one JSON object per line")
     return row
 
 
 def file_sha256(file: Path) -> str:
-    """Return the digest of a data file; the evaluations of two models are comparable if it is the same."""
+    """Return the digest of a data file; two evaluations are comparable if their digests are equal."""
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
-"""The cells of a study, in `DIR/cells`: what is finished is kept, so an interruption loses one.
+"""Computes the cells of a study in `DIR/cells`; finished cells are kept, so an interruption loses one.
 
-A cell is a row at a sparsity with a seed: `NAME.json` says what it came to or why it cannot be, `NAME.safetensors` are
-its masks, which `ddp-vllm apply` takes.
+A cell is a row at a sparsity with a seed. `NAME.json` has its results or the reason why there are none, and
+`NAME.safetensors` its masks, for `ddp-vllm apply`.
 """
 
 import dataclasses
@@ -21,16 +21,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_prune.devices import LEARNING_BYTES, fits_learning, forget_peak, load, make_accelerator, peak_bytes
-from ddp_prune.export import layer_widths, read_masks, write_masks
+from ddp_prune.distributed import load, make_accelerator
+from ddp_prune.export import layer_widths, write_masks
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import perplexity
+from ddp_prune.masks_file import read_masks
+from ddp_prune.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
 from ddp_prune.model import Source, companions, open_source, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.run_state import RunState, fingerprint
-from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import LearningWeights
@@ -43,32 +45,32 @@ from ddp_vllm.families import dense_layers
 from ddp_vllm.output import locked, make_folder, write_text
 
 DENSE = "dense"
-LABEL = 0.01  # of the units by which masks may miss a sparsity, as the paper's do
+TOLERANCE = 0.01  # share of the units by which a file's masks, such as the paper's, may deviate from a sparsity
 LONGEST_NAME = 80  # characters
-TOGETHER = ("seconds", "cpu_seconds", "tokens")  # of a second run and of what it goes on from
+TOGETHER = ("seconds", "cpu_seconds", "tokens")  # added over a second run and the row it continues
 Facts = dict[str, Any]
 
 
 def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
-    """Fill the cells of a study that are not there yet.
+    """Compute the missing cells of a study.
 
-    Raises: SettingError if the folder holds cells of another model, text or recipe, or a sparsity does not suit the
-        model; TextError if text is too short; and as training does.
+    Raises: SettingError if the folder has cells of another model, text or recipe, or the model does not support a
+        sparsity; TextError if a text is too short; and as training does.
     """
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
     shapes = weight_shapes(source)
     for sparsity in study.sparsities:
         suited_pools(dataclasses.replace(study.recipe, sparsity=sparsity, scope="global"), source, shapes)
-    test = read_test_blocks(study.test, tokenizer, detokenise=study.detokenise, length=study.test_length)
+    test = read_test_blocks(study.test, tokenizer, detokenize=study.detokenize, length=study.test_length)
     blocks = _read(study.recipe, tokenizer)
     first = study.sparsities[0], study.seeds[0]
     texts = [_read(study.recipe_of(row, *first), tokenizer) for row in study.rows if "data" in row.changes]
     for part in (blocks, dataclasses.replace(blocks, heldout=test), *texts):
         check_vocabulary(part, source.config["vocab_size"], study.recipe.model)
     make_folder(output / CELLS)
-    with locked(output / ".lock", f"another process works on {output}; wait for it, or choose another folder"):
+    with locked(output / ".lock", f"another process uses {output}; wait for it, or choose another folder"):
         facts = fingerprint([blocks.heldout, test], weight_files(source.folder), companions(source.folder))
-        _note(study, facts, output)
+        _record(study, facts, output)
         cells = Cells(study, output, source, tokenizer, test, make_accelerator(output, None))
         cells.dense(blocks)
         for seed, row in itertools.product(study.seeds, study.rows):
@@ -84,12 +86,12 @@ def _read(recipe: Recipe, tokenizer: Any) -> Blocks:
     )  # fmt: skip
 
 
-def _note(study: Study, facts: Mapping[str, Any], output: Path) -> None:
-    """Note whose a folder is and which rows its tables have, or refuse that of another study. Raises: SettingError."""
-    path, asked = output / STUDY_FILE, json.loads(json.dumps(study.shared() | {"text and weights": facts}))
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else asked
-    if other := [name for name in asked if found.get(name) != asked[name]]:
-        raise SettingError(f"{output} holds a study with another {', '.join(other)}; choose another folder")
+def _record(study: Study, facts: Mapping[str, Any], output: Path) -> None:
+    """Record settings and rows of the study, or refuse a folder of another study. Raises: SettingError."""
+    path, settings = output / STUDY_FILE, json.loads(json.dumps(study.shared() | {"text and weights": facts}))
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
+    if other := [name for name in settings if found.get(name) != settings[name]]:
+        raise SettingError(f"{output} has a study with another {', '.join(other)}; choose another folder")
     tables: dict[str, list[str]] = found.setdefault("tables", {})
     names = [*tables.get(study.table, []), *(row.name for row in study.rows)]
     tables[study.table] = list(dict.fromkeys(names))
@@ -98,7 +100,7 @@ def _note(study: Study, facts: Mapping[str, Any], output: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """The cells of one folder, and what fills them."""
+    """Computes the cells of one folder."""
 
     study: Study
     output: Path
@@ -109,13 +111,13 @@ class Cells:
 
     @cached_property
     def gated(self) -> GatedModel:
-        """The dense model with gates, loaded when a cell needs it."""
+        """The dense model with gates, loaded for the first cell that is missing."""
         head_unit, _ = suited_pools(self.study.recipe, self.source, weight_shapes(self.source))
         model = load(self.source, self.study.recipe, self.accelerator)
         return GatedModel(model, self.source.family, self.source.sizes, head_unit)
 
     def cell(self, name: str, *parts: object) -> Path:
-        """Return the file of a cell; a row with a path in its name, or a long one, is called by the name's hash."""
+        """Return the file of a cell; a hash replaces names of rows that are long or contain a path."""
         if "/" in name or name.endswith(MASKS) or len(name) > LONGEST_NAME:
             name = f"row-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         return self.output / CELLS / ("_".join(map(str, (name, *parts))) + ".json")
@@ -124,30 +126,27 @@ class Cells:
         """Return the file of a row's cell."""
         return self.cell(row, f"{sparsity:g}", seed)
 
-    def write(self, path: Path, content: Mapping[str, Any]) -> None:
-        write_text(json.dumps(content), path)
-
     def dense(self, blocks: Blocks) -> None:
-        """Judge the dense model."""
+        """Evaluate the dense model."""
         if not (path := self.cell(DENSE)).exists():
-            self.write(path, {"method": DENSE, **self.judged(None, blocks.heldout)})
+            write_text(json.dumps({"method": DENSE, **self.evaluate(None, blocks.heldout)}), path)
 
     def fill(self, row: Row, seed: int) -> Iterator[str]:
-        """Fill the cells of a row with one seed, and yield a line each; a score is computed once for them."""
+        """Compute a row's cells of one seed and yield one line per cell; a score is computed once for all of them."""
         scores: Masks = {}
         for sparsity in self.study.sparsities:
             path, name = self.of(row.name, sparsity, seed), f"{row.name} at {100 * sparsity:g} %, seed {seed}"
             if path.exists():
                 yield f"{name}: measured before"
                 continue
-            gated, reason = self.gated, ""  # loaded before the clock runs
+            gated, reason = self.gated, ""  # loaded before the time is measured
             try:
                 recipe = self.study.recipe_of(row, sparsity, seed)
-            except SettingError as error:  # what a row changes does not suit the study's recipe
+            except SettingError as error:  # the row's changes contradict the study's recipe
                 recipe, reason = self.study.recipe, str(error)
             heldout = _read(dataclasses.replace(self.study.recipe, seed=seed), self.tokenizer).heldout
             set_seed(seed)
-            forget_peak(self.accelerator.device)
+            reset_peak(self.accelerator.device)
             began, cpu = time.perf_counter(), time.process_time()
             masks, found = ({}, {"reason": reason}) if reason else self.masks(row, recipe, scores)
             found |= {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
@@ -156,30 +155,30 @@ class Cells:
                 made_by = {"model": recipe.model, "method": row.name, "sparsity": sparsity, "seed": seed}
                 made_by |= {name: found.pop(name) for name in ("routing",) if name in found}
                 write_masks(masks, path.with_suffix(MASKS), head_unit=gated.head_unit, provenance=made_by)
-                found |= self.judged(masks, heldout) | what_is_left(masks, gated, self.source)
+                found |= self.evaluate(masks, heldout) | kept_shares(masks, gated, self.source)
                 yield f"{name}: perplexity {found['perplexity']:.2f}"
             else:
                 found = {"reason": found["reason"]}
                 yield f"{name}: {found['reason']}"
             if recipe.train == "weights":
-                self.__dict__.pop("gated", None)  # its weights have learned
-            if row.before:
-                before = json.loads(self.of(row.before, sparsity, seed).read_text(encoding="utf-8"))
-                found |= {each: found[each] + before[each] for each in TOGETHER if each in found and each in before}
-            found |= {"source": row.method.source if row.method else row.before or row.name}
+                self.__dict__.pop("gated", None)  # its weights were trained
+            if row.first:
+                first = json.loads(self.of(row.first, sparsity, seed).read_text(encoding="utf-8"))
+                found |= {each: found[each] + first[each] for each in TOGETHER if each in found and each in first}
+            found |= {"source": row.method.source if row.method else row.first or row.name}
             found["is_search"] = not isinstance(row.method, Score)
             found["command"] = self.study.command(row, sparsity, seed, self.output)
-            self.write(path, {"method": row.name, "sparsity": sparsity, "seed": seed, **found})
+            write_text(json.dumps({"method": row.name, "sparsity": sparsity, "seed": seed, **found}), path)
 
-    def judged(self, masks: Masks | None, heldout: torch.Tensor) -> dict[str, float]:
-        """Return the perplexity of gates on both texts."""
+    def evaluate(self, masks: Masks | None, heldout: torch.Tensor) -> dict[str, float]:
+        """Return the perplexity with these gates on the test text and the held-out text."""
         texts = {"perplexity": self.test, "heldout": heldout}
         return {name: perplexity(self.gated, masks, text) for name, text in texts.items()}
 
     def masks(self, row: Row, recipe: Recipe, scores: Masks) -> tuple[Masks, Facts]:
-        """Return the gates of a row and what is known of their making, or {} and the `reason` why there are none.
+        """Return the gates of a row and their metrics, or {} and the `reason` why there are none.
 
-        `scores` are filled once.
+        scores: empty for the first sparsity, then the scores, which all sparsities share.
         """
         if row.name.endswith(MASKS):
             return self.read(Path(row.name), recipe.sparsity)
@@ -187,28 +186,28 @@ class Cells:
             return {}, {"reason": reason}
         text = _read(recipe, self.tokenizer)
         if not isinstance(row.method, Score):
-            return self.learn(row, recipe, text)
-        read = text.train[: self.study.samples]
+            return self.train(row, recipe, text)
+        blocks = text.train[: self.study.samples]
         if not scores:
-            scores |= row.method.score(self.gated, read)
+            scores |= row.method.score(self.gated, blocks)
         scope = recipe.scope if "scope" in row.changes else row.method.scope
         ratio, whole = 1.0 - recipe.sparsity, recipe.whole_experts
         chosen = choose(scores, ratio, scope, whole_experts=whole, seed=recipe.seed)
-        return chosen, {"tokens": read.numel(), "learns": 0}
+        return chosen, {"tokens": blocks.numel(), "learns": 0}
 
     def read(self, path: Path, sparsity: float) -> tuple[Masks, Facts]:
-        """Return the gates of a file as they are, or {} and the reason why they do not belong there."""
+        """Return the gates of a file, or {} and the reason why the file does not fit the cell."""
         masks = read_masks(path)[0]
         if {kind: tuple(each.shape) for kind, each in masks.items()} != self.gated.shapes:
             return {}, {"reason": "masks of another model"}
-        return _labelled(masks, sparsity, {})
+        return _of_sparsity(masks, sparsity, {})
 
     def unfit(self, row: Row, recipe: Recipe) -> str:
-        """Say why a row cannot be had of this model; empty if it can."""
-        if row.before:
-            before = json.loads(self.of(row.before, recipe.sparsity, recipe.seed).read_text(encoding="utf-8"))
-            if "reason" in before:
-                return str(before["reason"])
+        """Return why a row cannot be computed for this model; empty if it can."""
+        if row.first:
+            first = json.loads(self.of(row.first, recipe.sparsity, recipe.seed).read_text(encoding="utf-8"))
+            if "reason" in first:
+                return str(first["reason"])
         if row.method and (reason := unfit(row.method, self.source.sizes)):
             return reason
         shapes = weight_shapes(self.source)
@@ -217,23 +216,23 @@ class Cells:
         except SettingError as error:
             return str(error)
         num_weights = sum(math.prod(shape) for shape in shapes.values())
-        fits = recipe.train != "weights" or fits_learning(num_weights, self.accelerator, LEARNING_BYTES + 2)
-        return "" if fits else "memory does not hold weights that learn and a second model to learn from"
+        fits = recipe.train != "weights" or fits_training(num_weights, self.accelerator, TRAINING_BYTES + 2)
+        return "" if fits else "not enough memory for trained weights and the dense model"
 
-    def learn(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
-        """Return the gates that a search or a second run ends with; interrupted, the same call goes on."""
+    def train(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
+        """Return the final gates of a search or a second run; after an interruption the same call resumes."""
         path, start = self.of(row.name, recipe.sparsity, recipe.seed), Masks()
-        if row.before:
-            start = read_masks(self.of(row.before, recipe.sparsity, recipe.seed).with_suffix(MASKS))[0]
+        if row.first:
+            start = read_masks(self.of(row.first, recipe.sparsity, recipe.seed).with_suffix(MASKS))[0]
 
-        def go_on(*arguments: Any) -> Trainer:
+        def second_run(*arguments: Any) -> Trainer:
             trainer = Trainer(*arguments)
             for kind, gates in start.items():
                 gates = gates.to(self.accelerator.device)
                 trainer.gates.support[kind], trainer.gates.z[kind] = gates > 0, torch.where(gates > 0, gates, 1.0)
             return trainer
 
-        make = row.method.trainer if isinstance(row.method, Search) else go_on
+        make = row.method.trainer if isinstance(row.method, Search) else second_run
         files = weight_files(self.source.folder), companions(self.source.folder)
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
         asked, weights, teacher = Run.alone(recipe, train=recipe.train), None, None
@@ -243,10 +242,10 @@ class Cells:
                 teacher = load(self.source, recipe, self.accelerator) if recipe.distillation > 0 else None
                 weights = LearningWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
-            scored = counting(text, recipe.learn_from, recipe.data, lambda _line: None)
+            loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
             _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
-            learned = train(self.gated, text.train, asked, pools, *means, make=make, scored=scored)
-            took = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+            learned = train(self.gated, text.train, asked, pools, *means, make=make, loss_mask=loss_mask)
+            seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
                 weights.finish()
             run.remove()
@@ -254,23 +253,23 @@ class Cells:
         found: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
         found |= {
             "learns": sum(map(torch.numel, numbers)),
-            "step_seconds": statistics.median(took),
+            "step_seconds": statistics.median(seconds),
             **routing(learned, self.source.sizes.routed_layers),
         }
-        return _labelled(learned.gates, recipe.sparsity, found)
+        return _of_sparsity(learned.gates, recipe.sparsity, found)
 
 
-def _labelled(masks: Masks, sparsity: float, found: Facts) -> tuple[Masks, Facts]:
-    """Return gates and what is known of them, or {} and the reason where they are not of this sparsity."""
+def _of_sparsity(masks: Masks, sparsity: float, found: Facts) -> tuple[Masks, Facts]:
+    """Return gates and their metrics, or {} and the reason if they have another sparsity."""
     counts = [(int((each > 0).sum()), each.numel()) for each in masks.values()]
-    if any(abs(kept - round((1.0 - sparsity) * units)) > LABEL * units for kept, units in counts):
+    if any(abs(kept - round((1.0 - sparsity) * units)) > TOLERANCE * units for kept, units in counts):
         return {}, {"reason": f"removes {' and '.join(f'{1 - kept / units:.0%}' for kept, units in counts)}"}
     return masks, found
 
 
-def what_is_left(gates: Masks, gated: GatedModel, source: Source) -> dict[str, float]:
-    """Return which shares of the prunable parameters and of the KV cache a token the gates leave."""
-    if "experts" in gates:  # all of them cost the same, and there is no KV cache to prune
+def kept_shares(gates: Masks, gated: GatedModel, source: Source) -> dict[str, float]:
+    """Return the kept shares of the prunable parameters and of the KV cache per token."""
+    if "experts" in gates:  # all channels cost the same, and there is no KV cache to prune
         return {"params left": float((gates["experts"] > 0).float().mean())}
     names = [name for name, _ in gated.model.named_parameters()]
     kept, dense = layer_widths(gates, source, gated.head_unit), dense_layers(source.config)

@@ -1,4 +1,4 @@
-"""The verb study. torch is imported when it runs, not before."""
+"""The command `ddp-vllm study`. torch is imported when it runs, not before."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from ddp_prune.cli import Sizes
+from ddp_study import verbs
 from ddp_study.tables import TABLES
-from ddp_vllm import api
 from ddp_vllm.cli import echo
 
 
@@ -18,41 +18,41 @@ from ddp_vllm.cli import echo
     "--data",
     "texts",
     multiple=True,
-    help="Text to learn on, named as for prune; given again, for rows of their own. [default: that of prune]",
+    help="Training text, named as for prune; each further text adds rows of its own. [default: as prune]",
 )
-@click.option("--test", type=click.Path(path_type=Path), required=True, help="Text file to judge by.")
-@click.option("--methods", "names", help="Rows by commas. [default: those of the table]")
+@click.option("--test", type=click.Path(path_type=Path), required=True, help="Text file to evaluate on.")
+@click.option("--methods", "names", help="Rows, separated by commas. [default: all rows of the table]")
 @click.option("--sparsity", type=Sizes(), default="0.2,0.5", show_default=True, help="Fractions to remove, by commas.")
-@click.option("--seeds", default="0", show_default=True, help="Numbers by commas; they order the text.")
-@click.option("--steps", type=int, help="Optimizer steps of a method that learns. [default: 1000]")
-@click.option("--batch-size", type=int, help="Sequences an optimizer step. [default: 16]")
-@click.option("--seq-len", type=int, help="Tokens a sequence. [default: 2048]")
-@click.option("--samples", type=int, default=64, show_default=True, help="Sequences that scores are computed on.")
-@click.option("--polish", is_flag=True, help="Let the scales of what a score keeps learn too, in a row of its own.")
-@click.option("--detokenise", is_flag=True, help="Undo WikiText's spacing in the test text, as lm-eval does.")
+@click.option("--seeds", default="0", show_default=True, help="Seeds of the order of the text, comma-separated.")
+@click.option("--steps", type=int, help="Optimizer steps of a method that trains. [default: 1000]")
+@click.option("--batch-size", type=int, help="Sequences per optimizer step. [default: 16]")
+@click.option("--seq-len", type=int, help="Tokens per sequence. [default: 2048]")
+@click.option("--samples", type=int, default=64, show_default=True, help="Sequences to compute scores on.")
+@click.option("--polish", is_flag=True, help="For each score, add a row with trained scales of the kept units.")
+@click.option("--detokenize", is_flag=True, help="Undo WikiText's spacing in the test text, as lm-eval does.")
 @click.option(
-    "--test-length", default=512, show_default=True, help="Tokens of a window of the test text; the paper's are 128."
+    "--test-length", default=512, show_default=True, help="Tokens per window of the test text; the paper uses 128."
 )
-@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with settings of a run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 def study(
     table: str, model: str, output: Path, recipe_file: Path | None, names: str | None, texts: tuple[str, ...],
     **settings: Any,
 ) -> None:  # fmt: skip
-    """Fill a TABLE of the paper for MODEL, row by row at the same exact budget.
+    """Reproduce a TABLE of the paper for MODEL, every row at the same exact budget.
 
     \b
     ddp-vllm study methods MODEL --data TEXT --test wiki.test.txt --sparsity 0.2,0.5 -o DIR
 
-    The page DIR/TABLE.html says what the paper found, whether it holds here, and the command of every row; TABLE.md and
-    TABLE.csv have the same numbers. A row is a method or a file of masks, with settings after plus signs: paper,
-    ours+scope=layer, ours+steps=25%, wanda-sp+scales or lorap+recovered, where scales or all weights learn when the
-    masks are done. Interrupted, the same command goes on; asked for more rows, sparsities, seeds or tables, it fills in
-    what is not there yet.
+    The page DIR/TABLE.html reports the paper's finding, whether it holds for MODEL, and the command of every row.
+    TABLE.md and TABLE.csv have the same numbers. A row is a method or a file of masks, followed by settings after plus
+    signs: paper, ours+scope=layer, ours+steps=25%. After +scales or +recovered, the scales of the kept units or all
+    weights are trained once the masks are final: wanda-sp+scales, lorap+recovered. After an interruption, or with more
+    rows, sparsities, seeds or tables, the same command computes only the missing cells.
     """
     if names:
         settings["methods"] = names.split(",")
     if texts:
         settings |= {"data": texts[0], "other_data": texts[1:]}
-    page = api.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
+    page = verbs.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
     echo(f"written: {page}")

@@ -1,4 +1,4 @@
-"""Scores of routed experts: of their channels (CAMERA-P, HEAPr, even widths) and of whole experts (REAP, NAEE, …).
+"""Scores channels of routed experts (CAMERA-P, HEAPr, even widths) and whole experts (REAP, NAEE, …).
 
 Legend: L layers with routed experts, E experts, C channels of an expert, H hidden size, T tokens, K experts per token.
 """
@@ -16,17 +16,17 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ddp_prune.experts import IMPLEMENTATION
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss
-from ddp_study.scores import Score, listen, routed_experts
+from ddp_study.scores import Score, observe, routed_experts
 from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT
 
-ALPHA = 0.9  # of CAMERA-P
+ALPHA = 0.9  # CAMERA-P's α
 NAEE_TOKENS = 8192
-CHUNK = 256  # tokens for which the outputs of all experts are in memory
+CHUNK = 256  # tokens for which the outputs of all experts are stored at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertUse:
-    """What the channels of routed experts do on text; sums over the tokens sent to their expert; float32.
+    """Statistics of the channels of routed experts on text, summed over the tokens routed to their expert; float32.
 
     h is a channel's activation, π the routing weight, w its column of the down projection.
     """
@@ -38,19 +38,19 @@ class ExpertUse:
     squares: torch.Tensor
     """Σ h², [L, E, C]."""
     slopes: torch.Tensor
-    """Σ (∂loss/∂h)² = Σ (gᵀw)², where g is the gradient of the expert's output, [L, E, C]."""
+    """Σ (∂loss/∂h)² = Σ (gᵀw)² with g the gradient of the expert's output, [L, E, C]."""
     norms: torch.Tensor
     """‖w‖², [L, E, C]."""
     counts: torch.Tensor
-    """Tokens, [L, E]."""
+    """Number of tokens, [L, E]."""
     output: torch.Tensor
     """Σ π ‖expert's output‖, [L, E]."""
 
 
 def measure_experts(gated: GatedModel, blocks: torch.Tensor) -> ExpertUse:
-    """Run `blocks`, int64 [num_blocks, seq_len], forward and back and sum what the experts' channels do.
+    """Collect the statistics in a forward and backward pass per block of its mean cross-entropy.
 
-    The loss is the mean cross-entropy of a block.
+    blocks: int64 [num_blocks, seq_len].
     """
     model: Any = gated.model
     modules = routed_experts(gated)
@@ -82,7 +82,7 @@ def _add_squares(slopes_C: torch.Tensor, gradient_SC: torch.Tensor) -> None:
 
 
 def _observed_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Return what the routed experts add, expert by expert, and note what `measure_experts` is after."""
+    """Return the sum of the routed experts' outputs, and collect the statistics of `measure_experts`."""
     sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
     for expert in ids_TK.unique().tolist():
         use = {name: values[expert] for name, values in experts.ddp_use.items()}
@@ -102,14 +102,14 @@ def _observed_experts(experts: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, we
     return sum_TH.to(x_TH.dtype)
 
 
-_OBSERVED = "ddp_observed"  # the name under which transformers finds it
+_OBSERVED = "ddp_observed"  # its name in transformers' table of implementations
 ALL_EXPERTS_FUNCTIONS.register(_OBSERVED, _observed_experts)
 
 
 def camera(use: ExpertUse) -> torch.Tensor:
     """Return CAMERA-P's score of channels (arXiv:2508.02322), [L, E, C]: ‖w‖²·((1 − α) Σ(π h)² + α max(π h)²), α = 0.9.
 
-    Not implemented: shared experts, and pruning layer after layer.
+    Not implemented: shared experts, and pruning one layer after the other.
     """
     return use.norms * ((1.0 - ALPHA) * use.energy + ALPHA * use.peak)
 
@@ -117,20 +117,20 @@ def camera(use: ExpertUse) -> torch.Tensor:
 def heapr(use: ExpertUse) -> torch.Tensor:
     """Return HEAPr's score of channels (arXiv:2509.22299), [L, E, C]: mean(h²)·wᵀ mean(g gᵀ) w.
 
-    Means are over routed tokens. As wᵀ(g gᵀ)w = (gᵀw)², no matrix is kept. Channels of experts that receive no token
-    score 0 and are removed first.
+    Means are over routed tokens. Because wᵀ(g gᵀ)w = (gᵀw)², no matrix is stored. Channels of experts without tokens
+    have score 0 and are removed first.
     """
     counts_LE1 = use.counts.clamp_min(1)[..., None]
     return (use.squares / counts_LE1) * (use.slopes / counts_LE1)
 
 
 def energy(use: ExpertUse) -> torch.Tensor:
-    """Return ‖w‖²·Σ(π h)², [L, E, C]; kept evenly, the control that shows the value of uneven widths."""
+    """Return ‖w‖²·Σ(π h)², [L, E, C]; with equal widths it is the control for uneven ones."""
     return use.norms * use.energy
 
 
 def frequency(use: ExpertUse) -> torch.Tensor:
-    """Return the tokens sent to each expert, [L, E]."""
+    """Return the number of tokens routed to each expert, [L, E]."""
     return use.counts
 
 
@@ -145,13 +145,13 @@ def sum_of_outputs(use: ExpertUse) -> torch.Tensor:
 
 
 def nearest_layer(gated: GatedModel, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the place of each expert in NAEE's order of removal (arXiv:2402.14800), [L, E].
+    """Return the position of each expert in NAEE's order of removal (arXiv:2402.14800), [L, E].
 
-    NAEE keeps the set S of experts with the smallest ‖MoE(X) − MoE_S(X)‖ in each layer. Here S loses one expert at a
-    time, where NAEE tries all sets, and X is the first 8,192 tokens. MoE_S routes as the evaluated model does: with
-    `whole_experts` in the recipe, the logits of removed experts are dropped before the softmax and the top-k, as in
-    NAEE; without it, tokens of a removed expert are not sent to another. It takes a forward pass per layer, and in each
-    the products of all experts' outputs for every token.
+    NAEE keeps the set S of experts with the smallest ‖MoE(X) − MoE_S(X)‖ in each layer, and tries all sets. Here one
+    expert at a time is removed from S, and X is the first 8,192 tokens. MoE_S routes as the evaluated model does: with
+    `whole_experts` in the recipe the logits of removed experts are dropped before the softmax and the top-k, as in
+    NAEE; without it, tokens of a removed expert are not routed to another one. Each layer requires one forward pass and
+    the inner products of all experts' outputs for every token.
     """
     blocks = blocks[: max(1, NAEE_TOKENS // blocks.shape[1])]
     return torch.stack([_removal_order(gated, index, blocks) for index in gated.sizes.routed_layers])
@@ -159,29 +159,29 @@ def nearest_layer(gated: GatedModel, blocks: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _removal_order(gated: GatedModel, index: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the places of one layer's experts, [E]."""
+    """Return the positions of one layer's experts in the order of removal, [E]."""
     router, experts = (gated.layers[index].get_submodule(name) for name in (ROUTER, EXPERTS))
     inputs: list[torch.Tensor] = []
-    listen(gated, blocks, {index: router}, lambda _index, x_TH, _logits_TE: inputs.append(x_TH))
+    observe(gated, blocks, {index: router}, lambda _index, x_TH, _logits_TE: inputs.append(x_TH))
     x_TH = torch.cat(inputs).to(next(experts.parameters()).dtype)
     products_TEE = torch.cat([_products(experts, part) for part in x_TH.split(CHUNK)])
-    left = list(range(products_TEE.shape[-1]))
-    dense_TE, num_chosen = _routing(router, x_TH, left, len(left))
-    places = torch.zeros(len(left))
+    remaining = list(range(products_TEE.shape[-1]))
+    dense_TE, num_chosen = _routing(router, x_TH, remaining, len(remaining))
+    positions = torch.zeros(len(remaining))
 
     def distance(removed: int) -> float:
-        kept = [expert for expert in left if expert != removed]
+        kept = [expert for expert in remaining if expert != removed]
         if gated.head_unit == WHOLE_EXPERT and len(kept) >= num_chosen:
-            difference_TE = dense_TE - _routing(router, x_TH, kept, len(places))[0]
+            difference_TE = dense_TE - _routing(router, x_TH, kept, len(positions))[0]
         else:
             difference_TE = dense_TE.index_fill(1, torch.tensor(kept, device=x_TH.device, dtype=torch.int64), 0.0)
         return float((torch.bmm(products_TEE, difference_TE[..., None])[..., 0] * difference_TE).sum())
 
-    for place in range(len(places)):
-        worst = min(left, key=distance)
-        places[worst] = place
-        left.remove(worst)
-    return places
+    for position in range(len(positions)):
+        least = min(remaining, key=distance)
+        positions[least] = position
+        remaining.remove(least)
+    return positions
 
 
 def _products(experts: Any, x_TH: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _products(experts: Any, x_TH: torch.Tensor) -> torch.Tensor:
 
 
 def _routing(router: Any, x_TH: torch.Tensor, kept: list[int], num_experts: int) -> tuple[torch.Tensor, int]:
-    """Return the routing weights where a router chooses among `kept`, float32 [T, E]; and among how many per token."""
+    """Return the weights of a router that chooses among `kept`, float32 [T, E], and its number of choices per token."""
     rows = torch.tensor(kept, device=x_TH.device)
     _, weights_TK, ids_TK = functional_call(router, {"weight": router.weight[rows]}, (x_TH,))
     found_TE = torch.zeros(len(x_TH), num_experts, device=x_TH.device)
@@ -200,9 +200,9 @@ def _routing(router: Any, x_TH: torch.Tensor, kept: list[int], num_experts: int)
 
 
 def one_by_one(use: ExpertUse, experts_LE: torch.Tensor) -> torch.Tensor:
-    """Return a score by which whole experts are removed, the lowest of each layer first, [L, E, C].
+    """Return channel scores that remove whole experts, the lowest of each layer first, [L, E, C].
 
-    The expert on which the budget ends loses its channels of least energy only.
+    The last expert to be removed may lose only its channels of least energy, to meet the budget.
     """
     channel_rank = energy(use).argsort(dim=-1, stable=True).argsort(dim=-1)
     expert_rank = experts_LE.argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -210,7 +210,7 @@ def one_by_one(use: ExpertUse, experts_LE: torch.Tensor) -> torch.Tensor:
 
 
 def _channels(source: str, of: Callable[[ExpertUse], torch.Tensor], scope: str) -> Score:
-    """Make a method of a score of channels."""
+    """Return the method with a score of channels."""
     return Score(
         source=source, score=lambda gated, blocks: {"experts": of(measure_experts(gated, blocks))}, scope=scope,
         suits="mixtures",
@@ -218,7 +218,7 @@ def _channels(source: str, of: Callable[[ExpertUse], torch.Tensor], scope: str) 
 
 
 def _whole(source: str, of: Callable[[ExpertUse], torch.Tensor]) -> Score:
-    """Make a method of a score of experts."""
+    """Return the method with a score of whole experts."""
     return _channels(source, lambda use: one_by_one(use, of(use)), "layer")
 
 
@@ -230,7 +230,7 @@ METHODS = {
     "experts-reap": _whole("arXiv:2510.13999", reap),
     "experts-use": _whole("a control: frequency × REAP", sum_of_outputs),
     "experts-naee": Score(
-        source="arXiv:2402.14800, one expert at a time; tokens are routed anew where the evaluated model does so",
+        source="arXiv:2402.14800, one expert at a time; tokens are rerouted if the evaluated model reroutes them",
         score=lambda gated, blocks: {
             "experts": one_by_one(measure_experts(gated, blocks), nearest_layer(gated, blocks))
         },

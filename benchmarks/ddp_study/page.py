@@ -1,6 +1,6 @@
-"""The page of a table of `ddp-vllm study`: every row at every sparsity, and whether the paper is right here.
+"""Writes the page of a table of `ddp-vllm study`: every row at every sparsity, and whether the paper's finding holds.
 
-The table `shapes` also shows where the masks of each cell removed units.
+The table `shapes` also shows which units the masks of each cell removed.
 Legend: L layers, U units of a layer, E experts.
 """
 
@@ -18,21 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddp_study.pictures import draw_lines, draw_rows
 from ddp_study.tables import COLUMNS, TABLES, StudyTable, chains
 from ddp_vllm.masks import MASKS_FILE, read_masks_file
-from ddp_vllm.origins import bare_name
 from ddp_vllm.output import write_text
-from ddp_vllm.pages.evidence import kept_scales
+from ddp_vllm.pages.metrics import kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
-from ddp_vllm.pages.pictures import (
-    draw_heatmaps,
-    draw_histograms,
-    draw_lines,
-    draw_rows,
-    draw_widths,
-    height_of_map,
-    render,
-)
+from ddp_vllm.pages.pictures import draw_heatmaps, draw_histograms, draw_widths, height_of_map, render
+from ddp_vllm.provenance import bare_name
 
 Cell = Mapping[str, Any]
 CELLS, STUDY_FILE = "cells", "study.json"
@@ -42,16 +35,16 @@ IN_FILE = (
     "source", "command",
 )  # fmt: skip
 LABELS = {"attn": "heads", "mlp": "MLP channels", "experts": "expert channels"}
-CLAIMS = {  # heading of a number -> what the paper finds of it, as a sentence and as a test
+CLAIMS = {  # heading of a number -> the paper's finding about it, as a sentence and as a test
     "removed late − early": ("later layers lose more", lambda value: value > 0),
-    "spread of attention ÷ MLP": ("attention more unevenly", lambda value: value > 1),
-    "choice × removal": ("experts the more the less they are chosen", lambda value: value < 0),
-    "median scale": ("scales lie about 1", lambda value: abs(value - 1) < 0.2),
+    "spread of attention ÷ MLP": ("attention loses units less evenly", lambda value: value > 1),
+    "choice × removal": ("experts lose more the less often they are chosen", lambda value: value < 0),
+    "median scale": ("scales are about 1", lambda value: abs(value - 1) < 0.2),
 }
 
 
 def write_study(folder: Path, table: str) -> Path:
-    """Write `TABLE.html`, `.md` and `.csv` of a table's cells in a folder, and return the path of the page.
+    """Write `TABLE.html`, `.md` and `.csv` of a table's cells, and return the path of the page.
 
     Raises: OutputError; CheckpointError for masks that cannot be read.
     """
@@ -73,17 +66,17 @@ def write_study(folder: Path, table: str) -> Path:
 
 
 def page_of(name: str, cells: Sequence[Cell], dense: Cell, study: Mapping[str, Any]) -> Page:
-    """Return the page of all cells of a table."""
+    """Return the page of a table from its cells."""
     table = TABLES[name]
     remark = (
-        f"Perplexity a token on {bare_name(study['test'])}, in brackets on held-out text of "
-        f"{bare_name(study['data'])}; of several seeds the mean and the lowest and highest. Less is better. Seconds "
-        "are those of choosing, not of judging; peaks of memory without a GPU count the program too."
+        f"Perplexity per token on {bare_name(study['test'])}, in brackets on held-out text of "
+        f"{bare_name(study['data'])}; for several seeds the mean, lowest and highest. Lower is better. Seconds exclude "
+        "the evaluation. Without a GPU, peak memory includes the program."
     )
     sections = [
         Section(heading="Perplexity by row", table=row_table(table, cells, dense), remark=remark),
-        Section(heading="Where each method is from", table=_sources(cells)),
-        Section(heading="What made each row", table=_commands(cells), folded=True),
+        Section(heading="Sources of the methods", table=_sources(cells)),
+        Section(heading="Commands", table=_commands(cells), folded=True),
     ]
     holds, pictures = verdict(table, cells), [picture for picture in [_draw(name, cells, dense)] if picture]
     if name == "shapes":
@@ -97,10 +90,10 @@ def page_of(name: str, cells: Sequence[Cell], dense: Cell, study: Mapping[str, A
         lead=[("The paper and this model", f"The paper: {table.finding}. Here: {holds or 'not measured'}.")],
         sections=sections,
         footer=[
-            f"Scores read {study['samples']} sequences; unless a row says otherwise, {steps}, on frozen weights.",
-            "Every row keeps the same number of units of each kind. A score whose budget does not divide evenly over "
-            "layers or experts keeps one unit more in some of them, drawn at random by the seed of the row, the same "
-            "ones for every score.",
+            f"Scores use {study['samples']} sequences; unless a row changes it, {steps}, with frozen weights.",
+            "Every row keeps the same number of units of each kind. If the budget of a score does not divide evenly "
+            "among layers or experts, some keep one additional unit. They are drawn at random by the seed of the row, "
+            "the same for every score.",
             "The masks of every row, without trained weights, are in cells/, for ddp-vllm apply.",
         ],
         files=[f"{name}.csv"],
@@ -108,42 +101,38 @@ def page_of(name: str, cells: Sequence[Cell], dense: Cell, study: Mapping[str, A
 
 
 def verdict(table: StudyTable, cells: Sequence[Cell]) -> str:
-    """Say on one line whether what the paper found holds here; empty if nothing was measured."""
+    """Return in one line whether the paper's finding holds; empty without measurements."""
     rows, sparsities = list(dict.fromkeys(cell["method"] for cell in cells)), _sparsities(cells)
     if not table.rows:
         return "; ".join(_best(cells, sparsity) for sparsity in sparsities)
-    said = [_falls(cells, sparsity, *order) for sparsity in sparsities for order in chains(table, rows)]
-    return "; ".join(filter(None, said))
+    findings = [_falls(cells, sparsity, *order) for sparsity in sparsities for order in chains(table, rows)]
+    return "; ".join(filter(None, findings))
 
 
 def _falls(cells: Sequence[Cell], sparsity: float, column: str, order: Sequence[str]) -> str:
-    """Say whether the means over seeds of a column fall from row to row; empty where there are no two of them."""
+    """Return whether a column's means over seeds fall from row to row; empty with fewer than two rows."""
     means, (heading, unit) = _means(cells, sparsity, column), COLUMNS[column]
-    there = [(name, means[name] / unit) for name in order if name in means]
-    if len(there) < 2:
+    measured = [(name, means[name] / unit) for name in order if name in means]
+    if len(measured) < 2:
         return ""
-    holds = all(after < before for (_, before), (_, after) in pairwise(there))
-    ends = there[0][0], there[-1][0]
-    values = " → ".join(f"{name} {value:.3g}" if name in ends else f"{value:.3g}" for name, value in there)
+    holds = all(after < before for (_, before), (_, after) in pairwise(measured))
+    ends = measured[0][0], measured[-1][0]
+    values = " → ".join(f"{name} {value:.3g}" if name in ends else f"{value:.3g}" for name, value in measured)
     return f"at {100 * sparsity:g} % {heading} {values}, {'holds' if holds else 'does not hold'}"
 
 
 def _best(cells: Sequence[Cell], sparsity: float) -> str:
-    """Say of one sparsity how the paper's search and ours compare with the best score, by means over seeds."""
+    """Compare the paper's search and ours with the best score at one sparsity, by means over seeds."""
     means = _means(cells, sparsity)
-    scores = {name for name, each in means.items() if not _is_search(cells, name)}
+    scores = {cell["method"] for cell in cells if cell["method"] in means and not cell["is_search"]}
     searches = [name for name in (PAPER, OURS) if name in means]
     if not (scores and searches):
         return f"at {100 * sparsity:g} % not measured"
     best = min(scores, key=lambda name: means[name])
-    said = [
+    verdicts = [
         f"{name} {means[name]:.2f}, {'holds' if means[name] < means[best] else 'does not hold'}" for name in searches
     ]
-    return f"at {100 * sparsity:g} % {', '.join(said)} (best score: {best} {means[best]:.2f})"
-
-
-def _is_search(cells: Iterable[Cell], name: str) -> bool:
-    return any(cell["is_search"] for cell in cells if cell["method"] == name)
+    return f"at {100 * sparsity:g} % {', '.join(verdicts)} (best score: {best} {means[best]:.2f})"
 
 
 def _sparsities(cells: Iterable[Cell]) -> list[float]:
@@ -151,7 +140,7 @@ def _sparsities(cells: Iterable[Cell]) -> list[float]:
 
 
 def _means(cells: Iterable[Cell], sparsity: float, column: str = "perplexity") -> dict[str, float]:
-    """Return the mean of a column of every row that has one."""
+    """Return each row's mean of a column over seeds."""
     found: dict[str, list[float]] = {}
     for cell in cells:
         if cell["sparsity"] == sparsity and column in cell:
@@ -160,7 +149,7 @@ def _means(cells: Iterable[Cell], sparsity: float, column: str = "perplexity") -
 
 
 def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
-    """Return a row a row: as the table has them, or methods best first; what cannot be had says why."""
+    """Return the table's rows in its order, or methods best first; a row without results gives the reason."""
     sparsities = _sparsities(cells)
     names = list(dict.fromkeys(cell["method"] for cell in cells))
     if not table.rows and sparsities:
@@ -169,20 +158,20 @@ def row_table(table: StudyTable, cells: Sequence[Cell], dense: Cell) -> Table:
     rows = [["dense", *[_quality([dense])] * len(sparsities), *[""] * len(table.columns)]]
     for name in names:
         mine = [cell for cell in cells if cell["method"] == name]
-        there = [[cell for cell in mine if cell["sparsity"] == sparsity] for sparsity in sparsities]
-        rows.append([name, *map(_quality, there), *(_most(mine, column) for column in table.columns)])
+        by_sparsity = [[cell for cell in mine if cell["sparsity"] == sparsity] for sparsity in sparsities]
+        rows.append([name, *map(_quality, by_sparsity), *(_highest(mine, column) for column in table.columns)])
     removed = [f"{100 * sparsity:g} % removed" for sparsity in sparsities]
-    return Table(headings=["", *removed, *(COLUMNS[column][0] for column in table.columns)], rows=rows)
+    return Table(headings=["row", *removed, *(COLUMNS[column][0] for column in table.columns)], rows=rows)
 
 
-def _most(cells: Iterable[Cell], column: str) -> str:
-    """Return the most of a column over sparsities and seeds, three digits of what is small."""
+def _highest(cells: Iterable[Cell], column: str) -> str:
+    """Return the highest value of a column over sparsities and seeds, small values with three digits."""
     values = [cell[column] / COLUMNS[column][1] for cell in cells if column in cell]
     return "–" if not values else f"{max(values):,.0f}" if max(values) >= 100 else f"{max(values):.3g}"
 
 
 def _quality(cells: Sequence[Cell]) -> str:
-    """Return the cell of one method at one sparsity."""
+    """Return the perplexity of one row at one sparsity as text, or the reason why there is none."""
     if not (done := [cell for cell in cells if "perplexity" in cell]):
         return cells[0]["reason"] if cells else "–"
     values = [cell["perplexity"] for cell in done]
@@ -192,7 +181,7 @@ def _quality(cells: Sequence[Cell]) -> str:
 
 def _sources(cells: Iterable[Cell]) -> Table:
     sources = {cell["method"]: cell["source"] for cell in cells}
-    return Table(headings=["method", "from"], rows=[list(row) for row in sources.items()], is_text=True)
+    return Table(headings=["method", "source"], rows=[list(row) for row in sources.items()], is_text=True)
 
 
 def _commands(cells: Iterable[Cell]) -> Table:
@@ -205,7 +194,7 @@ def _label(cell: Cell) -> str:
 
 
 def _draw(table: str, cells: Sequence[Cell], dense: Cell) -> Picture | None:
-    """Return a point a row and seed, a panel a sparsity, or perplexity over tokens; None if nothing was measured."""
+    """Draw one panel per sparsity with a point per row and seed, or curves over tokens; None without measurements."""
     drawn, title, panels = TABLES[table].drawn, TABLES[table].title, {}
     for sparsity in _sparsities(cells):
         for column in drawn:
@@ -227,20 +216,20 @@ def _draw(table: str, cells: Sequence[Cell], dense: Cell) -> Picture | None:
             for name in (each for each in rows if each in tokens):
                 points = curves[label].setdefault(name.partition("+steps=")[0], [])
                 points += [(tokens[name], value) for value in rows[name]]
-        draw = partial(draw_lines, panels=curves, xlabel="tokens learned on", reference=dense["perplexity"])
-        caption, height = f"A point is a seed, lower is better.{dotted}", 2.4 * len(curves)
+        draw = partial(draw_lines, panels=curves, xlabel="training tokens", reference=dense["perplexity"])
+        caption, height = f"Each point is a seed; lower is better.{dotted}", 2.4 * len(curves)
     else:
         draw = partial(draw_rows, panels=panels, reference=reference)
-        caption = "Left is better, on a logarithmic scale; a point is a seed, a triangle one that is off the scale."
+        caption = "Left is better, on a logarithmic scale. Each point is a seed; triangles are off the scale."
         caption += dotted if reference else ""
         height = sum(0.7 + 0.16 * len(rows) for rows in panels.values())
     return render(draw, name=table, title=title, caption=caption, height=height)
 
 
 def shapes_of(cells: Sequence[tuple[str, Path]]) -> tuple[str, list[Section]]:
-    """Return whether the paper's findings hold, on one line, and a table and pictures; cells: (name, its file).
+    """Return in one line whether the paper's findings hold, and a table and pictures of the masks.
 
-    Raises: CheckpointError for masks that cannot be read.
+    cells: pairs of a cell's name and file. Raises: CheckpointError for masks that cannot be read.
     """
     rows: list[dict[str, Any]] = []
     drawn: list[Section] = []
@@ -248,20 +237,20 @@ def shapes_of(cells: Sequence[tuple[str, Path]]) -> tuple[str, list[Section]]:
         tensors, provenance = read_masks_file(path.with_suffix(Path(MASKS_FILE).suffix))
         gates = {name.removesuffix(".gates"): values for name, values in tensors.items() if name.endswith(".gates")}
         chosen = provenance.get("routing", {}).get("chosen", {})
-        rows.append({"": label, **numbers_of(gates, np.array(list(chosen.values()), dtype=np.float64))})
+        rows.append({"row": label, **numbers_of(gates, np.array(list(chosen.values()), dtype=np.float64))})
         drawn.append(Section(heading=label, pictures=_draw_shape(gates, f"shape-{len(drawn)}")))
     if not rows:
         return "", []
     held = {each: [test(row[each]) for row in rows if each in row] for each, (_, test) in CLAIMS.items()}
-    said = [f"{CLAIMS[each][0]} in {sum(found)} of {len(found)} rows" for each, found in held.items() if found]
-    shown = [{name: value if name == "" else f"{value:.3g}" for name, value in row.items()} for row in rows]
-    remark = "Removed: the share in the later half of the layers less that in the earlier one, over all units. Spread: "
-    remark += "the standard deviation of that share over layers. Choice × removal: the correlation of ranks."
-    return "; ".join(said), [Section(heading="Numbers", table=Table.of(shown), remark=remark), *drawn]
+    findings = [f"{CLAIMS[each][0]} in {sum(found)} of {len(found)} rows" for each, found in held.items() if found]
+    shown = [{name: value if name == "row" else f"{value:.3g}" for name, value in row.items()} for row in rows]
+    remark = "Removed late − early: the removed share of units in the later half of the layers minus the earlier half. "
+    remark += "Spread: its standard deviation over layers. Choice × removal: the correlation of ranks."
+    return "; ".join(findings), [Section(heading="Numbers", table=Table.of(shown), remark=remark), *drawn]
 
 
 def numbers_of(gates: dict[str, NDArray[np.float32]], chosen_LE: NDArray[np.float64]) -> dict[str, float]:
-    """Return the numbers that `CLAIMS` are about; chosen_LE: how often each expert was, empty if unknown."""
+    """Return the numbers of `CLAIMS`. chosen_LE: number of times each expert was chosen, empty if unknown."""
     removed = {kind: (values == 0).reshape(len(values), -1).mean(1) for kind, values in gates.items()}
     share_L = removed.get("experts", removed.get("mlp"))
     assert share_L is not None
@@ -279,25 +268,25 @@ def numbers_of(gates: dict[str, NDArray[np.float32]], chosen_LE: NDArray[np.floa
 
 
 def _draw_shape(gates: dict[str, NDArray[np.float32]], name: str) -> list[Picture]:
-    """Return a map of heads and the widths of MLPs, or a map of experts; and the scales of what is kept."""
+    """Draw a map of heads and the widths of MLPs, or a map of experts, and the scales of the kept units."""
     maps, drawn = {}, []
     if "attn" in gates:
         maps = {"scale": gates["attn"].astype(np.float64)}
     if "experts" in gates:
-        maps = {"channels left": (gates["experts"] > 0).sum(-1).astype(np.float64)}
+        maps = {"kept channels": (gates["experts"] > 0).sum(-1).astype(np.float64)}
     for label, values_LU in maps.items():
         draw = partial(draw_heatmaps, values=maps, unit_label="expert" if "experts" in gates else "head")
         title, height = "Experts" if "experts" in gates else "Attention", height_of_map(values_LU.shape[1])
-        caption = f"The stronger the tone, the more of {label}; crossed out: removed."
+        caption = f"Darker: more {label}. Crossed out: removed."
         drawn.append(render(draw, name=f"{name}-map", title=title, caption=caption, height=height))
     if "mlp" in gates:
         kept_L = (gates["mlp"] > 0).sum(1).tolist()
         draw = partial(draw_widths, kept_L=kept_L, dense=gates["mlp"].shape[1])
-        caption = "Filled: channels kept. Outline: the dense model's."
+        caption = "Filled: kept channels. Outline: channels of the dense model."
         drawn.append(render(draw, name=f"{name}-widths", title="MLP widths", caption=caption, height=2.5))
     kept = {LABELS[kind]: kept_scales(values) for kind, values in gates.items()}
     draw = partial(draw_histograms, kept=kept, searched={})
     height = 0.6 + 1.6 * len(kept)
-    caption = "Dotted: 1, unscaled."
+    caption = "Dotted line: 1, unscaled."
     drawn.append(render(draw, name=f"{name}-scales", title="Scales", caption=caption, height=height))
     return drawn

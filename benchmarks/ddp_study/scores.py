@@ -1,8 +1,8 @@
-"""What a method of the study is, what scores read of a model, and the two scores that need no text.
+"""Defines the methods of the study, how scores observe a model, and the two scores that use no text.
 
 A method is a score, which ranks units once, or a search, which trains gates. A score is one number per unit, [L, U] per
-module type ([L, E, C] for routed experts); the highest are kept. It is given the model, with all gates at 1, and text
-from the training data of the searches. Every method keeps exactly the same number of units.
+module type ([L, E, C] for routed experts); the units with the highest scores are kept. It is computed on the model with
+all gates at 1 and text of the searches' training data. Every method keeps exactly the same number of units.
 
 Legend: L layers, U units of a layer; E experts, C channels of an expert; T tokens, I inputs and O outputs of a
 projection.
@@ -23,51 +23,52 @@ from ddp_prune.selection import exact_support
 from ddp_prune.trainer import Trainer
 from ddp_vllm.families import EXPERTS, Dimensions
 
-Place = tuple[int, str]
+Location = tuple[int, str]
 """Layer and name of a projection in it."""
-Note = Callable[[Place, torch.Tensor, torch.Tensor], None]
+Note = Callable[[Location, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A one-shot method."""
+    """A one-shot method, which ranks units once."""
 
     source: str
-    """The paper, and what of its method is not implemented."""
+    """The paper, and which part of its method is implemented."""
     score: Callable[[GatedModel, torch.Tensor], Masks]
-    """Of a model and blocks of text, int64 [num_blocks, seq_len]."""
+    """Computes the scores from a model and blocks of text, int64 [num_blocks, seq_len]."""
     scope: str = "global"
-    """Where the budget holds, evenly: over the model, in every layer, or in every expert."""
+    """What the budget applies to: the whole model, every layer, or every expert."""
     suits: str = "all"
     """`dense` models, `mixtures` of experts, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A method that trains."""
+    """A method that trains gates."""
 
     source: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What it changes in the recipe."""
+    """Its changes to the recipe."""
     trainer: type[Trainer] | None = None
-    """None: that of the recipe's controller."""
+    """None: the trainer of the recipe's controller."""
     suits: str = "all"
 
 
 def unfit(method: Score | Search, sizes: Dimensions) -> str:
-    """Say why a method cannot be used on a model of these sizes; empty if it can."""
+    """Return why a method does not apply to a model of these sizes; empty if it does."""
     if method.suits == "dense" and sizes.num_experts:
-        return "scores heads and MLP channels; of a mixture only channels of routed experts are pruned"
+        return "scores heads and MLP channels; a mixture of experts is pruned only in its routed experts"
     if method.suits == "mixtures" and not sizes.num_experts:
-        return "scores routed experts; this model has none"
+        return "scores routed experts, and this model has none"
     return ""
 
 
 def choose(scores: Masks, keep_ratio: float, scope: str, *, whole_experts: bool = False, seed: int = 0) -> Masks:
-    """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the best per place.
+    """Return the gates (0 or 1, float32) that keep exactly round(ρK) units of each module type, the best of each group.
 
-    whole_experts: keep in each layer the experts whose channels have the highest sums, ρE of them rounded down.
-    seed: draws the places that keep one unit more where a budget does not divide evenly.
+    scope: `global`, `layer` or `expert`, the groups of units with equal budgets.
+    whole_experts: keep the experts of each layer whose channels have the highest sums, ρE rounded down.
+    seed: draws the groups that keep one additional unit if the budget does not divide evenly.
     """
     draws = torch.Generator().manual_seed(seed)
     if whole_experts:
@@ -80,16 +81,16 @@ def choose(scores: Masks, keep_ratio: float, scope: str, *, whole_experts: bool 
 
 
 def even_support(score: torch.Tensor, kept: int, scope: str, draws: torch.Generator) -> torch.Tensor:
-    """Return the bool mask of the `kept` units of highest score, evenly spread over layers or experts.
+    """Return the bool mask of the `kept` units of highest score, divided evenly among layers or experts.
 
-    score: [L, U] or [L, E, C]. The remainder of a budget that does not divide evenly goes to places drawn at random,
-    one unit each: early layers matter more than others, so giving it to the first ones would favor some methods.
+    score: [L, U] or [L, E, C]. If the budget does not divide evenly, groups drawn at random keep one additional unit:
+    early layers matter more than others, so keeping more in the first ones would favor some methods.
     """
-    num_places = math.prod(score.shape[: {"global": 0, "layer": 1, "expert": 2}[scope]])
-    places = score.reshape(num_places, -1)
-    counts = torch.full((num_places,), kept // num_places)
-    counts[torch.randperm(num_places, generator=draws)[: kept % num_places]] += 1
-    return torch.stack([exact_support(*each) for each in zip(places, counts.tolist(), strict=True)]).view_as(score)
+    num_groups = math.prod(score.shape[: {"global": 0, "layer": 1, "expert": 2}[scope]])
+    groups = score.reshape(num_groups, -1)
+    counts = torch.full((num_groups,), kept // num_groups)
+    counts[torch.randperm(num_groups, generator=draws)[: kept % num_groups]] += 1
+    return torch.stack([exact_support(*each) for each in zip(groups, counts.tolist(), strict=True)]).view_as(score)
 
 
 def routed_experts(gated: GatedModel) -> list[Any]:
@@ -97,8 +98,8 @@ def routed_experts(gated: GatedModel) -> list[Any]:
     return [gated.layers[index].get_submodule(EXPERTS) for index in gated.sizes.routed_layers]
 
 
-def projections(gated: GatedModel) -> dict[Place, Any]:
-    """Return the modules of heads and MLP channels, of every layer."""
+def projections(gated: GatedModel) -> dict[Location, Any]:
+    """Return the projections of heads and MLP channels of every layer."""
     names = [each.name for each in gated.family.tensors.projections]
     return {(i, name): layer.get_submodule(name) for i, layer in enumerate(gated.layers) for name in names}
 
@@ -108,10 +109,11 @@ def coupled(
     value: Callable[[torch.Tensor], torch.Tensor],
     of_matrix: Callable[[torch.Tensor], torch.Tensor] = lambda sums_U: sums_U,
 ) -> Masks:
-    """Return the sum over all weights of a unit of what `value` makes of their tensors, entry by entry.
+    """Return for each unit the sum of `value` over all its weights.
 
-    Weights that several gates share, as query heads share a KV head, are divided among these gates. `of_matrix` is
-    applied to the sums [U] of each matrix of heads or MLP channels before they are added up.
+    value: maps a weight to a tensor of the same shape. The value of a weight that several gates share, as query heads
+        share a KV head, is divided among them.
+    of_matrix: applied to the sums [U] of each matrix of heads or MLP channels before matrices are added.
     """
     if "experts" in gated.shapes:
         return {"experts": torch.stack([_of_experts(experts, value) for experts in routed_experts(gated)])}
@@ -126,12 +128,12 @@ def coupled(
 
 
 def _of_experts(experts: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    made_EC = value(experts.gate_up_proj).sum(2).unflatten(1, (2, -1)).sum(1)
-    return made_EC + value(experts.down_proj).sum(1)
+    inputs_EC = value(experts.gate_up_proj).sum(2).unflatten(1, (2, -1)).sum(1)
+    return inputs_EC + value(experts.down_proj).sum(1)
 
 
 def _of_block(layer: Any, gated: GatedModel, block: str, num_gates: int, value: Any) -> Iterator[torch.Tensor]:
-    """Yield the sums [U] of each matrix of one layer's block; queries, keys and values are matrices even if fused."""
+    """Yield the sums [U] of each matrix of one layer's block; fused queries, keys and values are three matrices."""
     table, sizes = gated.family.tensors, gated.sizes
     yield value(layer.get_submodule(table.output(block).name).weight).sum(0).view(num_gates, -1).sum(1)
     for projection in table.inputs(block):
@@ -144,10 +146,10 @@ def _of_block(layer: Any, gated: GatedModel, block: str, num_gates: int, value: 
             yield shares.view(num_gates, -1).sum(1)
 
 
-def by_columns(gated: GatedModel, value: Callable[[Place, torch.Tensor], torch.Tensor]) -> Masks:
-    """Return the sum, over a unit's inputs of a block's output projection, of the [I] that `value` returns.
+def by_columns(gated: GatedModel, value: Callable[[Location, torch.Tensor], torch.Tensor]) -> Masks:
+    """Return for each unit the sum of `value` over its inputs of the block's output projection.
 
-    `value` is given the place and the weight, float32 [O, I].
+    value: maps the location and the weight, float32 [O, I], to one number per input, [I].
     """
     found = {}
     for block, (num_layers, num_units) in ((each, gated.shapes[each]) for each in DENSE_BLOCKS):
@@ -157,42 +159,42 @@ def by_columns(gated: GatedModel, value: Callable[[Place, torch.Tensor], torch.T
     return found
 
 
-def read(gated: GatedModel, blocks: torch.Tensor, note: Note) -> None:
-    """Let the dense model read `blocks`, and call `note` with the place of every projection, its input and output."""
-    listen(gated, blocks, projections(gated), note)
+def observe_projections(gated: GatedModel, blocks: torch.Tensor, note: Note) -> None:
+    """Run the dense model on `blocks` and call `note` with the location, input and output of every projection."""
+    observe(gated, blocks, projections(gated), note)
 
 
 @torch.no_grad()
-def listen(
+def observe(
     gated: GatedModel, blocks: torch.Tensor, modules: Mapping[Any, nn.Module], note: Callable[..., None]
 ) -> None:
-    """Let the dense model read `blocks`, int64 [num_blocks, seq_len], one after the other.
+    """Run the dense model on `blocks`, int64 [num_blocks, seq_len], one after the other.
 
     note: called with a module's key, its first input [T, I] and its output [T, O], both float32.
     """
 
-    def hear(place: Any, _module: nn.Module, args: Any, output: Any) -> None:
+    def hook(key: Any, _module: nn.Module, args: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) else output
-        note(place, args[0].flatten(0, -2).float(), output.flatten(0, -2).float())
+        note(key, args[0].flatten(0, -2).float(), output.flatten(0, -2).float())
 
-    hooks = [module.register_forward_hook(partial(hear, place)) for place, module in modules.items()]
+    handles = [module.register_forward_hook(partial(hook, key)) for key, module in modules.items()]
     try:
         for tokens in blocks.split(1):
             final_hidden(gated.model, tokens.to(OutputHead.of(gated.model).weight.device))
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def backward(gated: GatedModel, tokens: torch.Tensor) -> None:
-    """Run one block, int64 [1, seq_len], forward and back from its mean cross-entropy."""
+    """Run the forward and backward pass of one block's mean cross-entropy. tokens: int64 [1, seq_len]."""
     head = OutputHead.of(gated.model)
     tokens = tokens.to(head.weight.device)
     distilled_loss(final_hidden(gated.model, tokens), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
 
 
 def chance(gated: GatedModel, _blocks: torch.Tensor) -> Masks:
-    """Return numbers between 0 and 1, which change with the seed: no method at all, which every other must beat."""
+    """Return random scores, which depend on the seed: the baseline that every method must beat."""
     return {kind: torch.rand(shape) for kind, shape in gated.shapes.items()}
 
 

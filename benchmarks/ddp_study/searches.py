@@ -1,7 +1,7 @@
 """Methods that train gates: hard concrete, the paper's search, and ours; a row of a table may change their settings.
 
-Each takes the steps of the recipe; a step is a forward pass of the dense model, and a forward and backward pass of the
-gated one.
+Each runs the recipe's number of steps. A step is a forward pass of the dense model, and a forward and backward pass of
+the gated model.
 """
 
 import math
@@ -15,18 +15,18 @@ from ddp_prune.selection import exact_support
 from ddp_prune.trainer import KEPT_FLOOR
 from ddp_study.scores import Search
 
-START = 3.0  # of log α
+START = 3.0  # initial log α
 
 
 class HardConcrete(AlmTrainer):
-    """The stochastic gates of L0 regularisation (arXiv:1712.01312), as Eq. 8 and 9 of arXiv:2603.08065; z is log α.
+    """Stochastic gates of L0 regularization (arXiv:1712.01312), by Eq. 8 and 9 of arXiv:2603.08065; z is log α.
 
     As in these equations, the temperature β is 1. Multipliers, learning rates, l = −0.1 and r = 1.1 are those of the
-    paper's search. The paper does not state where log α starts: here at 3, where gates are open with probability 0.995.
-    Gates are sampled during training; the deterministic gate is evaluated, and the highest gates are kept.
+    paper's search. The paper does not state the initial log α; here it is 3, so gates are open with probability 0.995.
+    Gates are sampled during training. The deterministic gate is evaluated, and the highest gates are kept.
     """
 
-    is_binarised = False  # by λ3
+    is_binarized = False  # by λ3
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -34,7 +34,7 @@ class HardConcrete(AlmTrainer):
         for z in self.gates.z.values():
             z.data.fill_(START)
         for weight in self.multipliers.lambda3.values():
-            weight.requires_grad_(self.is_binarised)
+            weight.requires_grad_(self.is_binarized)
 
     def forward_masks(self) -> Masks:
         if self.polishing:
@@ -46,11 +46,11 @@ class HardConcrete(AlmTrainer):
         return torch.rand(z.shape, generator=self.noise).clamp(1e-6, 1 - 1e-6).logit().to(z.device)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
-        """The probability that a gate is open (Eq. 9)."""
+        """Return the probability that a gate is open (Eq. 9)."""
         return torch.sigmoid(z - math.log(-STRETCH_LOW / STRETCH_HIGH))
 
     def bound(self) -> None:
-        """Do nothing: log α has no floor."""
+        """Do nothing: log α has no lower bound."""
 
     def round(self) -> None:
         for kind, z in self.gates.z.items():
@@ -66,12 +66,12 @@ class HardConcrete(AlmTrainer):
 
 
 class DeterministicHardConcrete(HardConcrete):
-    """The second row of the paper's table 4: no noise; the evaluated gate is trained, counted and, by λ3, made binary.
+    """Hard concrete without noise (second row of the paper's table 4): λ3 makes the trained gate binary.
 
-    The gradient is straight-through at the clamp, or none would reach an open gate.
+    The gradient is straight-through at the clamp; otherwise open gates would receive no gradient.
     """
 
-    is_binarised = True
+    is_binarized = True
 
     def forward_masks(self) -> Masks:
         if self.polishing:
@@ -79,7 +79,7 @@ class DeterministicHardConcrete(HardConcrete):
         return {kind: self.score(z, 0.0) for kind, z in self.gates.z.items()}
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
-        """The gate itself."""
+        """Return the gate itself."""
         return ClampStraightThrough.apply(_stretched(torch.sigmoid(z)), 0.0, 1.0)
 
 
@@ -92,7 +92,7 @@ def _stretch(gate: torch.Tensor) -> torch.Tensor:
 
 
 _PAPERS = {"controller": "alm", "polish": 0.0}
-_FROM = "arXiv:2603.08065, {}, with its β of 1 and its learning rates; log α starts at 3, which it does not state"
+_FROM = "arXiv:2603.08065, {}, with its β of 1 and its learning rates; it does not state the initial log α, here 3"
 METHODS = {
     "hard-concrete": Search(source=_FROM.format("Eq. 8 and 9"), trainer=HardConcrete, settings=_PAPERS),
     "hard-concrete-deterministic": Search(

@@ -1,8 +1,8 @@
-"""The tables of `ddp-vllm study`: the rows of each, and what the paper (arXiv:2603.08065) found there.
+"""The tables of `ddp-vllm study`: the rows of each, and the finding of the paper (arXiv:2603.08065).
 
-A row is the name of a method or a file of masks, and after plus signs what is changed of it: a setting of the recipe,
-as `paper+scope=layer`; `steps=25%` are a share of the study's. `+scales` lets the scales of what it keeps learn when
-its masks are done, `+recovered` all weights too; settings after that are of this second run.
+A row is the name of a method or a file of masks, followed by changes after plus signs: a setting of the recipe, as in
+`paper+scope=layer`, where `steps=25%` is a share of the study's steps. `+scales` adds a second run that trains the
+scales of the kept units, `+recovered` one that trains all weights. Settings after these words belong to the second run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,24 +13,24 @@ SHARES = ("12.5%", "25%", "50%")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTable:
-    """What a table compares."""
+    """The rows and columns of a table, and the paper's finding."""
 
     title: str
     finding: str
-    """What the paper says."""
+    """The paper's finding."""
     rows: Sequence[str] = ()
-    """Row by row as shown; none: the methods of tables 1 to 3, best first."""
+    """Rows in the order shown; empty: the methods of tables 1 to 3, best first."""
     falls: Sequence[tuple[str, Sequence[str]]] = ()
-    """A column, and the rows in whose order it falls, if the paper is right."""
+    """A column, and the rows over which it falls if the paper's finding holds."""
     columns: Sequence[str] = ("tokens", "seconds")
-    """What is shown of the rows beside their perplexity."""
+    """Columns shown in addition to perplexity."""
     drawn: Sequence[str] = ("perplexity",)
     """Columns in the picture."""
 
 
-COLUMNS: Mapping[str, tuple[str, float]] = {  # of a cell -> its heading, and what a unit of that is
-    "seconds": ("seconds", 1.0), "tokens": ("tokens read", 1.0), "learns": ("numbers that learn", 1.0),
-    "step_seconds": ("seconds a step", 1.0), "peak_bytes": ("peak GB", 1e9), "perplexity": ("perplexity", 1.0),
+COLUMNS: Mapping[str, tuple[str, float]] = {  # number of a cell -> its heading and its unit
+    "seconds": ("seconds", 1.0), "tokens": ("tokens read", 1.0), "learns": ("trained numbers", 1.0),
+    "step_seconds": ("seconds per step", 1.0), "peak_bytes": ("peak GB", 1e9), "perplexity": ("perplexity", 1.0),
 }  # fmt: skip
 
 
@@ -61,50 +61,50 @@ TABLES = {
         falls=[("perplexity", _RELAXATIONS)],
     ),
     "groups": StudyTable(
-        title="Where the budget holds",
-        finding="the same budget in every layer costs perplexity, and in every expert more (table 5)",
+        title="Scope of the budget",
+        finding="equal budgets for all layers raise perplexity, and equal budgets for all experts more (table 5)",
         rows=[*_by_scope("paper"), *_by_scope("ours")],
         falls=[("perplexity", _by_scope("paper")), ("perplexity", _by_scope("ours"))],
     ),
     "recovery": StudyTable(
         title="One-shot masks and recovery",
-        finding="weights that learn after one-shot masks (by LoRA; here all of them) lower perplexity, and the paper's "
-        "masks on frozen weights have less still",
+        finding="training weights after one-shot masks (by LoRA; here all weights) lowers perplexity, and the paper's "
+        "masks on frozen weights have the lowest",
         rows=[*(f"{name}{end}" for name in ("lorap", "heapr", "paper", "ours") for end in ("", "+recovered")), _FULL],
         falls=[("perplexity", (name, f"{name}+recovered", "paper")) for name in ("lorap", "heapr")],
     ),
     "data": StudyTable(
-        title="Text that masks learn on",
-        finding="FineWeb-Edu serves better than C4, and than instructions of LaMini in most columns",
+        title="Training text of the masks",
+        finding="FineWeb-Edu is better than C4, and in most columns better than instructions of LaMini",
         rows=("paper", "ours"),
     ),
     "cost": StudyTable(
-        title="Cost of learning",
-        finding="a step takes longer with distillation, and longest where all weights learn, in 4.4 times the memory",
+        title="Cost of training",
+        finding="a step takes longer with distillation, and longest with all weights trained, in 4.4 times the memory",
         rows=("wanda-sp", "fisher", "paper+distillation=0", "paper", "ours", _FULL),
         falls=[("step_seconds", (_FULL, "paper", "paper+distillation=0")), ("peak_bytes", (_FULL, "paper"))],
         columns=("tokens", "learns", "step_seconds", "peak_bytes", "seconds"),
         drawn=("step_seconds", "peak_bytes"),
     ),
     "tokens": StudyTable(
-        title="Tokens to learn on",
+        title="Training tokens",
         finding="more tokens lower perplexity, up to 60 million",
         rows=[*_of_steps("paper"), *_of_steps("ours")],
         falls=[("perplexity", _of_steps("paper")), ("perplexity", _of_steps("ours"))],
     ),
     "shapes": StudyTable(
-        title="What was removed where",
-        finding="later layers lose more, attention more unevenly than MLPs, experts the more the less they are chosen; "
-        "scales lie about 1",
+        title="Removed units by layer",
+        finding="later layers lose more, attention loses units less evenly than MLPs, experts lose more the less often "
+        "they are chosen, and scales are about 1",
         rows=("paper", "ours"),
     ),
 }  # fmt: skip
 
 
 def chains(table: StudyTable, rows: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the columns and rows, of those there are, that show whether the paper's finding holds.
+    """Return each column and those of `rows` over which it must fall for the paper's finding to hold.
 
-    Of rows that learn on other text the finding is that they are worse than on the study's.
+    For rows with another training text the finding is that they are worse than with the study's text.
     """
     other = [("perplexity", [name, name.partition("+data=")[0]]) for name in rows if "+data=" in name]
     found = [(column, [name for name in order if name in rows]) for column, order in table.falls] + other

@@ -1,6 +1,6 @@
 """What does `--align` cost in perplexity, and can masks be aligned after they were learned?
 
-    python benchmarks/lab/align_quality.py MODEL --data TEXT --test WIKITEXT --detokenise --steps 60 --align 1,64,128
+    python benchmarks/lab/align_quality.py MODEL --data TEXT --test WIKITEXT --detokenize --steps 60 --align 1,64,128
 
 One search; its end is rounded at every alignment and each support is polished on the same text in the same order.
 `N after` aligns what was learned without alignment as `apply --align` does, with no polish after. Ratios are to
@@ -40,7 +40,7 @@ def main() -> None:
     gated = gate(load_model(source, "auto", accelerator.device), source)
     recipe, blocks = prepare_run(arguments, tokenizer, arguments.seed)
     tests = {
-        "test": read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise),
+        "test": read_test_blocks(arguments.test, tokenizer, detokenize=arguments.detokenize),
         "heldout": blocks.heldout,
     }
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.exam import go_on
+from ddp_prune.evaluation import generate
 from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.text import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -38,7 +38,7 @@ def main() -> None:
     for name, opened in [("dense", source), *pruned]:
         model, answers = load_model(opened, "auto"), []
         for start in range(0, len(prompts), BATCH):
-            answers += go_on(model, tokenizer, prompts[start : start + BATCH], LONGEST)
+            answers += generate(model, tokenizer, prompts[start : start + BATCH], LONGEST)
         compiles = [is_whole(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         found[name] = {"compile": sum(compiles), "of": len(prompts), "first": answers[0]}
         print(json.dumps({name: found[name]}), flush=True)

@@ -27,7 +27,7 @@ from ddp_benchmarks.protocol import rotated, script_parser
 from ddp_prune.text import load_tokenizer
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.families import register_pruned
-from ddp_vllm.gguf_file import write_gguf
+from ddp_vllm.gguf.file import write_gguf
 from ddp_vllm.results import judge, ratio_text, spread
 from study import print_result
 

@@ -1,6 +1,6 @@
 """How much of what pruning lost does recovery give back, by method and by the minute?
 
-    python benchmarks/lab/recovery.py MODEL --pruned DIR,DIR --data TEXT --tests WIKITEXT,C4,CHAT --detokenise \\
+    python benchmarks/lab/recovery.py MODEL --pruned DIR,DIR --data TEXT --tests WIKITEXT,C4,CHAT --detokenize \\
         --methods full,lora --minutes 10,60 -o FOLDER
 
 Each pruned folder is recovered from MODEL by the verb that users run, each method for each number of minutes, one after
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.documents import documents, open_rows
+from ddp_prune.documents import Document, as_documents, open_rows
 from ddp_prune.loss import losses
 from ddp_prune.model import load_model, open_pruned, open_source
 from ddp_prune.templates import Templates
@@ -43,13 +43,13 @@ def main() -> None:
     parser.add_argument("--pruned", required=True, help="Pruned folders, separated by commas.")
     parser.add_argument("--data", required=True, help="Text to recover on.")
     parser.add_argument("--tests", required=True, help="Texts to judge by, separated by commas: .txt, .raw or .jsonl.")
-    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing in .raw, as lm-eval does.")
+    parser.add_argument("--detokenize", action="store_true", help="Undo WikiText's spacing in .raw, as lm-eval does.")
     parser.add_argument("--methods", default="full,lora")
     parser.add_argument("--minutes", default="10")
     parser.add_argument("--set", action="append", default=[], help="Option of recover: --set learning-rate=1e-4")
     parser.add_argument("-o", "--output", type=Path, required=True)
     arguments = parser.parse_args()
-    judge = Judge(arguments.model, arguments.tests.split(","), arguments.detokenise, arguments.output)
+    judge = Judge(arguments.model, arguments.tests.split(","), arguments.detokenize, arguments.output)
     cells = []
     ways = itertools.product(arguments.pruned.split(","), arguments.methods.split(","), arguments.minutes.split(","))
     for folder, method, minutes in ways:
@@ -68,9 +68,9 @@ def main() -> None:
 class Judge:
     """Reads test texts with models, each folder once."""
 
-    def __init__(self, model: str, tests: list[str], detokenise: bool, output: Path) -> None:
+    def __init__(self, model: str, tests: list[str], detokenize: bool, output: Path) -> None:
         self.model, self.source, self.output = model, open_source(model), output
-        self.texts = {Path(test).name: _read(Path(test), load_tokenizer(model), detokenise) for test in tests}
+        self.texts = {Path(test).name: _read(Path(test), load_tokenizer(model), detokenize) for test in tests}
 
     def cell(self, name: str, pruned: Path, recovered: Path) -> dict[str, Any]:
         """Return perplexities and what was given back."""
@@ -96,19 +96,18 @@ class Judge:
         return found
 
 
-def _read(path: Path, tokenizer: Any, detokenise: bool) -> torch.Tensor:
+def _read(path: Path, tokenizer: Any, detokenize: bool) -> torch.Tensor:
     """Return the first tokens of a text, int64 [TEST_BLOCKS, TEST_LENGTH]; of many documents, the beginning of each."""
     wanted = TEST_BLOCKS * TEST_LENGTH
-    if path.suffix == ".raw" and detokenise:
+    if path.suffix == ".raw" and detokenize:
         from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-        texts = [wikitext_detokenizer({"page": path.read_text(encoding="utf-8")})]
+        texts = [Document(wikitext_detokenizer({"page": path.read_text(encoding="utf-8")}))]
     else:
         with Templates(tokenizer) as templates:
-            rows = documents(list(open_rows(str(path))), templates, str(path))
+            rows = as_documents(list(open_rows(str(path))), templates, str(path))
         texts = [text[:TEXT_LENGTH] for text in rows] if len(rows) > 1 else rows
-    tokens = torch.from_numpy(pack(texts, tokenizer, wanted)).long()
-    return torch.where(tokens < 0, ~tokens, tokens).view(TEST_BLOCKS, TEST_LENGTH)
+    return torch.from_numpy(pack(texts, tokenizer, wanted).ids).long().view(TEST_BLOCKS, TEST_LENGTH)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ddp_benchmarks.engine import Server
 from ddp_benchmarks.models import token_counter
 from ddp_benchmarks.processes import terminable
 from ddp_benchmarks.protocol import result_line, rotated, script_parser, split_command_line
-from ddp_vllm.fetch import fetch_conversations
+from ddp_vllm.hub.fetch import fetch_conversations
 from ddp_vllm.results import judge, spread
 
 _COUNTER = re.compile(r"^vllm:(\w+)_total\{[^}]*\} ([\d.e+]+)$", re.MULTILINE)

@@ -24,9 +24,9 @@ import torch
 
 from ddp_benchmarks.protocol import rotated, script_parser
 from ddp_prune.batches import Batches
-from ddp_prune.devices import fit_attention, forget_peak, peak_bytes
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.memory import fit_attention, peak_bytes, reset_peak
 from ddp_prune.model import load_model, open_source, weight_shapes
 from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
@@ -184,7 +184,7 @@ def work(connection: Connection, name: str, arguments: argparse.Namespace) -> No
     torch.set_num_threads(arguments.threads)
     step = CASES[name](Bench(arguments))
     device = torch.device(arguments.device)
-    base = forget_peak(device)
+    base = reset_peak(device)
     step()  # the first one chooses kernels and makes optimizer states; its time does not count, its memory does
     connection.send("ready")
     while connection.recv():

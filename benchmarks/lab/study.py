@@ -30,7 +30,7 @@ def learning_parser(description: str | None, *, steps: int) -> argparse.Argument
 
 def add_test_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     parser.add_argument("--test", type=Path, required=required, help="Text for perplexity that nothing is learned on.")
-    parser.add_argument("--detokenise", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
+    parser.add_argument("--detokenize", action="store_true", help="Undo WikiText's spacing, as lm-eval does.")
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Can a small mixture of experts with real language in it be made of a dense model, for want of a pretrained one?
 
-    python benchmarks/lab/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw --detokenise]
+    python benchmarks/lab/upcycle.py OUT [--parent MODEL] [--data TEXT] [--test wiki.test.raw --detokenize]
 
 No pretrained mixture of experts can be had from a package registry; this makes one of SmolLM2-135M. Of each MLP the
 channels of most energy become a shared expert that sees every token. The others are dealt out to the routed experts,
@@ -37,7 +37,7 @@ from ddp_prune.loss import OutputHead, distilled_loss, final_hidden, perplexity
 from ddp_prune.model import load_model, open_source
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_study.study import read_test_blocks
-from ddp_vllm.fetch import fetch_conversations, fetch_model
+from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 from ddp_vllm.output import atomic_folder
 from study import add_test_options, gate, print_result
 
@@ -250,7 +250,7 @@ def main() -> None:
     )  # fmt: skip
     texts = {"held-out": blocks.heldout}
     if arguments.test:
-        texts["test"] = read_test_blocks(arguments.test, tokenizer, detokenise=arguments.detokenise)
+        texts["test"] = read_test_blocks(arguments.test, tokenizer, detokenize=arguments.detokenize)
     device = Accelerator().device
     parent = load_model(source, "bfloat16").to(device)
     wall, cpu = time.monotonic(), time.process_time()

@@ -7,49 +7,32 @@ from contextlib import suppress
 from huggingface_hub import ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.origins import is_hub_name
-from ddp_vllm.pages.evidence import block_losses
-from ddp_vllm.pages.page import Table, markdown_table
-from ddp_vllm.pages.summary import (
-    adaptation,
-    has_experts,
-    learning,
-    perplexities,
-    perplexity_table,
-    prediction,
-    routing_notes,
-    size_table,
-    texts_of,
-)
+from ddp_vllm.gguf.graphs import missing_parts
+from ddp_vllm.pages.page import Page, to_markdown
+from ddp_vllm.pages.summary import dense_name, has_experts, lead, sections
+from ddp_vllm.provenance import bare_name, is_hub_name
 from ddp_vllm.remote_code.tensors import dense_type
-from ddp_vllm.remote_code.widths import dense_expert_size
-from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 TEXT = """# {name}
 
-{dense} with structure removed by ddp-vllm: {units} that
-learned masks (Deterministic Differentiable Pruning, arXiv:2603.08065) found dispensable are gone, the scales of the
-rest are folded into the weights. {learned}
+{dense} with structure removed by ddp-vllm: {units} whose learned
+masks closed (Deterministic Differentiable Pruning, arXiv:2603.08065) are gone, and the scales of the kept units are
+folded into the weights.
+
+## Load it
 
 {loading}
 
-{sizes}
+## What was removed, and what it cost
 
-{quality}
+{statements}"""
 
-Tensor-parallel sizes that split every layer without padding: {tp}.
-
-## Widths
-
-{layers}
-"""
-
-ORDINARY = """This is a stock checkpoint with fewer experts. What runs the dense model runs it, with no code of ours:
+ORDINARY = """This is a stock checkpoint with fewer experts. Whatever runs the dense model runs it, without ddp-vllm:
 
 ```bash
 vllm serve {place}
 ```"""
-PLUGIN = """With ddp-vllm installed beside vLLM, the fastest way:
+PLUGIN = """In vLLM with ddp-vllm installed, which is the fastest way:
 
 ```bash
 {install}vllm serve {place}
@@ -59,16 +42,15 @@ STOCK = """In vLLM 0.30 or newer without ddp-vllm:
 ```bash
 vllm serve {place} --trust-remote-code --model-impl transformers
 ```"""
-TRANSFORMERS = """In plain transformers, with no ddp-vllm installed:
-`AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)`. `AutoTokenizer` wants the same argument: it
-reads the config first, whose class is in this folder, and without it asks on stdin."""
+TRANSFORMERS = """In plain transformers, without ddp-vllm:
+`AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)`. Pass the same argument to `AutoTokenizer`: it
+loads the config first, and the config class is part of this folder."""
 LLAMA_CPP = """In llama.cpp, from a file that ddp-vllm writes of the downloaded folder:
 
 ```bash
 ddp-vllm export {place} --type Q8_0 -o {name}.gguf
 llama-server -m {name}.gguf
 ```"""
-IN_LLAMA_CPP = ("llama", "mistral", "qwen2")  # as in `gguf_file`, which wants the package gguf
 
 
 def model_card(
@@ -79,32 +61,25 @@ def model_card(
     license_name: str | None = None,
     base_model: str | None = None,
 ) -> str:
-    """Return the Markdown of the card; `name` is the folder's, `place` where it is loaded from, here if not given."""
+    """Return the card in Markdown. name: the folder's. place: where it is loaded from, by default the folder here."""
+    dense = dense_name(checkpoint)
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
-        license=license_name, base_model=base_model,
+        license=license_name, base_model=base_model or (dense if is_hub_name(dense) else None),
     )  # fmt: skip
-    provenance = checkpoint.provenance
-    dense = str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "its dense model")
-    if not base_model and is_hub_name(dense):
-        data.base_model = dense
-    experts = has_experts(checkpoint)
+    page = Page(title=name, lead=[*lead(checkpoint)], sections=[*sections(checkpoint)], footer=[])
     text = TEXT.format(
         name=name,
+        dense=bare_name(dense),
+        units=_removed_units(checkpoint),
         loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}", install=_install()),
-        dense=dense.rstrip("/").rsplit("/", 1)[-1],
-        sizes=markdown_table(size_table(checkpoint)),
-        learned=learning(provenance),
-        units=_removed(checkpoint),
-        quality="\n\n".join(_quality(checkpoint, place or f"./{name}")),
-        tp=", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers))),
-        layers=markdown_table(_expert_widths(checkpoint) if experts else _layer_widths(checkpoint)),
+        statements=to_markdown(page),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
 
 
 def _install() -> str:
-    """Return the line that installs ddp-vllm, if it says where its source is."""
+    """Return the line that installs ddp-vllm, if its metadata tell where its source is."""
     with suppress(importlib.metadata.PackageNotFoundError):
         for url in importlib.metadata.metadata("ddp-vllm").get_all("Project-URL") or ():
             if url.startswith("Source, "):
@@ -120,73 +95,14 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
     yield PLUGIN
     if not has_experts(checkpoint):
         yield STOCK
-    if is_quantised := "quantization_config" in checkpoint.config:
-        yield TRANSFORMERS + " The package compressed-tensors is needed too."
-    else:
-        yield TRANSFORMERS
-    if dense_type(checkpoint.config) in IN_LLAMA_CPP and not is_quantised:
+    is_quantized = "quantization_config" in checkpoint.config
+    yield TRANSFORMERS + " The package compressed-tensors is needed too." * is_quantized
+    if not missing_parts(dense_type(checkpoint.config)) and not is_quantized:
         yield LLAMA_CPP
 
 
-def _removed(checkpoint: Checkpoint) -> str:
-    """Say what kind of unit went."""
+def _removed_units(checkpoint: Checkpoint) -> str:
+    """Return what kind of unit was removed."""
     if checkpoint.stock:
         return "whole experts, equally many of each layer,"
     return "channels of the routed experts" if has_experts(checkpoint) else "attention heads and MLP channels"
-
-
-def _layer_widths(checkpoint: Checkpoint) -> Table:
-    rows = [
-        [index, " ".join(map(str, layer.query_heads_per_kv_head)) or "–", layer.intermediate_size or "–"]
-        for index, layer in enumerate(checkpoint.layers)
-    ]
-    return Table(headings=["layer", "query heads for each KV head", "MLP channels"], rows=rows, is_text=True)
-
-
-def _expert_widths(checkpoint: Checkpoint) -> Table:
-    rows = [
-        [index, " ".join(map(str, layer.expert_intermediate_sizes))]
-        for index, layer in enumerate(checkpoint.layers)
-        if layer.expert_intermediate_sizes is not None
-    ]
-    if checkpoint.stock:
-        stay = checkpoint.provenance["experts"]["stay"]
-        rows = [[index, " ".join(map(str, stay[str(index)]))] for index, _ in rows]
-        return Table(headings=["layer", "experts that stay, as the dense model numbers them"], rows=rows, is_text=True)
-    heading = f"channels left of {dense_expert_size(checkpoint.config):,}, expert by expert"
-    return Table(headings=["layer", heading], rows=rows, is_text=True)
-
-
-def _quality(checkpoint: Checkpoint, place: str) -> Iterator[str]:
-    """Yield a paragraph on perplexity, on how it is quantised, on the speed that was asked for, and for each note."""
-    yield _perplexity(checkpoint, place)
-    if text_hash := checkpoint.provenance.get("learned_from", {}).get("text"):
-        yield f"The tokens that the masks were learned on, and those held out, have the SHA-256 `{text_hash}`."
-    if quantised := checkpoint.config.get("quantization_config"):
-        how = quantised.get("format", "an own format")
-        yield f"Then weights were quantised ({how} of compressed-tensors). What that cost is not in these figures."
-    if promised := prediction(checkpoint.provenance):
-        yield f"A step of vLLM is predicted to run at {promised}."
-    yield from (f"Note: {note}." for note in routing_notes(checkpoint))
-
-
-def _perplexity(checkpoint: Checkpoint, place: str) -> str:
-    provenance = checkpoint.provenance
-    quality = provenance.get("perplexity")
-    if not quality:
-        return f"Quality was not measured when this checkpoint was written; `ddp-vllm eval {place} --text FILE` does."
-    stated = (
-        f"Perplexity of a token on held-out text of {texts_of(provenance)} ({quality['tokens']:,} tokens): "
-        f"{perplexities(quality)}."
-    )
-    stated = " ".join([stated, *adaptation(quality)])
-    try:
-        losses = block_losses(quality)
-    except ValueError:  # of another's making
-        return stated
-    how = (
-        f"All models read the same {len(losses['dense'])} blocks, on which nothing was "
-        "learned, when this folder was written. Errors are standard errors over the blocks, those of a ratio over the "
-        "blocks' differences."
-    )
-    return f"{stated} {how}\n\n{markdown_table(perplexity_table(losses, quality))}"

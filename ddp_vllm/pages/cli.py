@@ -1,12 +1,14 @@
-"""The verbs inspect, report and compare. What draws and reads is imported when one of them runs, not before."""
+"""The verbs inspect, verify, report and compare. Libraries that draw are imported when one of them runs."""
 
 import json
 from pathlib import Path
 
 import click
 
-from ddp_vllm import api
 from ddp_vllm.cli import echo
+from ddp_vllm.folder import read
+from ddp_vllm.folder import verify as verify_folder
+from ddp_vllm.pages import verbs
 
 
 @click.command()
@@ -15,9 +17,9 @@ from ddp_vllm.cli import echo
 def inspect(folder: Path, as_json: bool) -> None:
     """Check a pruned checkpoint and show what each layer has left."""
     if as_json:
-        echo(json.dumps(api.inspect(folder)))
+        echo(json.dumps(verbs.inspect(folder)))
         return
-    checkpoint = api.read(folder)
+    checkpoint = read(folder)
     from ddp_vllm.pages.terminal import SafeConsole, print_checkpoint
 
     print_checkpoint(checkpoint, SafeConsole(soft_wrap=True))
@@ -26,23 +28,23 @@ def inspect(folder: Path, as_json: bool) -> None:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def verify(folder: Path) -> None:
-    """Compare every file of a pruned checkpoint with the SHA-256 that was written beside it.
+    """Compare every file of a pruned checkpoint with the SHA-256 in its manifest.
 
-    Nothing may be missing, changed or added but the results of `eval` and `bench`. Then the checkpoint is checked as
-    by `inspect`.
+    No file may be missing, changed or added, except the results of `eval` and `bench`. Then the checkpoint is checked
+    as by `inspect`.
     """
-    echo(f"{folder}: {len(api.verify(folder))} files are as they were written")
+    echo(f"{folder}: {len(verify_folder(folder))} files are as they were written")
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), show_default="FOLDER itself", help="Where to write.")
 def report(folder: Path, output: Path | None) -> None:
-    """Draw what was removed: report.html, and its pictures and numbers in report/.
+    """Draw what was removed as one page, report.html, with its pictures as PNG files in report/.
 
-    `prune` does this by itself; FOLDER is any pruned checkpoint.
+    `prune` draws this page too. FOLDER is any pruned checkpoint.
     """
-    echo(f"written: {api.report(folder, output=output)}")
+    echo(f"written: {verbs.report(folder, output=output)}")
 
 
 @click.command()
@@ -52,10 +54,14 @@ def report(folder: Path, output: Path | None) -> None:
     "--results",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A file of results outside the folders, or a folder that eval -o wrote; repeatable.",
+    help="A results file outside the folders, or a folder that eval -o wrote; may be repeated.",
 )
-@click.option("--dense", metavar="MODEL", show_default="the one of the recipe", help="The dense model.")
-@click.option("--tolerance", type=float, help="Say which model to take if perplexity may be so many times the dense.")
+@click.option("--dense", metavar="MODEL", show_default="that of the recipe", help="The dense model.")
+@click.option(
+    "--tolerance",
+    type=float,
+    help="Name the fastest model whose perplexity is at most this many times the dense model's.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
 def compare(
     folders: tuple[Path, ...],
@@ -72,7 +78,7 @@ def compare(
 
     Results of bench and eval are found in each folder and its eval folder, or passed with --results.
     """
-    comparison = api.compare(
+    comparison = verbs.compare(
         folders, output=output, results=results, dense=dense, tolerance=tolerance, overwrite=overwrite
     )
     if tolerance is not None:

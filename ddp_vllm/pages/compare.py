@@ -1,14 +1,14 @@
 """The page that `compare` writes: what pruning cost in quality and gave in speed, model by model."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points
+from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points, score
 from ddp_vllm.output import atomic_file, sync, writing
 from ddp_vllm.pages.measurements import (
     Comparison,
@@ -17,23 +17,21 @@ from ddp_vllm.pages.measurements import (
     difference,
     engine_fact,
     retained,
-    task_scores,
 )
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
-from ddp_vllm.pages.paper import PaperModel, paper_model
 from ddp_vllm.pages.pictures import Point, draw_points, render
 from ddp_vllm.pages.report import REPORT_FILE
 from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
 
 PICTURE_HEIGHT = 3.6  # inches
-CAN = 0.02  # of the questions, two standard errors above which a model can do a task of answers in words
-PAPER_METRIC = "requests_per_second"
+CAN = 0.02  # of the questions; a model can do a task with generated answers if it is two standard errors above
 _SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
-_ENGINE_FACTS = (  # fact, heading, divisor, decimals
-    ("peak_memory_bytes", "peak memory, GiB", 2**30, 2),
-    ("weights_gib", "weights in memory, GiB", 1, 2),
-    ("kv_cache_tokens", "tokens the KV cache holds", 1, 0),
-)
+Write = Callable[[Any], str]
+_ENGINE_FACTS: Mapping[str, tuple[str, Write]] = {  # fact -> heading, and how it is written
+    "peak_memory_bytes": ("peak memory, GiB", lambda size: f"{size / 2**30:,.2f}"),
+    "weights_gib": ("weights in memory, GiB", "{:,.2f}".format),
+    "kv_cache_tokens": ("tokens the KV cache holds", "{:,.0f}".format),
+}
 
 
 def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
@@ -48,7 +46,7 @@ def write_comparison(comparison: Comparison, html: Path, markdown: Path, toleran
 
 
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
-    """Return the page: a sentence a model, the picture if there are two points, tables, and where it was measured."""
+    """Return the page: a sentence per model, pictures if there are two points, tables, and how all was measured."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
     return Page(
         title="Pruned models: quality against speed",
@@ -59,13 +57,13 @@ def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
 
 
 def _reports(comparison: Comparison, place: Path) -> dict[str, str]:
-    """Return where the report of each model is, from a folder on, by its name; of those that have one."""
+    """Return the path of each model's report, relative to `place`, by name; of models that have a report."""
     reports = {_name(entry): Path(entry.facts.model) / REPORT_FILE for entry in comparison.pruned}
     return {name: quote(os.path.relpath(file, place.resolve())) for name, file in reports.items() if file.is_file()}
 
 
 def headline(entry: Entry, comparison: Comparison) -> str:
-    """Say in one sentence what pruning cost and gave."""
+    """Return one sentence on what pruning cost and gained."""
     parts = []
     if entry.speed:
         parts.append(f"{sentence(entry.speed)}, {entry.speed['load']}")
@@ -81,7 +79,7 @@ def headline(entry: Entry, comparison: Comparison) -> str:
     if comparison.dense:
         ours, dense = entry.facts, comparison.dense.facts
         parts += _less("fewer parameters", ours.parameters, dense.parameters)
-        parts += _less("less KV cache a token", ours.kv_bytes_per_token, dense.kv_bytes_per_token)
+        parts += _less("less KV cache per token", ours.kv_bytes_per_token, dense.kv_bytes_per_token)
     return "; ".join(parts) or "nothing was measured yet"
 
 
@@ -89,8 +87,8 @@ def _less(what: str, ours: int | None, dense: int | None) -> list[str]:
     return [f"{100 * (1 - ours / dense):.1f} % {what}"] if ours and dense else []
 
 
-def _sections(comparison: Comparison) -> Iterable[Section]:
-    """Yield the sections there is something for."""
+def _sections(comparison: Comparison) -> Iterator[Section]:
+    """Yield the sections that have content."""
     if pictures := [each for each in (_draw(comparison), _draw_heldout(comparison)) if each]:
         yield Section(heading="", pictures=pictures)
     remark = "Speed: how many times better than dense, pair by pair, with its 95 % interval. Accuracy ± standard error."
@@ -100,8 +98,8 @@ def _sections(comparison: Comparison) -> Iterable[Section]:
         yield Section(heading="Tasks", table=tasks, remark=remark)
     if (texts := text_table(comparison)).rows:
         remark = (
-            "Perplexity over the dense model's with its 95 % interval, KL from the dense model in nats a token, and "
-            "for how many tokens both hold the same next one likeliest."
+            "Perplexity over the dense model's with its 95 % interval, KL from the dense model in nats per token, and "
+            "the share of tokens for which both predict the same next token."
         )
         yield Section(heading="Texts of your own", table=texts, remark=remark)
     if (latencies := latency_table(comparison)).rows:
@@ -109,95 +107,77 @@ def _sections(comparison: Comparison) -> Iterable[Section]:
             "Ratios to the dense model with 95 % intervals; above 1 the pruned model is better, latencies included."
         )
         yield Section(heading="Other measures of speed", table=latencies, remark=remark)
-    dense = next(filter(None, (entry.dense for entry in comparison.pruned)), None)
-    if dense and (paper := paper_model(dense)):
-        remark = (
-            "The paper's GPUs, tokens and calibration differ from ours; its perplexities are per token and left out."
-        )
-        heading = f"{paper.title} in the paper (arXiv:2603.08065)"
-        yield Section(heading=heading, table=paper_table(paper, comparison), remark=remark)
 
 
 def size_table(comparison: Comparison) -> Table:
-    """Sizes, speed and quality, one column a model."""
-    entries = comparison.entries
-    rows = [
-        ["units removed", *_cells((entry.sparsity for entry in entries), lambda share: f"{100 * share:g} %")],
-        ["parameters", *_cells((entry.facts.parameters for entry in entries), _millions)],
-        ["KV bytes a token", *_cells((entry.facts.kv_bytes_per_token for entry in entries), "{:,}".format)],
-        *_engine_rows(comparison),
-        *_speed_rows(comparison),
-        *_own_rows(comparison),
-        *_accuracy_rows(comparison),
-    ]
-    return Table(headings=["", *map(_column, entries)], rows=[row for row in rows if set(row[1:]) != {"–"}])
-
-
-def _engine_rows(comparison: Comparison) -> Iterable[list[str]]:
-    for fact, heading, divisor, decimals in _ENGINE_FACTS:
-        values = [engine_fact(entry, comparison, fact) for entry in comparison.entries]
-        if any(values):
-            yield [heading, *("–" if value is None else f"{value / divisor:,.{decimals}f}" for value in values)]
-
-
-def _speed_rows(comparison: Comparison) -> Iterable[list[str]]:
-    entries = comparison.entries
-    for load in dict.fromkeys(speed["load"] for entry in entries for speed in entry.speeds):
-        cells = ["1"] if comparison.dense else []
-        for entry in comparison.pruned:
-            found = [ratio_text(main_verdict(speed)) for speed in entry.speeds if speed["load"] == load]
-            cells.append(found[0] if found else "–")
-        yield [f"{_SPEEDS[main_metric(load)]}, {load}", *cells]
-
-
-def _own_rows(comparison: Comparison) -> Iterable[list[str]]:
-    """Yield what the checkpoints say of themselves."""
-    first = ["1"] if comparison.dense else []
-    if any(entry.perplexities for entry in comparison.pruned):
-        stated = [entry.perplexities for entry in comparison.pruned]
-        own = _cells(stated, lambda both: f"{both[0]:.2f} → {both[1]:.2f}")
-        yield ["held-out perplexity, dense → own", *(["–"] if comparison.dense else []), *own]
-    for heading, name in (("… times the dense model's", "heldout"), ("speed of a step, predicted", "predicted")):
-        values = [getattr(entry, name) for entry in comparison.pruned]
-        if any(values):
-            yield [heading, *first, *_cells(values, lambda value: with_interval(*value))]
-
-
-def _accuracy_rows(comparison: Comparison) -> Iterable[list[str]]:
+    """Return sizes, speed and quality, one column per model; rows without any value are left out."""
     entries, dense = comparison.entries, comparison.dense
-    counts = {entry.accuracy[2] for entry in entries if entry.accuracy}  # of tasks; said at each mean if they differ
-    heading = f"mean accuracy, {min(counts)} tasks" if len(counts) == 1 else "mean accuracy"
-    suffix = " ({} tasks)" if len(counts) > 1 else ""
-    yield [heading, *_cells((entry.accuracy for entry in entries), lambda mean: _mean(mean) + suffix.format(mean[2]))]
-    yield [
-        "retained accuracy",
-        *_cells((retained(entry, dense) for entry in entries), lambda kept: f"{100 * kept:.1f} %"),
+    one = "1" if dense else None  # the dense model's cell in a row of ratios to it
+    rows = [
+        _row("units removed", [entry.sparsity for entry in entries], lambda share: f"{100 * share:g} %"),
+        _row("parameters", [entry.facts.parameters for entry in entries], _millions),
+        _row("KV-cache bytes per token", [entry.facts.kv_bytes_per_token for entry in entries], "{:,}".format),
     ]
-    lost = [difference(entry, dense) for entry in comparison.pruned]
-    if any(lost):
-        yield ["points, same questions, 95 %", *(["–"] if dense else []), *_cells(lost, lambda each: points(*each))]
+    for fact, (heading, write) in _ENGINE_FACTS.items():
+        rows.append(_row(heading, [engine_fact(entry, comparison, fact) for entry in entries], write))
+    for load in dict.fromkeys(speed["load"] for entry in entries for speed in entry.speeds):
+        verdicts = [_verdict_at(load, entry) for entry in entries]
+        rows.append(_row(f"{_SPEEDS[main_metric(load)]}, {load}", verdicts, ratio_text, one))
+    both = [entry.perplexities for entry in entries]
+    rows += [
+        _row("held-out perplexity, dense → own", both, lambda found: f"{found[0]:.2f} → {found[1]:.2f}"),
+        _row("… times the dense model's", [entry.heldout for entry in entries], _interval, one),
+        _row("speed of a step, predicted", [entry.predicted for entry in entries], _interval, one),
+    ]
+    counts = {entry.accuracy[2] for entry in entries if entry.accuracy}
+    if len(counts) == 1:
+        rows.append(_row(f"mean accuracy, {min(counts)} tasks", [entry.accuracy for entry in entries], _mean))
+    else:
+        means = [entry.accuracy for entry in entries]
+        rows.append(_row("mean accuracy", means, lambda mean: f"{_mean(mean)} ({mean[2]} tasks)"))
+    lost = [None if entry is dense else difference(entry, dense) for entry in entries]
+    rows += [
+        _row("retained accuracy", [retained(entry, dense) for entry in entries], lambda kept: f"{100 * kept:.1f} %"),
+        _row("points, same questions, 95 %", lost, lambda each: points(*each)),
+    ]
+    return Table(headings=["", *map(_name, entries)], rows=list(filter(None, rows)))
+
+
+def _row(heading: str, values: Sequence[Any], write: Write, of_dense: str | None = None) -> list[str]:
+    """Return a row with a dash for each unknown value, and `of_dense` in the first cell; [] if no value is known."""
+    cells = ["–" if value is None else write(value) for value in values]
+    return [] if set(cells) == {"–"} else [heading, of_dense or cells[0], *cells[1:]]
+
+
+def _verdict_at(load: str, entry: Entry) -> Mapping[str, Any] | None:
+    return next((main_verdict(speed) for speed in entry.speeds if speed["load"] == load), None)
+
+
+def _interval(ratio: Interval) -> str:
+    return with_interval(*ratio)
 
 
 def task_table(comparison: Comparison) -> Table:
-    """Every task with its standard error, one column a model."""
-    scores = [task_scores(entry) for entry in comparison.entries]
+    """Return the score of every task with its standard error, one column per model."""
+    entries = comparison.entries
+    scores = [{name: score(entry.quality, name) for name in TASKS} if entry.quality else {} for entry in entries]
     rows = [
         [f"{task.heading} ({task.metric.replace('_', ' ')}){_beyond(name, scores[0]) if comparison.dense else ''}"]
         + [_score(name, found.get(name)) for found in scores]
         for name, task in TASKS.items()
-        if any(name in found for found in scores)
+        if any(found.get(name) for found in scores)
     ]
-    return Table(headings=["", *map(_column, comparison.entries)], rows=rows)
+    return Table(headings=["", *map(_name, comparison.entries)], rows=rows)
 
 
-def _beyond(name: str, dense: Mapping[str, tuple[float, float | None]]) -> str:
-    """Say of a task that models answer in words that the dense one cannot do it: then nothing there can be lost."""
+def _beyond(name: str, dense: Mapping[str, tuple[float, float | None] | None]) -> str:
+    """Mark a task with generated answers that the dense model cannot do, because pruning can lose nothing there."""
     value, error = dense.get(name) or (1.0, None)
     return ", which the dense model cannot do" if TASKS[name].is_generated and value < CAN + 2 * (error or 0) else ""
 
 
 def text_table(comparison: Comparison) -> Table:
-    """What `eval --text` found, a row a text and model."""
+    """Return what `eval --text` found, one row per text and model."""
     rows = []
     for entry in comparison.pruned:
         for name, quality in entry.texts.items():
@@ -209,7 +189,7 @@ def text_table(comparison: Comparison) -> Table:
 
 
 def latency_table(comparison: Comparison) -> Table:
-    """Every other metric that was compared; latencies as how many times shorter they are."""
+    """Return every other metric that was compared; of latencies, how many times shorter they are."""
     rows = [
         [f"{_name(entry)}, {speed['load']}", metric.removesuffix("_ms").replace("_", " "), ratio_text(verdict)]
         for entry in comparison.pruned
@@ -220,28 +200,17 @@ def latency_table(comparison: Comparison) -> Table:
     return Table(headings=["", "metric", "times better than dense"], rows=rows)
 
 
-def paper_table(paper: PaperModel, comparison: Comparison) -> Table:
-    """The paper's numbers beside ours, at the same sparsity."""
-    rows = []
-    for sparsity, accuracy in paper.accuracy.items():
-        ours = [each for each in comparison.entries if (each.sparsity if each.facts.pruned else 0.0) == sparsity]
-        means = [_mean(each.accuracy) for each in ours if each.accuracy and each.accuracy[2] == paper.num_tasks]
-        speeds = [each.speed for each in ours if each.speed and main_metric(each.speed["load"]) == PAPER_METRIC]
-        ratios = [ratio_text(main_verdict(speed)) for speed in speeds]
-        speedup = f"{paper.speedup[sparsity]:.2f}× ({paper.gpu})" if sparsity in paper.speedup else "–"
-        rows.append([f"{100 * sparsity:g} %", f"{accuracy:.2f}", [*means, "–"][0], speedup, [*ratios, "–"][0]])
-    headings = ["sparsity", f"accuracy of {paper.num_tasks} tasks, paper", "ours", "speedup, paper", "ours"]
-    return Table(headings=headings, rows=rows)
-
-
 def _draw(comparison: Comparison) -> Picture | None:
     """Return accuracy against speed with 95 % intervals, or None if no two models have both."""
     entries = [each for each in comparison.entries if each.accuracy and (each.speed or not each.facts.pruned)]
     if len(entries) < 2:
         return None
     speeds = dict.fromkeys(_SPEEDS[main_metric(each.speed["load"])] for each in entries if each.speed)
+    drawn = partial(
+        draw_points, points=list(map(_point, entries)), speed=" or ".join(speeds), quality="mean accuracy, %"
+    )
     return render(
-        partial(draw_points, points=list(map(_point, entries)), speed=" or ".join(speeds), quality="mean accuracy, %"),
+        drawn,
         name="quality",
         title="Accuracy against speed",
         caption="Right and up is better. Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors "
@@ -251,21 +220,24 @@ def _draw(comparison: Comparison) -> Picture | None:
 
 
 def _point(entry: Entry) -> Point:
-    """Place a model in the picture; the dense one stands at 1 without an interval."""
+    """Return a model's point in the picture of accuracies; the dense one stands at 1 without an interval."""
     assert entry.accuracy
-    verdict = main_verdict(entry.speed) if entry.speed else {"ratio": 1.0, "low": 1.0, "high": 1.0}
-    ratio, low, high = (verdict["ratio"] if verdict[key] is None else verdict[key] for key in ("ratio", "low", "high"))
     value, error, _ = entry.accuracy
     quality = (100 * value, 100 * value - 196 * error, 100 * value + 196 * error)
-    return Point(name=_name(entry), is_dense=not entry.facts.pruned, ratio=(ratio, low, high), quality=quality)
+    ratio = _measured_speedup(entry.speed) if entry.speed else (1.0, 1.0, 1.0)
+    return Point(name=_name(entry), is_dense=not entry.facts.pruned, ratio=ratio, quality=quality)
+
+
+def _measured_speedup(speed: Mapping[str, Any]) -> Interval:
+    """Return the ratio of a verdict with its interval; without one, both ends are the ratio."""
+    verdict = main_verdict(speed)
+    low, high = (verdict["ratio"] if verdict[end] is None else verdict[end] for end in ("low", "high"))
+    return verdict["ratio"], low, high
 
 
 def _speedup(entry: Entry) -> Interval | None:
-    """Return how much faster than the dense model it was measured to be, or else was promised to be."""
-    if entry.speed is None:
-        return entry.predicted
-    verdict = main_verdict(entry.speed)
-    return tuple(verdict["ratio"] if verdict[key] is None else verdict[key] for key in ("ratio", "low", "high"))
+    """Return the speedup over the dense model that was measured, or else the predicted one."""
+    return _measured_speedup(entry.speed) if entry.speed else entry.predicted
 
 
 def _draw_heldout(comparison: Comparison) -> Picture | None:
@@ -278,20 +250,19 @@ def _draw_heldout(comparison: Comparison) -> Picture | None:
     if len(points) < 2:
         return None
     points.insert(0, Point(name="dense", is_dense=True, ratio=(1.0, 1.0, 1.0), quality=(1.0, 1.0, 1.0)))
-    drawn = partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True)
     return render(
-        drawn,
+        partial(draw_points, points=points, speed="speed", quality="perplexity, × dense", less_is_better=True),
         name="heldout",
         title="Held-out perplexity against speed",
-        caption="Right and up is better. Speed as measured by bench, or else as the profile predicts, with its range. "
-        "Perplexity over the dense model's, of text held out of what each learned on; bars are 95 % intervals over "
-        "blocks of text.",
+        caption="Right and up is better. Speed is measured by bench, or else predicted by the profile, with its range. "
+        "Perplexity is relative to the dense model's, on text held out of each model's training text; bars are 95 % "
+        "intervals over blocks of text.",
         height=PICTURE_HEIGHT,
     )
 
 
 def choice(comparison: Comparison, tolerance: float) -> str:
-    """Say which model to take if perplexity may be this many times the dense model's: the fastest of those."""
+    """Return the fastest model whose held-out perplexity is at most this many times the dense model's, in words."""
     within = [entry for entry in comparison.pruned if entry.heldout and entry.heldout[0] <= tolerance]
     if not within:
         return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
@@ -307,7 +278,7 @@ def choice(comparison: Comparison, tolerance: float) -> str:
 
 
 def provenance(comparison: Comparison) -> list[str]:
-    """Say on what hardware, with which versions, seeds and limits every number was measured, and what is missing."""
+    """Return the hardware, versions, seeds and limits of every measurement, and what is missing."""
     evaluated = [(_name(entry), entry.quality) for entry in comparison.entries if entry.quality]
     lines = [*comparison.notes, *map(_speed_measured, comparison.benches)]
     return lines + [_quality_measured(name, quality["ddp_vllm"]) for name, quality in evaluated]
@@ -332,17 +303,8 @@ def _quality_measured(name: str, ours: Mapping[str, Any]) -> str:
     )
 
 
-def _cells(values: Iterable[Any], write: Callable[[Any], str]) -> Sequence[str]:
-    """Return what is written of each value, a dash where there is none."""
-    return ["–" if value is None else write(value) for value in values]
-
-
 def _name(entry: Entry) -> str:
     return entry.facts.name if entry.facts.pruned else f"{entry.facts.name} (dense)"
-
-
-def _column(entry: Entry) -> str:
-    return entry.facts.name if entry.facts.pruned else "dense"
 
 
 def _mean(accuracy: tuple[float, float, int]) -> str:

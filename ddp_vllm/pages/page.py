@@ -1,7 +1,7 @@
-"""A page: a title, what it comes to, sections, and where its numbers are from; as HTML or as Markdown.
+"""A page as plain data: a title, statements, sections and a footer; written as HTML or as Markdown.
 
-What a page says is plain data here. How it looks is in `page.html.j2` and `style.css`, and nowhere else. The HTML is
-one file: no script, font or picture is loaded from anywhere. Shapes and labels, not colours, carry meaning.
+How a page looks is in `page.html.j2` and `style.css` alone. The HTML is one file that loads no script, font or picture
+from anywhere. Shapes and labels carry meaning, colors do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Picture:
     svg: str
     """An SVG element of ours, which is not escaped."""
     png: bytes
-    """The same, to be kept beside the page."""
+    """The same, to be kept next to the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,14 @@ class Page:
 
     title: str
     lead: Sequence[tuple[str, str]]
-    """(whom it is about, sentence); the first may be empty."""
+    """(what it is about, the statement); the first may be empty."""
     sections: Sequence[Section]
     footer: Sequence[str]
-    """Where, with what and on what the numbers were measured, and what is missing."""
+    """How and where the numbers were measured, and what is missing."""
     files: Sequence[str] = field(default=())
-    """What lies beside the page, relative to it."""
+    """Files that belong to the page, relative to it."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Where more is said about those of `lead`, relative to the page."""
+    """Pages about the subjects of `lead`, relative to this one."""
 
 
 @cache
@@ -94,11 +94,12 @@ def to_html(page: Page) -> str:
 def to_markdown(page: Page) -> str:
     """Return the sentences and tables of a page in Markdown; pictures are left out."""
     named = {name: f"[{name}]({page.links[name]})" if name in page.links else name for name, _ in page.lead}
-    lines = [f"- **{named[name]}**: {sentence}" if name else sentence for name, sentence in page.lead] + [""]
+    parts = ["\n".join(f"- **{named[name]}**: {_cell(text)}" if name else _cell(text) for name, text in page.lead)]
     for section in page.sections:
         if section.table:
-            lines += [f"### {section.heading}", "", markdown_table(section.table), "", section.remark, ""]
-    return "\n".join([*lines, *(f"- {line}" for line in page.footer), ""])
+            parts += [f"### {section.heading}", markdown_table(section.table), section.remark]
+    parts.append("\n".join(f"- {line}" for line in page.footer))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def markdown_table(table: Table) -> str:
@@ -109,6 +110,6 @@ def markdown_table(table: Table) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a cell that stays one: no columns, lines or tags of its own."""
+    """Return a value as text without columns, lines or tags of its own."""
     text = printable(" ".join(str(value).split()))
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -1,7 +1,7 @@
 """The pictures of the pages: black, grey and shapes only, narrow enough that their text can be read on a phone.
 
-Every `draw_` function fills a figure of matplotlib, and `render` makes a picture of it. Legend: L layers, U units of a
-layer.
+Each `draw_` function draws into a figure of matplotlib, and `render` makes a picture of the figure. Legend: L layers,
+U units of a layer.
 """
 
 import io
@@ -15,10 +15,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from ddp_vllm.pages.evidence import bin_edges
 from ddp_vllm.pages.page import Picture
 
 WIDTH = 4.3  # inches: 9 pt text is then 11 px on a screen of 390 px
@@ -70,7 +69,7 @@ def draw_heatmaps(
     The darker the higher; crossed out where the value is 0, empty where it is not a number. Lines part units that
     belong `together` (query heads of a KV head).
     """
-    for axes, (label, values_LU) in zip(_panels(figure, len(values)), values.items(), strict=True):
+    for axes, (label, values_LU) in zip(panels_of(figure, len(values)), values.items(), strict=True):
         shown = np.ma.masked_invalid(np.ma.masked_equal(values_LU.T, 0.0))
         scale = Normalize(0.0, max(float(np.nanmax(values_LU)), 1e-9))
         image = axes.imshow(shown, cmap=GREYS, norm=scale, aspect="auto", origin="lower", interpolation="none")
@@ -94,7 +93,7 @@ def _cross_out(axes: Axes, values_LU: NDArray[np.float64]) -> None:
 
 def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
     """Draw what each layer's MLP keeps over the outline of its `dense` width."""
-    (axes,) = _panels(figure, 1)
+    (axes,) = panels_of(figure, 1)
     layers = range(len(kept_L))
     axes.bar(layers, kept_L, width=0.8, color="0.45", label="kept")
     axes.bar(layers, dense, width=0.8, facecolor="none", edgecolor="black", linewidth=0.7, label="dense")
@@ -108,7 +107,7 @@ def draw_histograms(
     figure: Figure, *, kept: Mapping[str, NDArray[np.float64]], searched: Mapping[str, NDArray[np.float64]]
 ) -> None:
     """Draw the gates of kept units, one panel a module type; `searched` are the same before rounding and polish."""
-    for axes, (label, gates) in zip(_panels(figure, len(kept)), kept.items(), strict=True):
+    for axes, (label, gates) in zip(panels_of(figure, len(kept)), kept.items(), strict=True):
         bins = bin_edges(gates)
         axes.hist(gates, bins=bins, color="0.6", label="final")
         if label in searched:
@@ -119,12 +118,19 @@ def draw_histograms(
     _legend(figure, axes)
 
 
-def panels_of_curves(curves: Curves) -> list[tuple[str, dict[str, str]]]:
+def bin_edges(gates: NDArray[np.float64]) -> list[float]:
+    """Return the edges of a histogram: steps of 0.05 from 0 past the highest gate, of more where it is far out."""
+    top = max(1.5, float(gates.max(initial=0.0)))
+    edges: list[float] = np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1)).tolist()
+    return edges
+
+
+def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
     """Return what can be drawn from the metrics of a run: (label of the axis, metric -> its name), a panel each."""
     kinds = [name.removesuffix("_sparsity") for name in curves[0] if name.endswith("_sparsity")]
     panels = [
-        ("nats a token", {"loss": "loss", "ce": "cross-entropy"}),
-        ("KL, nats a token", {"kl": "KL to dense"}),
+        ("nats per token", {"loss": "loss", "ce": "cross-entropy"}),
+        ("KL, nats per token", {"kl": "KL to dense"}),
         ("sparsity", {f"{kind}_sparsity": kind for kind in kinds}),
         ("μ", {"mu": "μ"}),
         *((label, {f"{kind}_{metric}": kind for kind in kinds}) for metric, label in LAMBDAS.items()),
@@ -134,14 +140,14 @@ def panels_of_curves(curves: Curves) -> list[tuple[str, dict[str, str]]]:
 
 
 def height_of_curves(curves: Curves) -> float:
-    return 0.4 + 1.15 * len(panels_of_curves(curves))
+    return 0.4 + 1.15 * len(metrics_drawn(curves))
 
 
 def draw_curves(figure: Figure, *, curves: Curves, target: float | None, rounded_after: int | None) -> None:
     """Draw losses, sparsity, μ and (where there are some) λ over the steps; noisy ones as they are and smoothed."""
-    panels = panels_of_curves(curves)
+    panels = metrics_drawn(curves)
     steps = np.array([step["step"] for step in curves])
-    for axes, (label, metrics) in zip(_panels(figure, len(panels), sharex=True), panels, strict=True):
+    for axes, (label, metrics) in zip(panels_of(figure, len(panels), sharex=True), panels, strict=True):
         styles = LINES if len(metrics) > 1 else (("black", "-", 1.2),)
         for (metric, name), (tone, dashes, width) in zip(metrics.items(), styles, strict=False):
             values = np.array([step.get(metric, np.nan) for step in curves])
@@ -184,7 +190,7 @@ def draw_points(
     figure: Figure, *, points: Sequence[Point], speed: str, quality: str, less_is_better: bool = False
 ) -> None:
     """Draw quality against speed with intervals, and the line through what no other model beats in both."""
-    (axes,) = _panels(figure, 1)
+    (axes,) = panels_of(figure, 1)
     front = _pareto(points, less_is_better)
     line = [(point.ratio[0], point.quality[0]) for point in front]
     axes.plot(*zip(*line, strict=True), color="0.6", ls="--", zorder=0)
@@ -205,46 +211,6 @@ def draw_points(
     figure.legend(loc="outside lower center", ncols=1 if len(points) < 4 else 2, frameon=False)
 
 
-def draw_rows(figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[float]]], reference: float | None) -> None:
-    """Draw the values of each row as points, lowest on top, a panel below the other; `reference` is a dotted line.
-
-    What is above ten times the lowest value is a triangle at the edge. panels: label of the axis -> name of a row, from
-    the lowest one up -> its values.
-    """
-    for axes, (label, rows) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
-        edge = 10 * min(value for values in rows.values() for value in values)
-        for place, values in enumerate(rows.values()):
-            for value in values:
-                marker = "o" if value < edge else ">"
-                axes.scatter(min(value, edge), place, marker=marker, color="black", s=14, zorder=2, clip_on=False)
-        if reference is not None:
-            axes.axvline(reference, color="black", linestyle=":", linewidth=1)
-        axes.set_yticks(range(len(rows)), [name if len(name) < 25 else f"…{name[-23:]}" for name in rows])
-        axes.set(xscale="log", xlabel=label)
-        axes.grid(axis="y", color="0.85", linewidth=0.5)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
-
-
-def draw_lines(
-    figure: Figure, *, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], xlabel: str, reference: float
-) -> None:
-    """Draw curves on logarithmic axes, a panel below the other: label of the axis -> name of a curve -> points."""
-    for axes, (label, curves) in zip(_panels(figure, len(panels)), panels.items(), strict=True):
-        for number, (name, points) in enumerate(curves.items()):
-            (tone, dashes, _), marker = LINES[number % len(LINES)], MARKERS[number % len(MARKERS)]
-            axes.plot(*zip(*sorted(points), strict=True), marker=marker, color=tone, linestyle=dashes, label=name)
-        axes.axhline(reference, color="black", linestyle=":", linewidth=1)
-        axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=label)
-        axes.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
-        axes.xaxis.set_major_formatter(EngFormatter(places=1, sep=""))
-        axes.xaxis.set_minor_formatter("")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.legend(frameon=False, fontsize=8)
-
-
 def _pareto(points: Sequence[Point], less_is_better: bool) -> list[Point]:
     """Return the points that no other beats in both speed and quality, fastest first."""
     front: list[Point] = []
@@ -255,7 +221,7 @@ def _pareto(points: Sequence[Point], less_is_better: bool) -> list[Point]:
     return front
 
 
-def _panels(figure: Figure, number: int, **options: Any) -> Sequence[Axes]:
+def panels_of(figure: Figure, number: int, **options: Any) -> Sequence[Axes]:
     """Return axes below each other."""
     axes: Sequence[Axes] = figure.subplots(number, squeeze=False, **options)[:, 0]
     return axes

@@ -1,11 +1,9 @@
-"""What was removed, as a page: `report.html` needs no network, its pictures (PNG) and numbers (CSV) lie in `report/`.
+"""What was removed, as a page: `report.html` needs no network, and its pictures are also PNG files in `report/`.
 
 Everything is read from the checkpoint itself, so the page can be made again wherever the folder is.
 """
 
-import csv
 import dataclasses
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,28 +14,12 @@ import numpy as np
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.output import write_into
 from ddp_vllm.pages import pictures
-from ddp_vllm.pages.evidence import (
-    Evidence,
-    answers,
-    expert_use,
-    expert_widths,
-    gather,
-    kept_scales,
-    tables,
-)
+from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather, kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
-from ddp_vllm.pages.summary import (
-    bare_names,
-    conclusion,
-    learning,
-    perplexity_table,
-    prediction,
-    size_table,
-    texts_of,
-)
+from ddp_vllm.pages.summary import answers, dense_name, lead, sections
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
-REPORT_FILE, DATA_FOLDER = "report.html", "report"
+REPORT_FILE, PICTURE_FOLDER = "report.html", "report"
 SHOWN = 3  # answers that are not folded away
 
 
@@ -46,135 +28,97 @@ def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
 
     Raises: CheckpointError as `gather`; OutputError if nothing can be written there.
     """
-    evidence = gather(checkpoint)
-    numbers, drawn = tables(evidence), draw(evidence)
-    files = {f"{name}.csv": _csv(table) for name, table in numbers.items()}
-    files |= {f"{picture.name}.png": picture.png for picture in drawn}
-    page = _page(evidence, drawn, numbers["widths"], [f"{DATA_FOLDER}/{name}" for name in files])
-    inside = {f"{DATA_FOLDER}/{name}": content for name, content in files.items()}
-    write_into(folder, inside | {REPORT_FILE: to_html(page).encode()})
+    drawn = draw(gather(checkpoint))
+    files = {f"{PICTURE_FOLDER}/{picture.name}.png": picture.png for picture in drawn}
+    page = dataclasses.replace(page_of(checkpoint, drawn), files=[*files])
+    write_into(folder, files | {REPORT_FILE: to_html(page).encode()})
     return folder / REPORT_FILE
 
 
-def _csv(table: Table) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows([[_plain(cell) for cell in row] for row in (table.headings, *table.rows)])
-    return text.getvalue().encode()
-
-
-def _plain(cell: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
-
-
-def _page(evidence: Evidence, drawn: Sequence[Picture], widths: Table, files: Sequence[str]) -> Page:
-    checkpoint = evidence.checkpoint
-    provenance, recipe = checkpoint.provenance, checkpoint.provenance.get("recipe", {})
-    learned_on = str(recipe.get("model", "its dense model"))
-    dense = str(provenance.get("applied_to") or learned_on)
-    version, recovery = provenance.get("ddp_vllm", "of an unknown version"), provenance.get("recovery", {})
-    sections = [*_answers(provenance), Section(heading="Size", table=size_table(checkpoint))]
-    if losses := evidence.block_losses:
-        remark = (
-            f"{provenance['perplexity']['tokens']:,} tokens of {texts_of(provenance)} in {len(losses['dense'])} blocks "
-            f"that were not learned on, by {dense} and what was left of it. Errors are over blocks; the ratio's "
-            "is that of the blocks' differences, for both models read the same ones."
-        )
-        table = perplexity_table(losses, provenance["perplexity"])
-        sections.append(Section(heading="Perplexity on held-out text", table=table, remark=remark))
-    for name, losses_there in evidence.watched.items():
-        watched = perplexity_table(losses_there, recovery["watched"][name])
-        heading = f"Perplexity on {bare_names(name.split(','))}"
-        sections.append(
-            Section(heading=heading, table=watched, remark="Text on which no weight was learned in recovery.")
-        )
-    if any(change["dropped"] or change["revived"] for change in provenance.get("rounding", {}).values()):
-        remark = "To the budget, by saliency; in units of each module type."
-        sections.append(Section(heading="What rounding changed", table=rounding_table(evidence), remark=remark))
-    if drawn:
-        sections.append(Section(heading="Pictures", pictures=drawn))
-    if "experts" not in evidence.gates:
-        sections.append(Section(heading="Widths, layer by layer", table=widths, folded=True))
-    for heading, chosen in {"Recipe": recipe, "Recipe of the recovery": recovery.get("recipe", {})}.items():
-        if chosen:
-            settings = Table(headings=["setting", "value"], rows=list(_settings(chosen)), is_text=True)
-            sections.append(Section(heading=heading, table=settings, folded=True))
+def page_of(checkpoint: Checkpoint, drawn: Sequence[Picture]) -> Page:
+    """Return the page: statements, answers, tables, pictures, and the recipes."""
+    provenance = checkpoint.provenance
+    *tables, widths = sections(checkpoint)
+    shown = [Section(heading="Pictures", pictures=drawn)] if drawn else []
+    dense, learned_on = dense_name(checkpoint), provenance.get("recipe", {}).get("model", "its dense model")
+    version = provenance.get("ddp_vllm", "of an unknown version")
     return Page(
         title=f"{checkpoint.folder.resolve().name}: what was removed",
-        lead=[
-            ("", conclusion(checkpoint)),
-            ("", f"From {dense}, by masks learned on {learned_on}. {learning(provenance)}"),
-        ]
-        + [("Predicted", f"{promised}.") for promised in [prediction(provenance)] if promised],
-        sections=sections,
+        lead=[*lead(checkpoint), ("dense model", f"{dense}; masks learned on {learned_on}")],
+        sections=[*_answers(provenance), *tables, *shown, widths, *_recipes(provenance)],
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
-        files=files,
     )
 
 
 def _answers(provenance: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield what each model answered, prompt by prompt: the first of them, and the others to be opened."""
-    if said := answers(provenance):
-        first, others = (
-            dataclasses.replace(Table.of(some), is_text=True) if some else None for some in (said[:SHOWN], said[SHOWN:])
-        )
-        remark = "Prompts that nobody picked for these models; the most likely tokens, 64 at most."
+    """Yield the answers of each model, prompt by prompt; all but the first of them folded away."""
+    rows = answers(provenance)
+    first, others = (
+        dataclasses.replace(Table.of(some), is_text=True) if some else None for some in (rows[:SHOWN], rows[SHOWN:])
+    )
+    if first:
+        remark = "The prompts were not picked for these models; the most likely tokens, at most 64."
         yield Section(heading="Answers", table=first, remark=remark)
-        if others:
-            yield Section(heading=f"{len(others.rows)} more answers", table=others, folded=True)
+    if others:
+        yield Section(heading=f"{len(others.rows)} more answers", table=others, folded=True)
 
 
-def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a recipe, those of a sub-table by their dotted names."""
-    for name, value in recipe.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{each}", setting) for each, setting in value.items())
-        else:
-            yield name, value
+def _recipes(provenance: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield the settings of each run; those of a sub-table by their dotted names."""
+    recovery = provenance.get("recovery", {})
+    for heading, recipe in (("Recipe", provenance.get("recipe")), ("Recipe of the recovery", recovery.get("recipe"))):
+        rows: list[tuple[str, Any]] = []
+        for name, value in (recipe or {}).items():
+            table = value.items() if isinstance(value, Mapping) else None
+            rows += [(name, value)] if table is None else [(f"{name}.{each}", setting) for each, setting in table]
+        if rows:
+            yield Section(
+                heading=heading, table=Table(headings=["setting", "value"], rows=rows, is_text=True), folded=True
+            )
 
 
-def rounding_table(evidence: Evidence) -> Table:
-    """Return what the step to exact counts changed."""
-    rows = []
-    for kind, change in evidence.checkpoint.provenance["rounding"].items():
-        final = 1.0 - float((evidence.gates.get(kind, np.zeros(1)) > 0).mean())
-        before, after = f"{change['raw_sparsity']:.2%}", f"{final:.2%}"
-        rows.append(
-            [evidence.labels.get(kind, kind), before, f"{change['dropped']:,}", f"{change['revived']:,}", after]
-        )
-    return Table(headings=["", "sparsity before", "dropped", "revived", "sparsity after"], rows=rows)
-
-
-def draw(evidence: Evidence) -> list[Picture]:
-    """Draw what there is evidence for."""
+def draw(metrics: Metrics) -> list[Picture]:
+    """Draw what the masks and the logged metrics show."""
     kinds = {"attn": _heads, "mlp": _widths, "experts": _experts}
-    drawn = [draw_kind(evidence) for kind, draw_kind in kinds.items() if kind in evidence.gates]
-    drawn += [_scales(evidence)] if evidence.gates else []
-    drawn += [_curves(evidence)] if evidence.metrics else []
-    return drawn + ([_recovery(evidence)] if evidence.recovery else [])
+    drawn = [draw_kind(metrics) for kind, draw_kind in kinds.items() if kind in metrics.gates]
+    provenance = metrics.checkpoint.provenance
+    if metrics.gates:
+        drawn.append(_scales(metrics))
+    if metrics.pruning:
+        caption = (
+            "Losses: each step in light grey, and a running mean over a twentieth of the steps. At the vertical line "
+            "the kept units are fixed; after it only their scales are trained."
+        )
+        target = provenance.get("recipe", {}).get("sparsity") or None
+        steps = provenance.get("search_steps")
+        drawn.append(_curves("curves", "Training", caption, metrics.pruning, target=target, rounded_after=steps))
+    if metrics.recovery:
+        caption = "The weights are trained on the dense model's outputs. Each step in light grey, and a running mean."
+        drawn.append(_curves("recovery", "Recovery", caption, metrics.recovery, target=None, rounded_after=None))
+    return drawn
 
 
-def _heads(evidence: Evidence) -> Picture:
-    config, gates_LU = evidence.checkpoint.config, evidence.gates["attn"].astype(np.float64)
+def _heads(metrics: Metrics) -> Picture:
+    config, gates_LU = metrics.checkpoint.config, metrics.gates["attn"].astype(np.float64)
     units, heads = gates_LU.shape[1], config["num_attention_heads"]
     queries_per_kv = heads // dense_kv_heads(config)
     unit, title, lines = "KV group", f"Attention, KV groups of {queries_per_kv} query heads", ""
     if units == heads:
         unit, title = "query head", "Attention, query heads"
-        lines = " Lines part those that share a KV head." if queries_per_kv > 1 else ""
+        lines = " Lines separate groups that share a KV head." if queries_per_kv > 1 else ""
     together = queries_per_kv if lines else 1
     return pictures.render(
         partial(pictures.draw_heatmaps, values={"scale": gates_LU}, unit_label=unit, together=together),
         name="heads",
         title=title,
-        caption=f"Crossed out: removed. The stronger the tone, the larger the scale of what stays.{lines}",
+        caption=f"Crossed out: removed. The darker, the larger the scale of the kept unit.{lines}",
         height=pictures.height_of_map(units),
     )
 
 
-def _widths(evidence: Evidence) -> Picture:
-    kept_L = [layer.intermediate_size for layer in evidence.checkpoint.layers]
-    dense = evidence.checkpoint.config["intermediate_size"]
+def _widths(metrics: Metrics) -> Picture:
+    kept_L = [layer.intermediate_size for layer in metrics.checkpoint.layers]
+    dense = metrics.checkpoint.config["intermediate_size"]
     return pictures.render(
         partial(pictures.draw_widths, kept_L=kept_L, dense=dense),
         name="widths",
@@ -184,25 +128,23 @@ def _widths(evidence: Evidence) -> Picture:
     )
 
 
-def _experts(evidence: Evidence) -> Picture:
-    widths_LE, use_LE = expert_widths(evidence.checkpoint), expert_use(evidence.checkpoint)
+def _experts(metrics: Metrics) -> Picture:
+    widths_LE, use_LE = expert_widths(metrics.checkpoint), expert_use(metrics.checkpoint)
     panels = {"channels left": widths_LE} | ({} if use_LE is None else {"× even share": use_LE})
-    below = (
-        "" if use_LE is None else " Below: how often the router chose each on the training text; crossed out: never."
-    )
+    use = " Below: how often the router chose each on the training text; crossed out: never."
     return pictures.render(
         partial(pictures.draw_heatmaps, values=panels, unit_label="expert"),
         name="experts",
         title="Width of each expert",
-        caption=f"The stronger the tone, the wider; crossed out: removed.{below}",
+        caption=f"The darker, the wider; crossed out: removed.{use if len(panels) > 1 else ''}",
         height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
     )
 
 
-def _scales(evidence: Evidence) -> Picture:
+def _scales(metrics: Metrics) -> Picture:
     kept, searched = (
-        {evidence.labels[kind]: kept_scales(values) for kind, values in masks.items() if kind in evidence.gates}
-        for masks in (evidence.gates, evidence.searched)
+        {metrics.labels[kind]: kept_scales(values) for kind, values in masks.items() if kind in metrics.gates}
+        for masks in (metrics.gates, metrics.searched)
     )
     ranges = [
         "{}: median {:.2f}, 90 % between {:.2f} and {:.2f}.".format(label, *np.quantile(scales, [0.5, 0.05, 0.95]))
@@ -212,31 +154,17 @@ def _scales(evidence: Evidence) -> Picture:
     return pictures.render(
         partial(pictures.draw_histograms, kept=kept, searched=searched),
         name="gates",
-        title="Scales of what stays",
+        title="Scales of kept units",
         caption=" ".join([*ranges, "Dotted: 1, unscaled."]),
         height=0.6 + 1.6 * len(kept),
     )
 
 
-def _curves(evidence: Evidence) -> Picture:
-    provenance, curves = evidence.checkpoint.provenance, evidence.metrics
-    target = provenance.get("recipe", {}).get("sparsity") or None
+def _curves(name: str, title: str, caption: str, curves: pictures.Curves, **marks: Any) -> Picture:
     return pictures.render(
-        partial(pictures.draw_curves, curves=curves, target=target, rounded_after=provenance.get("search_steps")),
-        name="curves",
-        title="Training",
-        caption="Losses: every step in the faintest line, and a running mean over a twentieth of the steps. At the "
-        "upright line what stays is settled; from there on its scales are learned further.",
-        height=pictures.height_of_curves(curves),
-    )
-
-
-def _recovery(evidence: Evidence) -> Picture:
-    curves = evidence.recovery
-    return pictures.render(
-        partial(pictures.draw_curves, curves=curves, target=None, rounded_after=None),
-        name="recovery",
-        title="Recovery",
-        caption="Weights that stay learn from the dense model. Every step in the faintest line; and a running mean.",
+        partial(pictures.draw_curves, curves=curves, **marks),
+        name=name,
+        title=title,
+        caption=caption,
         height=pictures.height_of_curves(curves),
     )

@@ -1,21 +1,30 @@
-"""What was removed from a checkpoint: units, parameters, FLOPs and KV cache, and what to know about its routing."""
+"""What is known of a pruned checkpoint, in sentences and tables: the terminal, the card and the report all show these.
 
-from collections.abc import Callable, Mapping, Sequence
+`lead` has the sentences to begin with, `sections` the tables.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import exp, prod
+from statistics import median_low
 from typing import Any
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
-from ddp_vllm.evaluations import mean_loss
+from ddp_vllm.evaluations import fidelity, mean_loss
 from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Workload
-from ddp_vllm.pages.page import Table
-from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.pages.page import Section, Table
+from ddp_vllm.provenance import bare_name
+from ddp_vllm.remote_code.widths import LayerWidths, dense_expert_size, dense_kv_heads
 from ddp_vllm.results import measured_on, with_interval
+from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 Size = tuple[str, int, int]
 """What is counted, how much of it the dense model has, how much is left."""
-CONTEXT_LENGTH = 2048  # tokens a FLOP count attends to, where the recipe states none
+Statement = tuple[str, str]
+"""(what it is about, the statement)."""
+MODELS = ("dense", "pruned", "recovered")  # that a checkpoint went through, in their order
+CONTEXT_LENGTH = 2048  # tokens that a FLOP count attends to, where the recipe states none
 
 _UNITS: dict[str, Callable[[LayerWidths], int]] = {
     "KV heads": lambda layer: layer.num_kv_heads,
@@ -28,27 +37,101 @@ _UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
 }
 
 
-def facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `inspect` shows, as plain data: widths by layer, what is left of what, quality, and how it was made.
+def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what `inspect --json` prints: widths by layer, sizes, quality, and how the checkpoint was made.
 
     Names are those of the checkpoint's own files.
     """
-    sizes = (*units(checkpoint), *footprint(checkpoint), without_embeddings(checkpoint))
     made = {key: checkpoint.provenance.get(key) for key in ("recipe", "perplexity", "latency", "recovery")}
     return {
         "name": checkpoint.folder.resolve().name,
         "model_type": checkpoint.config["model_type"],
         "parameters": checkpoint.num_parameters,
         "layers": checkpoint.config["ddp_layers"],
-        "sizes": [{"what": label, "dense": dense, "pruned": left} for label, dense, left in sizes],
+        "sizes": [{"what": label, "dense": dense, "pruned": left} for label, dense, left in sizes(checkpoint)],
         "notes": routing_notes(checkpoint),
         **made,
     }
 
 
+def dense_name(checkpoint: Checkpoint) -> str:
+    """Return the name of the model that the checkpoint was pruned from."""
+    provenance = checkpoint.provenance
+    return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model") or "its dense model")
+
+
+def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
+    """Yield what was removed, what that cost, and what became of the weights."""
+    provenance = checkpoint.provenance
+    _, dense, left = footprint(checkpoint)[0]
+    yield "removed", f"{1 - left / dense:.1%} of the parameters"
+    quality = provenance.get("perplexity")
+    if not quality:
+        yield "held-out perplexity", "not measured; ddp-vllm eval --text FILE measures it"
+    else:
+        tokens = f"({quality['tokens']:,} tokens of {texts_of(provenance)})"
+        yield "held-out perplexity", f"{perplexities(quality)} {tokens}"
+        if near := fidelity(quality):
+            yield "compared with dense", near
+        yield from (("note", sentence) for sentence in adaptation(quality))
+    if latency := provenance.get("latency"):
+        speed = with_interval(latency["speedup"], latency["low"], latency["high"])
+        where = f"{Workload(**latency['workload'])}; {measured_on(latency)}"
+        yield "predicted", f"{speed} the dense model's speed ({where})"
+    yield "weights", weight_training(provenance)
+
+
+def details(checkpoint: Checkpoint) -> Iterator[Statement]:
+    """Yield how the masks were rounded, how the model can be served, and what to know about its quality."""
+    provenance = checkpoint.provenance
+    for kind, change in provenance.get("rounding", {}).items():
+        changed = f"{change['dropped']:,} more units dropped, {change['revived']:,} revived"
+        yield f"rounding of {kind}", f"sparsity was {change['raw_sparsity']:.1%} before; {changed}"
+    devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
+    yield "tensor parallelism", f"--tensor-parallel-size {devices} splits every layer without padding"
+    if quantized := checkpoint.config.get("quantization_config"):
+        form = quantized.get("format", "an own format")
+        yield "quantization", f"weights in {form} of compressed-tensors; all figures are from before it"
+    if text_hash := provenance.get("learned_from", {}).get("text"):
+        yield "text", f"training and held-out tokens have the SHA-256 {text_hash}"
+    yield from (("note", note) for note in routing_notes(checkpoint))
+
+
+def sections(checkpoint: Checkpoint) -> Iterator[Section]:
+    """Yield the tables: sizes, quality on each text, and the widths of the layers."""
+    yield Section(heading="Size", table=size_table(checkpoint))
+    provenance = checkpoint.provenance
+    watched = provenance.get("recovery", {}).get("watched", {})
+    yield from _quality("Perplexity on held-out text", provenance.get("perplexity"), texts_of(provenance))
+    for name, quality in watched.items():
+        yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that recovery did not train on")
+    known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
+    yield Section(heading="Details", table=known)
+    yield Section(heading="Widths, layer by layer", table=width_table(checkpoint), folded=True)
+
+
+def _quality(heading: str, quality: Mapping[str, Any] | None, text: str) -> Iterator[Section]:
+    """Yield a table of perplexities, if the loss of each held-out block is known."""
+    losses = (quality or {}).get("block_losses") or {}
+    models = [name for name in MODELS if name in (quality or {})]
+    if quality and all(name in losses for name in models):
+        remark = (
+            f"{quality['tokens']:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read and none "
+            "was trained on. Errors are standard errors over the blocks; of a ratio, over the blocks' differences."
+        )
+        table = perplexity_table({name: losses[name] for name in models}, quality)
+        yield Section(heading=heading, table=table, remark=remark)
+
+
 def has_experts(checkpoint: Checkpoint) -> bool:
-    """Say whether routed experts were pruned, and nothing else."""
+    """Tell whether routed experts were pruned, and nothing else."""
     return checkpoint.widths.table.has_experts
+
+
+def sizes(checkpoint: Checkpoint) -> list[Size]:
+    """Return everything that is counted of a model."""
+    parameters, *per_token = footprint(checkpoint)
+    return [*units(checkpoint), parameters, without_embeddings(checkpoint), *per_token]
 
 
 def units(checkpoint: Checkpoint) -> list[Size]:
@@ -59,38 +142,29 @@ def units(checkpoint: Checkpoint) -> list[Size]:
 
 
 def footprint(checkpoint: Checkpoint) -> list[Size]:
-    """Count the whole model's parameters, a token's FLOPs, and a token's bytes of KV cache at 16 bits."""
+    """Count the whole model's parameters, and its FLOPs and bytes of KV cache (at 16 bits) per token."""
     context = _context(checkpoint)
     parameters = checkpoint.num_parameters
     found = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
-    for budget, label in (("flops", f"FLOPs a token at {context:,}"), ("kv-bytes", "KV-cache bytes a token")):
+    for budget, label in (("flops", f"FLOPs per token at {context:,}"), ("kv-bytes", "KV-cache bytes per token")):
         config = checkpoint.stock or checkpoint.config
         left = whole_model(budget, config, checkpoint.layers, checkpoint.shapes, context)
         found.append((label, round(left + _removed(budget, checkpoint)), round(left)))
     return found
 
 
-def conclusion(checkpoint: Checkpoint) -> str:
-    """Say in one sentence what is gone and what that cost."""
-    _, dense, left = footprint(checkpoint)[0]
-    gone = f"{1 - left / dense:.1%} of the parameters are gone"
-    quality = checkpoint.provenance.get("perplexity")
-    if not quality:
-        return f"{gone}."
-    return " ".join([f"{gone}; perplexity on held-out text: {perplexities(quality)}.", *adaptation(quality)])
-
-
 def without_embeddings(checkpoint: Checkpoint) -> Size:
-    """Count the parameters that are no embeddings."""
+    """Count the parameters apart from embeddings."""
     embeddings = sum(prod(shape) for name, shape in checkpoint.shapes.items() if "embed" in name or "lm_head" in name)
     left = checkpoint.num_parameters - embeddings
     return "… without embeddings", left + removed_parameters(checkpoint), left
 
 
 def removed_parameters(checkpoint: Checkpoint) -> int:
-    """Return how many parameters of the dense model are gone, from the widths alone (biases included if kept ones are).
+    """Return how many parameters of the dense model were removed, from the widths alone.
 
-    Beside what units cost, a removed block takes its norms and its output bias.
+    Besides the parameters of its units, a removed block loses its norms and its output bias. Biases are counted if the
+    kept units have them.
     """
     priced = int(_removed("params", checkpoint))
     if has_experts(checkpoint):
@@ -116,7 +190,7 @@ def _vectors(block: str, checkpoint: Checkpoint) -> int:
 
 
 def _removed(budget: str, checkpoint: Checkpoint) -> float:
-    """Return what the units that are gone cost, as `budget` counts; whole experts leave a token as many as before."""
+    """Return the cost of the removed units, as `budget` counts; where whole experts went, tokens cost as before."""
     if checkpoint.stock and budget == "flops":
         return 0.0
     config = checkpoint.config
@@ -130,24 +204,58 @@ def _context(checkpoint: Checkpoint) -> int:
 
 
 def size_table(checkpoint: Checkpoint) -> Table:
-    """Return what is left of each kind of unit, and of what they cost."""
-    rows = [
-        [label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"]
-        for label, dense, left in (*units(checkpoint), *footprint(checkpoint))
-    ]
+    """Return dense and pruned size of everything that is counted."""
+    rows = [[label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"] for label, dense, left in sizes(checkpoint)]
     return Table(headings=["", "dense", "pruned", "removed"], rows=rows)
 
 
+def width_table(checkpoint: Checkpoint) -> Table:
+    """Return what each layer has left, in the last column the share of its channels; uneven groups are listed."""
+    if has_experts(checkpoint):
+        return _expert_widths(checkpoint)
+    config = checkpoint.config
+    width = config["intermediate_size"]
+    rows = []
+    for index, layer in enumerate(checkpoint.layers):
+        groups = layer.query_heads_per_kv_head
+        uneven = f" ({' '.join(map(str, groups))})" if len({*groups}) > 1 else ""
+        counts = (layer.num_kv_heads, f"{layer.num_query_heads}{uneven}", f"{layer.intermediate_size:,}")
+        rows.append(
+            [
+                index,
+                *("–" if count in (0, "0") else count for count in counts),
+                f"{layer.intermediate_size / width:.0%}",
+            ]
+        )
+    heads = [f"KV heads of {dense_kv_heads(config)}", f"query heads of {config['num_attention_heads']}"]
+    return Table(headings=["layer", *heads, f"MLP channels of {width:,}", "MLP left"], rows=rows)
+
+
+def _expert_widths(checkpoint: Checkpoint) -> Table:
+    """Return how many experts each layer has left, and how wide they are."""
+    width, chosen = dense_expert_size(checkpoint.config), times_chosen(checkpoint.provenance)
+    rows = []
+    for index, layer in enumerate(checkpoint.layers):
+        if (all_sizes := layer.expert_intermediate_sizes) is not None:
+            left = [size for size in all_sizes if size] or [0]
+            idle = chosen[index].count(0) if index in chosen else "–"
+            share = sum(all_sizes) / (len(all_sizes) * width)
+            spread = (f"{size:,}" for size in (min(left), median_low(left), max(left)))
+            rows.append([index, f"{sum(map(bool, all_sizes))}/{len(all_sizes)}", *spread, idle, f"{share:.0%}"])
+    headings = ["experts left", f"narrowest of {width:,}", "median", "widest", "never chosen", "channels left"]
+    return Table(headings=["layer", *headings], rows=rows)
+
+
 def routing_notes(checkpoint: Checkpoint) -> list[str]:
-    """Return a sentence for each thing about the routing that a reader should know; none for a dense model."""
+    """Return what a reader should know about the routing, a sentence each; none for a dense model."""
     notes, chosen = [], checkpoint.config.get("num_experts_per_tok", 0)
     counts = times_chosen(checkpoint.provenance)
     idle = {index: row.count(0) for index, row in counts.items() if 0 in row}
     if idle:
         layers = ", ".join(f"{index} ({number} of {len(counts[index])})" for index, number in idle.items())
         notes.append(
-            f"experts that no token of the text was sent to, in layers {layers}; nothing was learned about "
-            "them and they counted as average, so other text may miss what they lost"
+            f"experts that no token of the text was sent to, in layers {layers}; they were given an average "
+            "importance, so other text may need what was removed from them"
         )
     left = {
         index: sum(map(bool, layer.expert_intermediate_sizes))
@@ -157,60 +265,53 @@ def routing_notes(checkpoint: Checkpoint) -> list[str]:
     if few := [f"{index} ({number} left)" for index, number in left.items() if number < chosen]:
         notes.append(
             f"fewer experts left than the {chosen} each token is sent to, in layers {', '.join(few)}; the router still "
-            "scores removed ones, and what it sends there adds nothing"
+            "scores the removed experts, which add nothing to tokens that it sends to them"
         )
     return notes
 
 
 def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
-    """Return how often each expert was chosen while learning, layer -> counts; {} if unknown."""
+    """Return how often each expert was chosen on the training text, layer -> counts; {} if unknown."""
     return {int(layer): counts for layer, counts in provenance.get("routing", {}).get("chosen", {}).items()}
 
 
 def trained_together(provenance: Mapping[str, Any]) -> bool:
-    """Say whether the weights were trained together with the masks; a masks file alone does not hold these weights."""
+    """Tell whether the weights were trained together with the masks; a masks file does not hold these weights."""
     return bool(provenance.get("run", {}).get("train") == "weights")
 
 
-def learning(provenance: Mapping[str, Any]) -> str:
-    """Say what became of the weights."""
-    recovery, together = provenance.get("recovery"), trained_together(provenance)
-    at_first = "Weights learned with the masks" if together else "Weights were frozen"
-    if together and "applied_to" in provenance:
-        at_first = (
-            f"The masks were learned while weights trained; this folder {'started from' if recovery else 'holds'} the "
-            "dense model's weights"
-        )
-    if not recovery:
-        return f"{at_first}." if together else f"{at_first} throughout."
-    recipe = recovery.get("recipe", {})
-    what = "low-rank additions to the weights" if recipe.get("method") == "lora" else "the weights that stay"
-    tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
-    return f"{at_first}{'' if together else ' meanwhile'}; then {what} learned from the dense model on {tokens}."
-
-
-def prediction(provenance: Mapping[str, Any]) -> str:
-    """Say what a budget in measured time promises; "" for another budget."""
-    if not (latency := provenance.get("latency")):
-        return ""
-    speed = with_interval(latency["speedup"], latency["low"], latency["high"])
-    return f"{speed} the dense model's speed ({Workload(**latency['workload'])}; {measured_on(latency)})"
+def weight_training(provenance: Mapping[str, Any]) -> str:
+    """Say whether and how the weights were trained."""
+    said = "trained together with the masks" if trained_together(provenance) else "frozen while the masks were learned"
+    if trained_together(provenance) and "applied_to" in provenance:
+        said = "the dense model's, although the masks were learned while weights were trained"
+    if recovery := provenance.get("recovery"):
+        recipe = recovery.get("recipe", {})
+        trained = "low-rank additions to them" if recipe.get("method") == "lora" else "all of them"
+        tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
+        said += f"; then {trained} were trained on the dense model's outputs, on {tokens}"
+    return said
 
 
 def texts_of(provenance: Mapping[str, Any]) -> str:
-    """Return the names of the texts that were learned on last, each once and without folders."""
-    learned_on = provenance.get("recovery") or provenance
-    return bare_names(learned_on.get("texts") or ["unknown origin"])
+    """Return the names of the texts that were trained on last, each once and without folders."""
+    names = (provenance.get("recovery") or provenance).get("texts") or ["text of unknown origin"]
+    return ", ".join(dict.fromkeys(map(bare_name, names)))
 
 
-def bare_names(names: Sequence[str]) -> str:
-    """Return the names of texts, each once and without the folders of whoever had them."""
-    return ", ".join(dict.fromkeys(name.rsplit("/", 1)[-1] for name in names))
+def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return prompts with the answer of each model, one object per prompt; [] if none were asked."""
+    recovery = provenance.get("recovery", provenance)
+    by_model = recovery.get("answers", {})
+    return [
+        {"prompt": str(prompt)} | {str(name): str(texts[number]) for name, texts in by_model.items()}
+        for number, prompt in enumerate(recovery.get("prompts", []))
+    ]
 
 
 def perplexities(quality: Mapping[str, Any]) -> str:
-    """Return the held-out perplexity of each model that a checkpoint went through, in their order."""
-    return " → ".join(f"{who} {quality[who]:.2f}" for who in ("dense", "pruned", "recovered") if who in quality)
+    """Return the held-out perplexity of the dense, the pruned and the recovered model."""
+    return " → ".join(f"{who} {quality[who]:.2f}" for who in MODELS if who in quality)
 
 
 def adaptation(quality: Mapping[str, Any]) -> list[str]:
@@ -225,27 +326,22 @@ def adaptation(quality: Mapping[str, Any]) -> list[str]:
 
 
 def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str, Any]) -> Table:
-    """Return perplexities with standard errors over the held-out blocks; ratios' from the blocks' differences.
+    """Return perplexities with standard errors over the held-out blocks; of ratios from the blocks' differences.
 
     losses: of each block, by model. quality: what `prune` and `recover` store of the text: the tokens of each block,
-    and the agreement of each model with the dense one (KL in nats per token, and how often the likeliest is the same).
+    and the agreement of each model with the dense one (KL in nats per token, and the share of tokens whose most likely
+    next token is the same).
     """
-    agreement = quality.get("agreement")
-    rows, lines = [], dict(losses)
+    agreement, rows, lines = quality.get("agreement"), [], dict(losses)
     for name in list(losses)[1:]:
         pairs = zip(losses["dense"], losses[name], strict=True)
         lines[f"{name} / dense"] = [after - before for before, after in pairs]
     for label, values in lines.items():
         mean, error = mean_loss(values, quality.get("block_tokens"))
-        value = exp(mean)
-        found = (agreement or {}).get(label)
-        near = [f"{found['kl']:.3f}", f"{found['top1']:.1%}"] if found else ["–", "–"]
-        spread = "–" if error is None else f"± {value * error:.2f}"
-        rows.append([label, f"{value:.2f}", spread, *(near if agreement else [])])
-    headings = [
-        "",
-        "perplexity",
-        "standard error",
-        *(["KL to dense, nats", "same likeliest token"] if agreement else []),
-    ]
-    return Table(headings=headings, rows=rows)
+        row = [label, f"{exp(mean):.2f}", "–" if error is None else f"± {exp(mean) * error:.2f}"]
+        if agreement:
+            near = agreement.get(label)
+            row += [f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"]
+        rows.append(row)
+    compared = ["KL to dense, nats", "same likeliest token"] if agreement else []
+    return Table(headings=["", "perplexity", "standard error", *compared], rows=rows)

@@ -1,20 +1,18 @@
 """What `prune` and `recover` show of the checkpoint that they have written."""
 
-from pathlib import Path
-
 from rich.console import Console
 
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
 
 
-def show(output: Path, dense: str, console: Console) -> None:
+def show(checkpoint: Checkpoint, dense: str, console: Console) -> None:
     """Print a summary of a checkpoint, draw its report, and print the commands to serve and measure it.
 
     dense: the name of the dense model, as the user gave it.
     """
-    checkpoint = read_checkpoint(output)
+    output = checkpoint.folder
     print_checkpoint(checkpoint, console)
     page = write_report(checkpoint, output)
     console.print(

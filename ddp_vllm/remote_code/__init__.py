@@ -1,9 +1,9 @@
-"""The files that travel inside a checkpoint, and are used in place by every part.
+"""The code that is copied into every checkpoint and that all parts of ddp-vllm import.
 
-A checkpoint must load in plain transformers with no ddp-vllm installed, so these files are copied into it as they are
-and import nothing of ours but each other, in this order: `tensors.py`, `files.py`, `widths.py` (standard library) →
-`configuration_ddp.py` (transformers) → `stock_vllm.py` → `modeling_ddp.py` (torch, dense families) →
-`modeling_ddp_moe.py` (mixtures of experts).
+A checkpoint must load in transformers without ddp-vllm, so `export` copies these files into it unchanged. They import
+only each other, in this order: `tensors.py`, `files.py`, `widths.py` (standard library) → `configuration_ddp.py`
+(transformers) → `stock_vllm.py` → `modeling_ddp.py` (torch, dense families) → `modeling_ddp_moe.py` (mixtures of
+experts).
 """
 
 from pathlib import Path

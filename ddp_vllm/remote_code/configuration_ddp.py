@@ -1,7 +1,7 @@
-"""Configurations of pruned models: the dense family's own, plus `ddp_layers`.
+"""Configurations of pruned models: each dense family's configuration plus `ddp_layers`.
 
 Every stock field keeps its dense value (transformers and vLLM read them as integers).
-This file travels inside checkpoints: transformers only, no torch.
+This file is part of every checkpoint and imports transformers, but not torch.
 """
 
 import copy
@@ -28,30 +28,30 @@ from transformers import (
 
 from .widths import count_experts, parse_layers
 
-if int(transformers.__version__.partition(".")[0]) < 5:  # whose configurations are no dataclasses
-    raise ImportError(f"a pruned checkpoint needs transformers 5.16 or newer; this is {transformers.__version__}")
+if int(transformers.__version__.partition(".")[0]) < 5:  # older configurations are not dataclasses
+    raise ImportError(f"a pruned checkpoint requires transformers 5.16 or newer; this is {transformers.__version__}")
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class NonUniformConfig:
-    """What every pruned family adds.
+    """Mixin that adds the widths of each layer to a dense family's configuration.
 
     Raises: WidthsError (a ValueError) if the widths contradict the dense fields.
     """
 
     ddp_layers: list[dict[str, Any]] | None = None
-    """The widths of every layer; None is the dense model."""
+    """The widths of every layer; None for the dense model."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         fields = vars(self)
-        if fields.get("head_dim") is None:  # families without the field work it out from the number of heads
+        if fields.get("head_dim") is None:  # families without the field derive it from the number of heads
             self.head_dim = fields["hidden_size"] // fields["num_attention_heads"]
         if fields.get("ddp_layers") is not None:
             parse_layers(fields)
 
-    # vLLM's Transformers backend, which serves pruned models where ddp-vllm is missing, asks a config that calls itself
-    # heterogeneous for the heads of each layer. To transformers itself the fields stay those of the dense model.
+    # vLLM's Transformers backend serves pruned models without ddp-vllm. It reads the heads of each layer from a config
+    # with is_heterogeneous. For transformers itself the fields keep the values of the dense model.
     allow_global_per_layer_attribute_access = True
 
     @property
@@ -61,7 +61,7 @@ class NonUniformConfig:
 
     @property
     def per_layer_config(self) -> Any:
-        """A config a layer with its own numbers of heads; none is 1, as vLLM wants attention in every layer."""
+        """One config per layer with its own numbers of heads, at least 1: vLLM requires attention in every layer."""
         if not self.is_heterogeneous:
             return super().per_layer_config  # type: ignore[misc]
         configs = []
@@ -75,7 +75,7 @@ class NonUniformConfig:
         return configs
 
     def _update_heterogeneous_to_dict_output(self, saved: dict[str, Any]) -> None:
-        """Save `ddp_layers` alone, from which the rest comes."""
+        """Save only `ddp_layers`, from which the configs per layer are derived."""
 
 
 class DDPLlamaConfig(NonUniformConfig, LlamaConfig):
@@ -107,7 +107,7 @@ class DDPGraniteConfig(NonUniformConfig, GraniteConfig):
 
     @property
     def logit_scale(self) -> float:
-        """What vLLM's Transformers backend multiplies logits by; elsewhere they are divided by `logits_scaling`."""
+        """Factor for logits in vLLM's Transformers backend; transformers divides them by `logits_scaling`."""
         return 1 / self.logits_scaling if self._attn_implementation == "vllm" else 1.0
 
 
@@ -140,7 +140,7 @@ class DDPDeepseekV2Config(NonUniformConfig, DeepseekV2Config):
 
 
 class DeepseekConfig(LlamaConfig):
-    """DeepSeekMoE (v1, arXiv:2401.06066), which transformers does not know: Llama with routed and shared experts.
+    """Configuration of DeepSeekMoE (v1, arXiv:2401.06066), which transformers lacks: Llama with experts.
 
     Defaults are those of DeepSeekMoE-16B.
     """
@@ -156,10 +156,10 @@ class DeepseekConfig(LlamaConfig):
 
 
 def register_deepseek_config() -> None:
-    """Let transformers' Auto classes read the config and the tokenizer of dense DeepSeekMoE (v1); safe to call again.
+    """Register config and tokenizer of dense DeepSeekMoE (v1) with transformers' Auto classes; safe to call again.
 
-    The published tokenizer_config.json names a Llama tokenizer, which reads its byte-level vocabulary without blanks;
-    transformers sets it aside for the later DeepSeeks, which it knows.
+    The published tokenizer_config.json names a Llama tokenizer, which loses the blanks of this byte-level vocabulary.
+    transformers overrides that name itself for later DeepSeek models.
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 

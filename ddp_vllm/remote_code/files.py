@@ -1,9 +1,9 @@
-"""What the files of a checkpoint say, read strictly: JSON, the index, and the headers of safetensors files.
+"""Reads the files of a checkpoint strictly: JSON, the index, and the headers of safetensors files.
 
-Programs differ in what they make of a name that stands twice, of a tensor in two files, or of an index that does not
-tell the truth. Here each is refused, so that everyone who loads a folder loads what was checked.
+Programs interpret a duplicate name, a tensor in two files, or a wrong index differently. All of them are refused here,
+so that every program that loads a folder loads what was checked.
 
-This file travels inside checkpoints: standard library only.
+This file is part of every checkpoint and imports only the standard library.
 """
 
 import json
@@ -21,8 +21,8 @@ WEIGHTS = "model*.safetensors"
 LARGEST_JSON = 500_000_000  # bytes; tokenizers of 256,000 tokens take 40 MB
 LARGEST_CONFIG = 4_000_000  # bytes of a config.json; lists take 25 times that in memory, and real ones take 1 MB
 LONGEST_HEADER = 100_000_000  # bytes of a safetensors file; its own library's limit
-DEEPEST = 100  # objects and lists in each other
-MOST_DIGITS = 19  # of a whole number; more than 64 bits hold
+DEEPEST = 100  # levels of nested objects and lists
+MOST_DIGITS = 19  # of an integer; more digits exceed 64 bits
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
@@ -35,45 +35,45 @@ class WidthsError(ValueError):
 
 
 def short(value: Any) -> str:
-    """Return a value from a file as it may stand in a message."""
+    """Return a value from a file in a form that is safe to print in a message."""
     try:
         text = ascii(value) if not isinstance(value, str) or not value.isprintable() else repr(value)
-    except (ValueError, RecursionError):  # a number of too many digits
-        text = f"something of type {type(value).__name__}"
+    except (ValueError, RecursionError):  # an integer with too many digits
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return what a file holds.
+    """Read a file of at most `most` bytes.
 
-    Raises: OSError, which says too if it is a folder, a pipe or a device, or holds more bytes than `most`.
+    Raises: OSError, also for a folder, a pipe, a device or a larger file.
     """
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-            raise OSError(f"{path} is no file of at most {most:,} bytes")
+            raise OSError(f"{path} is not a file of at most {most:,} bytes")
         return file.read(status.st_size)
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return what JSON says.
+    """Parse JSON strictly.
 
-    Raises: ValueError, also for a name that stands twice in an object, for numbers of more than 64 bits, texts that
-        UTF-8 cannot hold, and objects and lists nested more than `DEEPEST` deep.
+    Raises: ValueError, also for duplicate names in an object, integers of more than 64 bits, text that UTF-8 cannot
+        encode, and objects and lists nested more than `DEEPEST` levels.
     """
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_int=_whole)
         _check_depth(found)
         if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()  # half of a pair of surrogates is no character
+            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is not a character
     except RecursionError:
-        raise ValueError(f"it is nested more than {DEEPEST} deep") from None
+        raise ValueError(f"it is nested more than {DEEPEST} levels") from None
     return found
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file says. Raises: OSError, also for one that is too large; ValueError as `parse_json`."""
+    """Read a JSON file. Raises: OSError, also if it is too large; ValueError as `parse_json`."""
     return parse_json(read_bytes(path, LARGEST_CONFIG if path.name == "config.json" else LARGEST_JSON))
 
 
@@ -81,13 +81,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-        raise ValueError(f"{short(twice)} stands twice in an object")
+        raise ValueError(f"{short(twice)} occurs twice in an object")
     return found
 
 
 def _whole(digits: str) -> int:
     if len(digits.lstrip("-")) > MOST_DIGITS:
-        raise ValueError(f"{digits[:20]}… is too large a number ({len(digits)} digits)")
+        raise ValueError(f"{digits[:20]}… is too large ({len(digits)} digits, at most {MOST_DIGITS})")
     return int(digits)
 
 
@@ -101,113 +101,111 @@ def _check_depth(found: Any) -> None:
 
 
 def folder_tensors(folder: Path) -> Iterator[tuple[str, list[int], str]]:
-    """Yield (name, shape, number format) from the headers of all safetensors files of a local checkpoint.
+    """Yield (name, shape, dtype) from the headers of all weight files of a local checkpoint.
 
-    Weights are not read. The masks file is not part of them and is left out. Raises: WidthsError.
+    Neither weights nor the masks file are read. Raises: WidthsError.
     """
     for path in sorted(folder.glob(WEIGHTS)):
         yield from file_tensors(path)
 
 
 def file_tensors(path: Path) -> Iterator[tuple[str, list[int], str]]:
-    """Yield (name, shape, number format) of each tensor in a safetensors file, whose header must add up.
+    """Yield (name, shape, dtype) of each tensor in a safetensors file with a consistent header.
 
     Raises: WidthsError; OSError.
     """
     if not path.is_file():
-        raise WidthsError(f"{path} is no file; download it again")
+        raise WidthsError(f"{path} is not a file; download it again")
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= LONGEST_HEADER:
-            raise WidthsError(f"{path} is no safetensors file: its header says {length} bytes; download it again")
+            raise WidthsError(f"{path} is not a safetensors file: its header states {length} bytes; download it again")
         content, size = file.read(length), os.fstat(file.fileno()).st_size - 8 - length
     try:
         header = parse_json(content)
     except ValueError as error:
         raise WidthsError(
-            f"{path} is no safetensors file: its header is no JSON ({error}); download it again"
+            f"{path} is not a safetensors file: its header is not JSON ({error}); download it again"
         ) from error
     if not isinstance(header, dict):
-        raise WidthsError(f"{path} is no safetensors file: its header is no object; download it again")
+        raise WidthsError(f"{path} is not a safetensors file: its header is not an object; download it again")
     ends = [0]
     for name, entry in header.items():
         if name != "__metadata__":
-            shape, dtype, place = _stated(entry)
-            if place is None:
-                raise WidthsError(f"{path} states no shape, format and place of {short(name)}; download it again")
-            if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (place[1] - place[0]):
-                raise WidthsError(
-                    f"{path} has another number of bytes of {short(name)} than it states; download it again"
-                )
-            ends += place
+            shape, dtype, offsets = _stated(entry)
+            if offsets is None:
+                raise WidthsError(f"{path} lacks shape, dtype or offsets of {short(name)}; download it again")
+            if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (offsets[1] - offsets[0]):
+                raise WidthsError(f"{path}: offsets of {short(name)} contradict its shape and dtype; download it again")
+            ends += offsets
             yield name, shape, dtype
     ends = [*sorted(ends), size]
     if ends[::2] != ends[1::2]:
-        raise WidthsError(f"{path} is cut short, or its tensors lie in each other; download it again")
+        raise WidthsError(f"{path} is truncated, or its tensors overlap or have gaps; download it again")
 
 
 def _stated(entry: Any) -> tuple[list[int], str, list[int] | None]:
-    """Return shape, format and place of a tensor; no place if one of them is not stated."""
+    """Return shape, dtype and offsets from a tensor's entry in a header; offsets are None if one is invalid."""
     found = entry if isinstance(entry, dict) else {}
-    shape, place, dtype = _sizes(found.get("shape")), _sizes(found.get("data_offsets")), found.get("dtype")
-    if shape is None or place is None or len(place) != 2 or place[0] > place[1] or not isinstance(dtype, str):
+    shape, offsets, dtype = _sizes(found.get("shape")), _sizes(found.get("data_offsets")), found.get("dtype")
+    if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1] or not isinstance(dtype, str):
         return [], "", None
-    return shape, dtype, place
+    return shape, dtype, offsets
 
 
 def _sizes(values: Any) -> list[int] | None:
-    """Return a list of sizes if it is one."""
+    """Return `values` if it is a list of sizes, else None."""
     good = isinstance(values, list) and all(type(each) is int and 0 <= each < 1 << 62 for each in values)
     return values if good else None
 
 
 def checked_tensors(folder: Path) -> Sequence[tuple[str, list[int], str]]:
-    """Return what `folder_tensors` yields of a folder that everyone loads alike.
+    """Return the tensors of `folder_tensors` after checking that every program loads the same ones.
 
-    Each tensor is in one file, and the index, if there is one, names each with its file. Raises: WidthsError; OSError.
+    Each tensor must be in one file, and the index, if any, must name its file. Raises: WidthsError; OSError.
     """
     found: dict[str, tuple[str, list[int], str]] = {}
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for path in sorted(folder.glob(WEIGHTS)):
         for name, shape, dtype in file_tensors(path):
-            if name in places:
-                raise WidthsError(f"{folder}: tensor {short(name)} is in {places[name]} and {path.name}; remove one")
-            found[name], places[name] = (name, shape, dtype), path.name
-    if not places:
-        raise WidthsError(f"{folder} holds no {WEIGHTS}; only safetensors weights are read")
+            if name in file_of:
+                raise WidthsError(f"{folder}: tensor {short(name)} is in {file_of[name]} and {path.name}; remove one")
+            found[name], file_of[name] = (name, shape, dtype), path.name
+    if not file_of:
+        raise WidthsError(f"{folder} has no {WEIGHTS}; only safetensors weights are supported")
     if os.path.lexists(folder / INDEX_FILE):
-        _check_index(folder, places)
+        _check_index(folder, file_of)
     return list(found.values())
 
 
 def index_map(path: Path) -> dict[str, str]:
-    """Return in which file of its folder each tensor is, by an index. Raises: WidthsError."""
+    """Read an index: tensor -> its file in the same folder. Raises: WidthsError."""
     try:
         index = read_json(path)
     except (OSError, ValueError) as error:
-        raise WidthsError(f"{path} cannot be read ({error}); copy the folder again, whole") from error
+        raise WidthsError(f"{path} cannot be read ({error}); copy the whole folder again") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
-        raise WidthsError(f"{path} is no index: it has no weight_map; copy the folder again, whole")
+        raise WidthsError(f"{path} is not an index: it has no weight_map; copy the whole folder again")
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
-            raise WidthsError(f"{path} names {short(file)}, no file of this folder; copy the folder again, whole")
+            raise WidthsError(f"{path} names {short(file)}, not a file of its folder; copy the whole folder again")
     return weight_map
 
 
-def _check_index(folder: Path, places: dict[str, str]) -> None:
-    """Refuse an index that does not name each tensor with the file it is in. Raises: WidthsError."""
+def _check_index(folder: Path, file_of: dict[str, str]) -> None:
+    """Refuse an index that names a wrong file for a tensor or omits one. Raises: WidthsError."""
     path = folder / INDEX_FILE
     weight_map = index_map(path)
     for name, file in weight_map.items():
         if not Path(file).match(WEIGHTS):
-            raise WidthsError(f"{path} names {short(file)}, no {WEIGHTS}; run ddp-vllm apply again")
+            raise WidthsError(f"{path} names {short(file)}, not a {WEIGHTS}; run ddp-vllm apply again")
         if not (folder / file).is_file():
-            raise WidthsError(f"{folder} lacks the weight file {short(file)} of its index; copy it again, whole")
-        if places.get(name) != file:
-            where = places.get(name, "no file of the folder")
-            fault = f"says that tensor {short(name)} is in {short(file)}, but it is in {where}"
-            raise WidthsError(f"{path} {fault}; copy the folder again, whole")
-    if missing := places.keys() - weight_map.keys():
-        raise WidthsError(f"{path} does not name tensor {short(min(missing))}; copy the folder again, whole")
+            raise WidthsError(f"{folder} lacks the weight file {short(file)} of its index; copy the whole folder again")
+        if file_of.get(name) != file:
+            where = file_of.get(name, "no file of the folder")
+            fault = f"lists tensor {short(name)} in {short(file)}, but it is in {where}"
+            raise WidthsError(f"{path} {fault}; copy the whole folder again")
+    if missing := file_of.keys() - weight_map.keys():
+        raise WidthsError(f"{path} does not name tensor {short(min(missing))}; copy the whole folder again")

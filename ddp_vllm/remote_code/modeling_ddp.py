@@ -1,8 +1,8 @@
-"""Pruned models in plain transformers: the dense family's own classes with narrower projections.
+"""Loads pruned dense models in transformers: the dense family's own classes with narrower projections.
 
-The stock model is built as it is, then every projection is replaced by one of the kept size; the forward is stock
-code, which finds the number of heads from the size of the projections. Under `from_pretrained` all of it happens on
-the meta device, so nothing dense is ever allocated. This file travels inside checkpoints.
+The stock model is built first, then every projection is replaced by a narrower one. The forward pass is stock code,
+which derives the number of heads from the size of the projections. `from_pretrained` does all of this on the meta
+device, so no dense weight is ever allocated. This file is part of every checkpoint.
 """
 
 import sys
@@ -54,7 +54,7 @@ from .widths import LayerWidths, ModelWidths
 
 
 class RemovedAttention(nn.Module):
-    """Stands where a layer's attention was: adds nothing, and keeps the KV cache counting tokens."""
+    """Replaces removed attention: adds nothing, and reports the tokens to the KV cache, which counts them."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
@@ -63,33 +63,33 @@ class RemovedAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, cache: Any = None, past_key_values: Any = None, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        cache = past_key_values if cache is None else cache  # the name that older transformers give it
-        if cache is not None:  # the cache asks its first layer how many tokens it has seen
+        cache = past_key_values if cache is None else cache  # the argument's name in older transformers
+        if cache is not None:  # the cache takes the number of tokens from its first layer
             batch, tokens, _hidden = hidden_states.shape
             layers = cache.layers
             own = layers[self.layer_idx] if self.layer_idx < len(layers) else None
-            width = getattr(own, "q_group_size", 1)  # a quantised cache stores groups of so many numbers
+            width = getattr(own, "q_group_size", 1)  # a quantized cache stores groups of this many numbers
             empty = hidden_states.new_zeros(batch, 1, tokens, width)
             cache.update(empty, empty, self.layer_idx)
         return torch.zeros_like(hidden_states), None
 
 
 class RemovedMLP(nn.Module):
-    """Stands where a layer's MLP was."""
+    """Replaces a removed MLP and adds nothing."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(hidden_states)
 
 
 class Overlay:
-    """An object with some of its attributes replaced, the rest as they are at the time they are asked for."""
+    """An object with some attributes replaced; all others are read from the original when they are used."""
 
     def __init__(self, original: Any, **replaced: Any) -> None:
         self.original = original
         vars(self).update(replaced)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "original":  # not set yet, as when a model is copied
+        if name == "original":  # not set yet, while a model is copied
             raise AttributeError(name)
         return getattr(self.original, name)
 
@@ -97,10 +97,10 @@ class Overlay:
 def uneven_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Stock attention where KV heads serve different numbers of query heads: each is repeated for those it serves.
+    """Run stock attention with each KV head repeated for its own number of query heads.
 
-    query: `[batch, query heads, tokens, head_dim]`; key, value: `[batch, KV heads, tokens, head_dim]`. The repetition
-    comes after the projections, so that adapters on them stay compact, and after the KV cache.
+    query: `[batch, query heads, tokens, head_dim]`; key, value: `[batch, KV heads, tokens, head_dim]`.
+    KV heads are repeated after the projections and the KV cache, so both stay compact, and so do adapters.
     """
     config = module.config.original
     eager = sys.modules[type(module).forward.__module__].eager_attention_forward  # FSDP replaces the class
@@ -117,9 +117,9 @@ ALL_ATTENTION_FUNCTIONS.register("ddp_uneven", uneven_attention)
 
 
 def narrow_layer(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
-    """Give one stock decoder layer the widths it has left, in place; a removed block takes its norms with it."""
+    """Replace the projections of one stock decoder layer by narrower ones, and removed blocks with their norms."""
     own = widths.layers[layer_idx]
-    left = {"attn": own.num_kv_heads, "mlp": own.intermediate_size}
+    kept = {"attn": own.num_kv_heads, "mlp": own.intermediate_size}
     config = layer.self_attn.config
     if not own.num_kv_heads:
         idle = is_in_vllm(config)
@@ -127,17 +127,17 @@ def narrow_layer(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
     if not own.intermediate_size:
         layer.mlp = RemovedMLP()
     for block, norms in widths.table.norms.items():
-        for norm in norms if not left[block] else ():
+        for norm in norms if not kept[block] else ():
             setattr(layer, norm, nn.Identity())
     for projection in widths.table.projections:
-        if left[projection.block]:
+        if kept[projection.block]:
             narrow_projection(layer, projection, own, widths.head_dim)
     if own.num_kv_heads:
         group_heads(layer.self_attn, own)
 
 
 def narrow_projection(layer: Any, projection: Projection, widths: LayerWidths, head_dim: int) -> None:
-    """Replace one projection of a stock decoder layer by one of the kept size, in place."""
+    """Replace one projection of a stock decoder layer by a narrower one."""
     old = layer.get_submodule(projection.name)
     length = sum(map(widths.num_units, projection.units)) * projection.unit_size(head_dim)
     inputs, outputs = (old.in_features, length) if projection.axis == 0 else (length, old.out_features)
@@ -148,10 +148,10 @@ def narrow_projection(layer: Any, projection: Projection, widths: LayerWidths, h
 
 
 def group_heads(attention: Any, widths: LayerWidths) -> None:
-    """Tell one stock attention module which of its query heads share a KV head, in place."""
+    """Set on one stock attention module which of its query heads share a KV head."""
     counts = widths.query_heads_per_kv_head
     attention.num_key_value_groups = counts[0]
-    if hasattr(attention, "qkv_proj"):  # Phi-3 keeps q, k and v in one weight and cuts it by the config
+    if hasattr(attention, "qkv_proj"):  # Phi-3 stores q, k and v in one weight and splits it by the config
         attention.config = Overlay(attention.config, num_attention_heads=widths.num_query_heads)
         attention.num_key_value_heads = widths.num_kv_heads
     attention.query_heads_per_kv_head = counts
@@ -161,9 +161,9 @@ def group_heads(attention: Any, widths: LayerWidths) -> None:
 
 
 class NonUniform:
-    """What every pruned family shares: narrow after building, and check a local folder before loading it.
+    """Mixin for stock classes: narrow the layers after building, and check a local folder before loading it.
 
-    A family has two classes: the whole model, and its decoder, which vLLM without ddp-vllm builds alone.
+    A family has two classes: the whole model, and its decoder, which vLLM builds where ddp-vllm is not installed.
     """
 
     config: PreTrainedConfig
@@ -172,7 +172,7 @@ class NonUniform:
 
     @staticmethod
     def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
-        """Give one stock decoder layer the widths it has left, in place."""
+        """Replace the projections of one stock decoder layer by narrower ones."""
         narrow_layer(layer, widths, layer_idx)
 
     def __init__(self, config: Any) -> None:
@@ -188,12 +188,12 @@ class NonUniform:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """As in transformers; with `config`, as AutoModel calls it, a local folder's tensors are checked first.
+        """Load as transformers does; with `config`, which AutoModel passes, check a local folder's tensors first.
 
-        By hub name transformers alone compares each shape as it loads. Raises: WidthsError, also for missing tensors,
-        which transformers would make up.
+        For a Hub name only transformers checks each shape, while it loads. Raises: WidthsError, also for missing
+        tensors, which transformers would initialize at random.
         """
-        info_is_wanted = kwargs.pop("output_loading_info", False)
+        returns_info = kwargs.pop("output_loading_info", False)
         folder = None if pretrained_model_name_or_path is None else Path(pretrained_model_name_or_path)
         is_pruned = getattr(config, "ddp_layers", None) is not None
         if is_pruned and folder:
@@ -203,29 +203,29 @@ class NonUniform:
         )
         if missing := info["missing_keys"]:
             raise WidthsError(f"{min(missing)} is missing ({len(missing)} tensors in all); download the model again")
-        return (model, info) if info_is_wanted else model
+        return (model, info) if returns_info else model
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, whose paged cache knows one number of KV heads. Raises: WidthsError if layers differ."""
+        """Refuse layers that differ in KV heads: transformers' paged cache supports one number. Raises: WidthsError."""
         counts = {layer.num_kv_heads for layer in _widths(self.config).layers}
         if len(counts) > 1:
-            raise WidthsError("continuous batching wants as many KV heads in every layer; use generate() or vLLM")
+            raise WidthsError("continuous batching requires equal KV heads in all layers; use generate() or vLLM")
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def _get_static_cache_init_shape(self) -> None:
-        """Let transformers find the shape of a static cache when it sees the first keys, not in the config."""
+        """Make transformers take the shape of a static cache from the first keys, not from the config."""
 
 
 def check_folder(folder: Path, config: Any) -> None:
-    """Compare the tensors of a local folder with the widths, if it has any. Raises: WidthsError."""
+    """Check the tensors of a local folder, if any, against the widths. Raises: WidthsError."""
     if any(folder.glob(WEIGHTS)):
         saved = getattr(config, "quantization_config", None)
-        widths = replace(_widths(config), is_quantised=saved is not None)
+        widths = replace(_widths(config), is_quantized=saved is not None)
         widths.check_complete(widths.checked(checked_tensors(folder)))
 
 
 def _widths(config: Any) -> ModelWidths:
-    """Return the widths of a config; what is quantised while it is loaded was not when it was saved."""
+    """Return the widths of a config, ignoring quantization: it may be applied to plain weights while they load."""
     return ModelWidths.of(vars(config) | {"model_type": config.model_type, "quantization_config": None})
 
 
@@ -263,7 +263,7 @@ class DDPQwen3ForCausalLM(NonUniform, Qwen3ForCausalLM):
 
 class DDPGemma2Model(NonUniform, Gemma2Model):
     config_class = DDPGemma2Config
-    _supports_sdpa = False  # it leaves out the cap on attention scores, which vLLM applies
+    _supports_sdpa = False  # SDPA omits the cap on attention scores, which vLLM applies
 
 
 class DDPGemma2ForCausalLM(NonUniform, Gemma2ForCausalLM):
@@ -299,5 +299,5 @@ class DDPPhi3Model(NonUniform, Phi3Model):
     config_class = DDPPhi3Config
 
 
-class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM, GenerationMixin):  # else transformers makes a class of its own
+class DDPPhi3ForCausalLM(NonUniform, Phi3ForCausalLM, GenerationMixin):  # otherwise transformers creates a class
     config_class = DDPPhi3Config

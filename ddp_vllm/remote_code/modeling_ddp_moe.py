@@ -1,8 +1,8 @@
-"""Pruned mixtures of experts in plain transformers, and DeepSeekMoE (v1), which transformers does not know.
+"""Loads pruned mixtures of experts in transformers, and DeepSeekMoE (v1), which transformers lacks.
 
-The stock model is built as it is, then the routed experts of every layer are replaced by experts of their own widths;
-router, shared experts and attention are stock code. This file travels inside checkpoints.
-Legend of shape suffixes: T tokens, H hidden size, K experts a token is sent to, E experts of a layer.
+The stock model is built first, then the routed experts of every layer are replaced by experts of different widths.
+Router, shared experts and attention are stock code. This file is part of every checkpoint.
+Legend of shape suffixes: T tokens, H hidden size, K experts per token, E experts per layer, S = T·K routed pairs.
 """
 
 import copy
@@ -45,9 +45,9 @@ from .widths import ModelWidths, is_routed
 
 
 class RaggedExperts(nn.Module):
-    """Routed experts of different widths: one module an expert, under its number; a removed expert has none.
+    """Routed experts of different widths: one module per expert, named by its id; a removed expert has none.
 
-    `names` are the dense family's names on disk of gate, up and down projection.
+    names: the dense family's names on disk of gate, up and down projection.
     """
 
     def __init__(self, stock: Any, sizes: tuple[int, ...], names: tuple[str, str, str]) -> None:
@@ -64,15 +64,15 @@ class RaggedExperts(nn.Module):
             self.add_module(str(number), nn.ModuleDict(projections))
 
     def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Sum, for each token, what its experts make of it times their routing weights; removed ones add nothing."""
+        """Return the sum of each token's expert outputs times their routing weights; removed experts add nothing."""
         sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
         gate, up, down = self.names
         symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         chosen = None if symbolic else self._chosen(ids_TK)
         for number in self.kept:
-            # in eager mode this torch.where would make the host wait for a GPU, once an expert
+            # in eager mode this torch.where would synchronize with the GPU once per expert
             tokens, slots = chosen[number] if chosen else torch.where(ids_TK == number)
-            # in training every expert gets a gradient, if one of zeros; a compiler cannot ask for a length
+            # in training every expert gets a gradient, possibly zero; compiled code cannot branch on a length
             if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(tokens) == 0:
                 continue
             expert: Any = self.get_submodule(str(number))
@@ -82,23 +82,23 @@ class RaggedExperts(nn.Module):
         return sum_TH.to(x_TH.dtype)
 
     def _chosen(self, ids_TK: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, for each expert, the tokens that chose it, rising, and at which of their K choices."""
+        """Return for each expert the tokens routed to it, ascending, and their slot among the K choices."""
         experts_S, order_S = ids_TK.flatten().sort(stable=True)
         pairs = order_S.split(torch.bincount(experts_S, minlength=self.num_experts).tolist())
         return [(pair // ids_TK.shape[1], pair % ids_TK.shape[1]) for pair in pairs]
 
 
 class NonUniformExperts(NonUniform):
-    """What every pruned mixture of experts shares."""
+    """Mixin for stock mixtures of experts: replace the routed experts by narrower ones."""
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """vLLM asks before its Transformers backend builds a model. Raises: WidthsError."""
-        raise WidthsError("vLLM without ddp-vllm has no kernel for experts of different widths; install ddp-vllm there")
+        """Refuse vLLM's Transformers backend, which calls this before it builds a model. Raises: WidthsError."""
+        raise WidthsError("vLLM has no kernel for experts of different widths; install ddp-vllm alongside it")
 
     @staticmethod
     def narrow(layer: Any, widths: ModelWidths, layer_idx: int) -> None:
-        """Give the routed experts of one stock decoder layer the widths they have left, in place."""
+        """Replace the routed experts of one stock decoder layer by narrower ones."""
         if (sizes := widths.layers[layer_idx].expert_intermediate_sizes) is not None:
             layer.mlp.experts = RaggedExperts(layer.mlp.experts, sizes, expert_names(widths.table))
 
@@ -125,7 +125,7 @@ class DDPDeepseekV2ForCausalLM(NonUniformExperts, DeepseekV2ForCausalLM):
 
 @use_experts_implementation
 class DeepseekExperts(nn.Module):
-    """Dense routed experts, stacked as transformers' experts functions want them."""
+    """Dense routed experts, stacked as transformers' experts functions require."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class DeepseekExperts(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """The plain loop, for `experts_implementation="eager"`."""
+        """Loop over the experts, for `experts_implementation="eager"`."""
         sum_TH = torch.zeros_like(x_TH, dtype=torch.float32)
         for expert in ids_TK.unique().tolist():
             tokens, slots = torch.where(ids_TK == expert)
@@ -149,11 +149,11 @@ class DeepseekExperts(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """Softmax over all routed experts, the best K taken, beside shared experts that see every token."""
+    """Routes each token to the best K experts by softmax over all, and adds shared experts for every token."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
-        self.num_chosen, self.normalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.num_chosen, self.normalize = config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.n_routed_experts, bias=False)
         self.experts = DeepseekExperts(config)
         self.shared_experts = None
@@ -166,7 +166,7 @@ class DeepseekMoE(nn.Module):
         x_TH = hidden_states.view(-1, hidden_states.shape[-1])
         scores_TE = self.gate(x_TH).softmax(-1, dtype=torch.float32)
         weights_TK, ids_TK = scores_TE.topk(self.num_chosen, dim=-1)
-        if self.normalise:
+        if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         y_TH = self.experts(x_TH, ids_TK, weights_TK.to(x_TH.dtype))
         if self.shared_experts is not None:
@@ -175,9 +175,9 @@ class DeepseekMoE(nn.Module):
 
 
 class DeepseekModel(LlamaModel):
-    """Llama whose layers have experts where the config says so."""
+    """Llama decoder with experts in the layers that the config names."""
 
-    # transformers would inherit what it found out about Llama, if one was loaded before: that it has no experts
+    # otherwise transformers inherits Llama's cached value: no experts
     _can_set_experts_implementation_cached_value = True
 
     def __init__(self, config: DeepseekConfig) -> None:
@@ -194,7 +194,7 @@ class DeepseekForCausalLM(LlamaForCausalLM):
     _can_set_experts_implementation_cached_value = True  # as in its decoder
 
     def __init__(self, config: DeepseekConfig) -> None:
-        LlamaPreTrainedModel.__init__(self, config)  # LlamaForCausalLM's own would build a Llama first
+        LlamaPreTrainedModel.__init__(self, config)  # LlamaForCausalLM's __init__ would build a Llama first
         self.model = DeepseekModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -205,12 +205,12 @@ class DDPDeepseekForCausalLM(NonUniformExperts, DeepseekForCausalLM):
     config_class = DDPDeepseekConfig
 
 
-# on disk DeepSeek keeps its experts apart, as Qwen2-MoE does; Mixtral calls its block by another name than transformers
+# on disk DeepSeek stores each expert separately, as Qwen2-MoE does; Mixtral names its block differently on disk
 register_checkpoint_conversion_mapping("deepseek", get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True)
 register_checkpoint_conversion_mapping("ddp_mixtral", [WeightRenaming(".block_sparse_moe.", ".mlp.")], overwrite=True)
 
 
 def register_deepseek() -> None:
-    """Let transformers' Auto classes load dense DeepSeekMoE (v1) folders with the classes above; safe to call again."""
+    """Register the classes of dense DeepSeekMoE (v1) with transformers' Auto classes; safe to call again."""
     register_deepseek_config()
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM, exist_ok=True)

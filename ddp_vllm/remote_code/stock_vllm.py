@@ -1,8 +1,9 @@
-"""Pruned layers in a vLLM that never saw ddp-vllm: `vllm serve DIR --trust-remote-code --model-impl transformers`.
+"""Serves pruned dense models in a vLLM without ddp-vllm, by its Transformers backend.
 
-That backend builds the decoder of `modeling_ddp`, puts its own linear layers into it, and gives every layer attention
-with as many heads as `per_layer_config` says. It wants attention in every layer, and as many query heads for each KV
-head. Weights stay as they are: zeros are added around the kernel. This file travels inside checkpoints.
+The command is `vllm serve DIR --trust-remote-code --model-impl transformers`. The backend builds the decoder of
+`modeling_ddp`, replaces its linear layers, and adds attention with the heads of `per_layer_config` to every layer. It
+requires attention in every layer and the same number of query heads per KV head. So query heads are zero-padded around
+the kernel; weights stay compact. This file is part of every checkpoint.
 """
 
 import functools
@@ -15,19 +16,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .files import WidthsError
 
-VLLM = "vllm"  # what this backend names its attention, in the config and among transformers' attention functions
-VLLM_ATTENTION = "attn"  # where it puts its attention into a layer's attention module
+VLLM = "vllm"  # the backend's attention, in the config and among transformers' attention functions
+VLLM_ATTENTION = "attn"  # the backend's attribute in a layer's attention module
 
 
 def is_in_vllm(config: Any) -> bool:
-    """Say whether vLLM's Transformers backend builds the model."""
+    """Return whether vLLM's Transformers backend builds the model."""
     return config._attn_implementation == VLLM
 
 
 class IdleAttention(nn.Module):
-    """Stands where a layer's attention was, where every layer must have one: a head of zeros, which adds nothing.
+    """Replaces removed attention by one head of zeros, because vLLM requires attention in every layer; adds nothing.
 
-    vLLM finds attention in the source of `forward`.
+    vLLM recognizes attention by the source of `forward`.
     """
 
     def __init__(self, config: Any, layer_idx: int, head_dim: int) -> None:
@@ -43,14 +44,14 @@ class IdleAttention(nn.Module):
 
 
 def register_layerwise_attention() -> None:
-    """Let vLLM's attention take layers whose KV heads serve different numbers of query heads; safe to call again."""
+    """Make vLLM's attention accept different numbers of query heads per KV head; safe to call again."""
     stock = ALL_ATTENTION_FUNCTIONS[VLLM]
     if not hasattr(stock, "takes_uneven_groups"):
         ALL_ATTENTION_FUNCTIONS.register(VLLM, layerwise(stock))
 
 
 def layerwise(stock: Any) -> Any:
-    """Return vLLM's attention function with zeroed query heads filled in where groups are uneven, and dropped again."""
+    """Wrap vLLM's attention function: zero-pad query heads of uneven groups before the kernel, and drop them after."""
 
     @functools.wraps(stock)
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,13 +61,13 @@ def layerwise(stock: Any) -> Any:
         if is_uneven and query.shape[1] == sum(counts):
             groups = zip(query.split(counts, 1), counts, strict=True)
             query = torch.cat([F.pad(heads, (0, 0, 0, 0, 0, most - count)) for heads, count in groups], 1)
-        kernel, wanted = getattr(module, VLLM_ATTENTION, None), (query.shape[1], key.shape[1])
+        kernel, required = getattr(module, VLLM_ATTENTION, None), (query.shape[1], key.shape[1])
         built = (kernel.num_heads, kernel.num_kv_heads) if kernel else (0, 0)
-        if built != wanted:
+        if built != required:
             raise WidthsError(
-                f"layer {module.layer_idx} has {wanted[0]} query and {wanted[1]} KV heads, and vLLM's attention "
-                f"{built[0]} and {built[1]}: without ddp-vllm take vLLM 0.30 or newer and one device, or as many as "
-                "divide all heads; beside ddp-vllm leave out --model-impl transformers"
+                f"layer {module.layer_idx} has {required[0]} query and {required[1]} KV heads, vLLM's attention has "
+                f"{built[0]} and {built[1]}: without ddp-vllm use vLLM 0.30 or newer and one device, or a number of "
+                "devices that divides all heads; with ddp-vllm omit --model-impl transformers"
             )
         output, weights = stock(module, query, key, value, *args, **kwargs)
         if is_uneven:

@@ -1,10 +1,10 @@
-"""Which tensors pruning changes, family by family: the one table that is checked, cut, padded and priced by.
+"""Defines which tensors pruning changes, per family: the table used to check, cut, pad and price weights.
 
-A projection has units along one axis of its weight: its rows make them (axis 0), or its columns take them in (axis 1).
-A unit is a query head, a KV head, an MLP channel, or a channel of a routed expert. Units of one block go together with
-its norms when nothing of the block is left.
+A projection has units along one axis of its weight: its rows compute them (axis 0) or its columns read them (axis 1).
+A unit is a query head, a KV head, an MLP channel, or a channel of a routed expert. When all units of a block are
+removed, its norms are removed too.
 
-This file travels inside checkpoints: standard library only.
+This file is part of every checkpoint and imports only the standard library.
 """
 
 import re
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 LAYERS = "model.layers"
-"""Where every family keeps its decoder layers, on disk and in transformers."""
+"""Module with the decoder layers of every family, on disk and in transformers."""
 MODEL_TYPE_PREFIX = "ddp_"
 BLOCK_OF = {"query_head": "attn", "kv_head": "attn", "channel": "mlp", "expert_channel": "experts"}
-"""Unit -> the block it belongs to, which is also the module type of its masks."""
+"""Unit -> its block, which is also the module type of its masks."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 
 
-SHAPES: dict[str, tuple[str, ...]] = {  # module that pruning leaves alone -> shape, in lengths of `widths.lengths_of`
+SHAPES: dict[str, tuple[str, ...]] = {  # unchanged module -> its shape, in names of `widths.lengths_of`
     "self_attn.q_proj": ("queries", "hidden"),
     **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), ("keys", "hidden")),
     "self_attn.o_proj": ("hidden", "values"),
@@ -48,11 +48,11 @@ class Projection:
     """One linear layer whose weight `[out, in]` has units along `axis`."""
 
     name: str
-    """Module on disk, relative to its decoder layer; `{}` stands for the number of an expert."""
+    """Module on disk, relative to its decoder layer; `{}` stands for the id of an expert."""
     axis: int
-    """0 where units are outputs, whose bias is cut with them; 1 where they are inputs."""
+    """0 if units are outputs, whose bias is cut too; 1 if they are inputs."""
     units: tuple[str, ...]
-    """What lies along the axis, in order: one run of all the layer's units of a kind after another."""
+    """Kinds of units along the axis, in order; all units of one kind precede those of the next."""
 
     @property
     def block(self) -> str:
@@ -60,55 +60,55 @@ class Projection:
         return BLOCK_OF[self.units[0]]
 
     def unit_size(self, head_dim: int) -> int:
-        """Return how long one unit is along the axis."""
+        """Return the length of one unit along the axis."""
         return head_dim if self.block == "attn" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTable:
-    """What pruning changes in a decoder layer of one family."""
+    """The modules of a decoder layer of one family, and which of them pruning changes."""
 
     projections: tuple[Projection, ...]
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Block -> the norms that go with it."""
+    """Block -> the norms that are removed with it."""
     untouched: tuple[str, ...] = ()
-    """Modules of every layer that pruning leaves alone, though it must not miss them."""
+    """Modules that every layer must have and pruning does not change."""
     untouched_mlp: tuple[str, ...] = ()
-    """The same of layers without routed experts, in a mixture of experts."""
+    """Further unchanged modules of layers without routed experts, in a mixture of experts."""
     router: tuple[str, ...] = ()
-    """The same of layers with routed experts."""
+    """Further unchanged modules of layers with routed experts."""
     optional: tuple[str, ...] = ()
-    """What some models of the family have in every layer like it, and others have not."""
+    """Modules that only some models of the family have, depending on the config."""
     biases: tuple[str, ...] = ()
-    """Projections that have a bias whatever the config says."""
+    """Projections that always have a bias."""
     shapes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SHAPES)
     """As in `SHAPES`."""
     is_tied: bool = False
-    """The output head is the embedding where the config does not say."""
+    """Whether the output head is the embedding if the config does not state it."""
 
     def output(self, block: str) -> Projection:
-        """Return the projection by which a block adds to the residual stream; its input is what gates scale."""
+        """Return the projection with which a block writes to the residual stream; gates scale its input."""
         return next(each for each in self.projections if each.block == block and each.axis == 1)
 
     def inputs(self, block: str) -> tuple[Projection, ...]:
-        """Return the projections that make a block's units."""
+        """Return the projections that compute a block's units."""
         return tuple(each for each in self.projections if each.block == block and each.axis == 0)
 
     def find(self, module: str) -> tuple[Projection, int] | None:
-        """Return the projection called `module`, relative to its layer, and the expert's number (0 without one)."""
+        """Return the projection named `module`, relative to its layer, and the expert's id (0 without one)."""
         expert = _EXPERT.fullmatch(module)
         name, number = (f"{expert[1]}.{{}}.{expert[3]}", int(expert[2])) if expert else (module, 0)
         return next(((each, number) for each in self.projections if each.name == name), None)
 
     def knows(self, module: str) -> bool:
-        """Say whether a layer may have a module of that name, relative to it."""
+        """Return whether a layer may have a module of that name, relative to it."""
         norms = (norm for names in self.norms.values() for norm in names)
         others = (*self.untouched, *self.untouched_mlp, *self.router, *self.optional, *norms)
         return module in others or self.find(module) is not None
 
     @property
     def has_experts(self) -> bool:
-        """Routed experts are pruned, and nothing else."""
+        """Whether the family is a mixture of experts, of which only routed experts are pruned."""
         return any(each.block == "experts" for each in self.projections)
 
 
@@ -205,15 +205,15 @@ def dense_type(config: Mapping[str, Any]) -> str:
 
 
 def expert_names(table: TensorTable) -> tuple[str, str, str]:
-    """Return the names on disk of an expert's gate, up and down projection, without what stands before them."""
+    """Return the last parts of the names on disk of an expert's gate, up and down projection."""
     gate, up, down = (each.name.rpartition(".")[2] for each in table.projections)
     return gate, up, down
 
 
 def layer_modules(table: TensorTable, blocks: Mapping[str, int], *, routed: bool) -> Iterator[str]:
-    """Yield the modules that a layer must have, relative to it, but for those of routed experts.
+    """Yield the modules that a layer must have, relative to it, except those of routed experts.
 
-    blocks: how many units of each block it has left. routed: it has routed experts.
+    blocks: number of kept units of each block. routed: whether the layer has routed experts.
     """
     yield from table.untouched
     yield from table.router if routed else table.untouched_mlp

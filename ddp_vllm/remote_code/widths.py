@@ -1,16 +1,16 @@
-"""The widths of a non-uniform model: one entry a layer, checked before anything is allocated.
+"""Parses the widths of a pruned model's layers, and checks configs and tensors before anything is allocated.
 
 `config.json` keeps every stock field at its dense value and adds one key:
 
     "ddp_layers": [{"query_heads_per_kv_head": [3, 2, 1], "intermediate_size": 1203}, …]
 
-One entry a layer. `query_heads_per_kv_head` has one number for each kept KV head: the query heads it still
-serves, next to each other in `q_proj`; an empty list means the layer has no attention any more.
-`intermediate_size` 0 means it has no MLP. Layers with routed experts carry `expert_intermediate_sizes`,
-one width an expert, 0 for an expert that is gone: the router still scores it, tokens sent there get nothing from it.
-In such a model nothing else is pruned: attention, router, shared experts and MLPs without experts stay dense.
+One entry per layer. `query_heads_per_kv_head` has one number for each kept KV head: its kept query heads, which are
+adjacent in `q_proj`. An empty list means that the attention is removed, `intermediate_size` 0 that the MLP is.
+Layers with routed experts have `expert_intermediate_sizes`, one width per expert and 0 for a removed expert. The
+router still scores a removed expert, which adds nothing to its tokens. In such a model only experts are pruned:
+attention, router, shared experts and MLPs without experts stay dense.
 
-This file travels inside checkpoints: standard library, `tensors` and `files` only.
+This file is part of every checkpoint and imports only the standard library, `tensors` and `files`.
 """
 
 import re
@@ -25,17 +25,17 @@ EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "intermediate_size")
 _GROUPS = ("n_group", "topk_group", "n_shared_experts")
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", *EXPERT_COUNT_KEYS, *_GROUPS)
-_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # all of them, or no latent attention
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # latent attention has all of them
 _SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size")
-_HIGHEST = {  # what a config may state at most, far above any model: lists are made as long before weights are seen
+_HIGHEST = {  # upper limits of a config's sizes, far above any model: lists of that length are allocated early
     **dict.fromkeys(_COUNTS, 10_000), **dict.fromkeys(_SIZES, 10_000_000),
     **dict.fromkeys(("head_dim", *_LATENT, "q_lora_rank"), 100_000), "ddp_pad_channels_to": 4096,
     **dict.fromkeys(("sliding_window", "max_position_embeddings"), 1 << 40),
     **dict.fromkeys(("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "max_window_layers"), 10_000),
 }  # fmt: skip
-_POSITIVE = ("hidden_size", "vocab_size")  # where others may be 0 for none
+_POSITIVE = ("hidden_size", "vocab_size")  # other optional sizes may be 0 for none
 _LISTS = {"mlp_only_layers": int, "no_rope_layers": int, "layer_types": str}
-_NUMBERS = {  # what a forward pass computes with, anywhere in a config -> the least and the most that it may be
+_NUMBERS = {  # number that a forward pass uses, at any level of a config -> its lower and upper limit
     "rms_norm_eps": (0, 1), "partial_rotary_factor": (0.01, 1), "attention_dropout": (0, 1),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (10, 1e12)),
     "original_max_position_embeddings": (1, 1 << 40),
@@ -48,28 +48,28 @@ _NUMBERS = {  # what a forward pass computes with, anywhere in a config -> the l
 }  # fmt: skip
 _ROPE = ("rope_parameters", "rope_scaling")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
-_NAMES: dict[str, tuple[str, ...] | None] = {  # what a config may name -> the names, or None for any
+_NAMES: dict[str, tuple[str, ...] | None] = {  # field with a name -> the allowed names, or None for any
     **dict.fromkeys(("dtype", "torch_dtype"), ("auto", "bfloat16", "float16", "float32", "float64")),
     **dict.fromkeys(("hidden_act", "hidden_activation", "topk_method", "scoring_func", "rope_type", "type"), None),
 }
 _TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(\w+)")
-_PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4 bits, NVFP4
+_PACKED = ("U8", "torch.uint8")  # bitsandbytes' 4-bit formats and NVFP4
 _FLOATS = {"BF16", "F16", "F32", "F64"} | {f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")}
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _OUTSIDE = {EMBEDDING: ("vocabulary", "hidden"), HEAD: ("vocabulary", "hidden"), NORM: ("hidden",)}
-_COMPUTED = "self_attn.rotary_emb"  # its frequencies are on disk in old checkpoints, and read by nobody
+_COMPUTED = "self_attn.rotary_emb"  # old checkpoints contain its frequencies, which no program reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWidths:
-    """What one decoder layer has left."""
+    """The kept units of one decoder layer."""
 
     query_heads_per_kv_head: tuple[int, ...]
-    """Query heads left for each kept KV head, in order; empty: no attention."""
+    """Kept query heads of each kept KV head, in order; empty: no attention."""
     intermediate_size: int
-    """MLP channels left; 0: no MLP, or routed experts in its place."""
+    """Kept MLP channels; 0: no MLP, or routed experts in its place."""
     expert_intermediate_sizes: tuple[int, ...] | None = None
-    """Channels left in each routed expert; None: the layer has no routed experts."""
+    """Kept channels of each routed expert; None: the layer has no routed experts."""
 
     @property
     def num_query_heads(self) -> int:
@@ -80,7 +80,7 @@ class LayerWidths:
         return len(self.query_heads_per_kv_head)
 
     def num_units(self, unit: str, expert: int = 0) -> int:
-        """Return how many units of a kind of `tensors.BLOCK_OF` are left, of channels of experts those of one."""
+        """Return the number of kept units of a kind (key of `tensors.BLOCK_OF`); expert channels are of one expert."""
         if unit == "expert_channel":
             return (self.expert_intermediate_sizes or ())[expert]
         counts = {
@@ -89,11 +89,11 @@ class LayerWidths:
         return counts[unit]
 
     def splits_over(self, num_ranks: int) -> bool:
-        """Say whether tensor parallelism over `num_ranks` devices needs no padding.
+        """Return whether tensor parallelism over `num_ranks` devices requires no padding.
 
-        Then every device has the same number of whole KV heads, each with equally many query heads (or shares one KV
-        head with others and has its part of the query heads), and of channels. Experts may have any width. One device
-        takes anything.
+        Then every device has the same number of channels and of whole KV heads, each with the same number of query
+        heads; or devices share one KV head and divide its query heads. Experts may have any width. One device supports
+        all widths.
         """
         if num_ranks == 1 or self.num_kv_heads == 0:
             return self.intermediate_size % num_ranks == 0
@@ -105,7 +105,7 @@ class LayerWidths:
         return split and len(set(self.query_heads_per_kv_head)) == 1 and self.intermediate_size % num_ranks == 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of `ddp_layers` that `parse_layers` reads back."""
+        """Return the entry of `ddp_layers`, which `parse_layers` reads."""
         entry: dict[str, Any] = {
             "query_heads_per_kv_head": list(self.query_heads_per_kv_head),
             "intermediate_size": self.intermediate_size,
@@ -116,12 +116,12 @@ class LayerWidths:
 
 
 def count_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of routed experts of a layer, from a config as plain data; 0 for a dense model."""
+    """Return the number of routed experts per layer from a config's fields; 0 for a dense model."""
     return next((config[key] for key in EXPERT_COUNT_KEYS if config.get(key)), 0)
 
 
 def dense_kv_heads(config: Mapping[str, Any]) -> int:
-    """Return the KV heads of a layer of the dense model."""
+    """Return the number of KV heads of a dense layer."""
     return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
@@ -131,12 +131,12 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def dense_expert_size(config: Mapping[str, Any]) -> int:
-    """Return the channels of a routed expert of the dense model."""
+    """Return the number of channels of a dense routed expert."""
     return int(config.get("moe_intermediate_size") or config["intermediate_size"])
 
 
 def is_routed(config: Mapping[str, Any], index: int) -> bool:
-    """Say whether layer `index` has routed experts; each family states it by some of these keys."""
+    """Return whether layer `index` has routed experts; each family uses some of these keys."""
     return (
         count_experts(config) > 0
         and index not in (config.get("mlp_only_layers") or ())
@@ -154,25 +154,25 @@ def parse_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
     check_sizes(config)
     entries, num_layers = config.get("ddp_layers"), config["num_hidden_layers"]
     if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise WidthsError("config.json: ddp_layers must be a list with one entry a layer; run ddp-vllm apply again")
+        raise WidthsError("config.json: ddp_layers must be a list with one entry per layer; run ddp-vllm apply again")
     if len(entries) != num_layers:
         raise WidthsError(
             f"config.json: ddp_layers has {len(entries)} entries for {num_layers} layers; run ddp-vllm apply again"
         )
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers):
-        raise WidthsError(f"config.json: layer_types must name a type for each of {num_layers} layers, or be left out")
+        raise WidthsError(f"config.json: layer_types must name a type for each of {num_layers} layers, or be absent")
     if count_experts(config):
         check_routing(config)
     return tuple(_parse_layer(index, entry, config) for index, entry in enumerate(entries))
 
 
-def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
-    """Refuse sizes that are no positive integers, or so large that no model has them.
+def check_sizes(config: Mapping[str, Any], *more: str) -> None:
+    """Refuse a config whose sizes are not positive integers or far above any model, and other impossible values.
 
-    needed: sizes that must be stated, beside those that always must. Raises: WidthsError.
+    more: sizes that are required in addition to those that always are. Raises: WidthsError.
     """
-    required = (*_REQUIRED, *needed, *(_LATENT if config.get("kv_lora_rank") else ()))
+    required = (*_REQUIRED, *more, *(_LATENT if config.get("kv_lora_rank") else ()))
     stated = (name for name in _HIGHEST if config.get(name) or (name in _POSITIVE and config.get(name) is not None))
     for name in dict.fromkeys((*required, *stated)):
         size = config.get(name)
@@ -183,12 +183,12 @@ def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
             )
     for name, kind in _LISTS.items():
         if (values := config.get(name)) and not (isinstance(values, list | tuple) and {*map(type, values)} == {kind}):
-            raise WidthsError(f"config.json: {name} is {short(values)}, no list of {kind.__name__}; download it again")
-    for place, values in _objects(config):
+            raise WidthsError(f"config.json: {name} is {short(values)}, not a list of {kind.__name__}; download again")
+    for prefix, values in _objects(config):
         for name in (name for name in (*_NUMBERS, *_NAMES, *_FLAGS) if values.get(name) is not None):
-            if wanted := _fault(name, values[name]):
+            if fault := _fault(name, values[name]):
                 raise WidthsError(
-                    f"config.json: {place}{name} is {short(values[name])}, {wanted}; download the model again"
+                    f"config.json: {prefix}{name} is {short(values[name])}, {fault}; download the model again"
                 )
     for fits, fault in _relations(config):
         if not fits:
@@ -196,24 +196,24 @@ def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
 
 
 def _objects(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a config and its settings of rotary positions, of all layers or by their type. Raises: WidthsError."""
+    """Yield a config and its objects for rotary embeddings, with the prefix of their names. Raises: WidthsError."""
     yield "", config
     for key in _ROPE:
         if (rope := config.get(key)) is not None:
             if not isinstance(rope, Mapping):
-                raise WidthsError(f"config.json: {key} is {short(rope)}, no object; download the model again")
+                raise WidthsError(f"config.json: {key} is {short(rope)}, not an object; download the model again")
             yield f"{key}.", rope
             yield from ((f"{key}.{kind}.", each) for kind, each in rope.items() if isinstance(each, Mapping))
 
 
 def _fault(name: str, value: Any) -> str:
-    """Return what a value must be if it is something else."""
+    """Return how a value violates its limits, or an empty text."""
     if name in _FLAGS:
         return "" if isinstance(value, bool) else "not true or false"
     if name in _NAMES:
         known = _NAMES[name]
-        said = str(value).removeprefix("torch.")  # transformers' configs hold the type itself
-        fits = isinstance(value, str) if known is None else said in known
+        text = str(value).removeprefix("torch.")  # transformers' configs contain the torch.dtype itself
+        fits = isinstance(value, str) if known is None else text in known
         return "" if fits else f"not {'a name' if known is None else ' or '.join(known)}"
     low, high = _NUMBERS[name]
     numbers = value if isinstance(value, list) and name.endswith("_factor") else [value]
@@ -222,24 +222,27 @@ def _fault(name: str, value: Any) -> str:
 
 
 def _relations(config: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield what must hold between fields, and the sentence for where it does not."""
+    """Yield for each relation between fields whether it holds, and the message if it does not."""
     heads, kv_heads, experts = config["num_attention_heads"], dense_kv_heads(config), count_experts(config)
-    yield heads % kv_heads == 0, f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+    yield heads % kv_heads == 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
     if config.get("kv_lora_rank") or config.get("head_dim") or config.get("hidden_size"):
         rotated = config["qk_rope_head_dim"] if config.get("kv_lora_rank") else head_dim(config)
-        yield rotated > 0 and rotated % 2 == 0, f"{rotated} numbers of a head are rotated in pairs, which is odd or 0"
+        yield (
+            rotated > 0 and rotated % 2 == 0,
+            f"{rotated} numbers of a head are rotated in pairs; they must be even",
+        )
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
-    yield chosen <= groups, f"topk_group {chosen} is more than n_group {groups}"
-    yield experts % groups == 0, f"{experts} experts are no multiple of n_group {groups}"
+    yield chosen <= groups, f"topk_group {chosen} is greater than n_group {groups}"
+    yield experts % groups == 0, f"{experts} experts are not a multiple of n_group {groups}"
     padding, vocabulary = config.get("pad_token_id"), config.get("vocab_size") or 0
     fits = padding is None or (type(padding) is int and -vocabulary <= padding < vocabulary)
-    yield fits or not vocabulary, f"pad_token_id is {short(padding)}, none of {vocabulary} tokens"
+    yield fits or not vocabulary, f"pad_token_id is {short(padding)}, not one of {vocabulary} tokens"
 
 
 def lengths_of(config: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the lengths that `tensors.SHAPES` names.
 
-    0: the model has no such module. None: the config does not state it, and it is not checked.
+    0: the model has no such module. None: the config does not state the length, so it is not checked.
     """
 
     def stated(key: str) -> int | None:
@@ -267,10 +270,10 @@ def lengths_of(config: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def check_routing(config: Mapping[str, Any]) -> None:
-    """Refuse a mixture of experts that cannot be routed, or whose weights are not plain numbers.
+    """Refuse a mixture of experts with an impossible number of experts per token, or with quantized weights.
 
-    Fewer experts left in a layer than `num_experts_per_tok` is legal: the router scores all of the dense model's, and
-    what it sends to a removed one adds nothing. Raises: WidthsError.
+    A layer may keep fewer experts than `num_experts_per_tok`: the router scores all experts of the dense model, and
+    removed experts add nothing. Raises: WidthsError.
     """
     chosen, num_experts = config.get("num_experts_per_tok"), count_experts(config)
     if isinstance(chosen, bool) or not isinstance(chosen, int) or not 1 <= chosen <= num_experts:
@@ -280,8 +283,8 @@ def check_routing(config: Mapping[str, Any]) -> None:
         )
     if config.get("quantization_config"):
         raise WidthsError(
-            "the mixture of experts is quantised; experts of different widths are supported in bfloat16, float16 and "
-            "float32: use the unquantised checkpoint"
+            "the mixture of experts is quantized; experts of different widths are supported in bfloat16, float16 and "
+            "float32: use the unquantized checkpoint"
         )
 
 
@@ -291,7 +294,7 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
         raise WidthsError(f"{where} is {entry!r}, not an object; run ddp-vllm apply again")
     unknown = set(entry) - {"query_heads_per_kv_head", "intermediate_size", "expert_intermediate_sizes"}
     if unknown:
-        raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; a newer ddp-vllm wrote it?")
+        raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; update ddp-vllm")
     num_heads = config["num_attention_heads"]
     num_kv_heads = dense_kv_heads(config)
     heads = _integers(
@@ -318,7 +321,7 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
 def _check_only_experts(
     where: str, widths: LayerWidths, routed: bool, num_heads: int, num_kv_heads: int, dense_width: int
 ) -> None:
-    """In a mixture of experts, all but the routed experts must be as in the dense model."""
+    """Refuse a mixture of experts in which a block other than the routed experts is not dense."""
     if routed != (widths.expert_intermediate_sizes is not None):
         has = "has routed experts, but no" if routed else "has no routed experts, but"
         raise WidthsError(f"{where}: the layer {has} expert_intermediate_sizes; run ddp-vllm apply again")
@@ -347,26 +350,26 @@ def _integers(values: Any, where: str, low: int, high: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWidths:
-    """The widths of all layers beside the family's table of tensors: what every tensor must look like."""
+    """The widths of all layers and the family's table, from which the shape of every tensor follows."""
 
     table: TensorTable
     layers: tuple[LayerWidths, ...]
     head_dim: int
     hidden_size: int | None = None
-    """None: not checked, nor is what follows."""
+    """None: neither it nor the fields below are checked."""
     vocab_size: int | None = None
     lengths: Mapping[str, int | None] = field(default_factory=dict)
-    """As `lengths_of` returns them."""
+    """The result of `lengths_of`."""
     is_tied: bool = True
-    """The output head is the embedding, and need not be on disk."""
+    """Whether the output head is the embedding, and may be absent from disk."""
     biased: frozenset[str] = frozenset()
     """Modules of a layer that have a bias."""
-    is_quantised: bool = False
-    """Weights may have other shapes, formats and companions, which their quantiser checks."""
+    is_quantized: bool = False
+    """Weights may have other shapes, dtypes and additional tensors, which vLLM's quantization method checks."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModelWidths":
-        """Read a pruned config, as plain data. Raises: WidthsError as `parse_layers`, and of an unknown family."""
+        """Read the fields of a pruned config. Raises: WidthsError as `parse_layers`, also for an unknown family."""
         table = TABLES.get(dense_type(config))
         if table is None:
             raise WidthsError(f"config.json: model_type {config.get('model_type')!r} is unknown; update ddp-vllm")
@@ -379,14 +382,14 @@ class ModelWidths:
             lengths=lengths_of(config),
             is_tied=bool(config.get("tie_word_embeddings", table.is_tied)),
             biased=_biased(table, config),
-            is_quantised=bool(config.get("quantization_config")),
+            is_quantized=bool(config.get("quantization_config")),
         )
 
     def expected(self, name: str) -> tuple[int, int] | None:
-        """Return the axis of tensor `name` that pruning changes and its length, or None if pruning leaves it alone.
+        """Return the axis of a tensor that pruning shortens and its length, or None for an unchanged tensor.
 
-        `name` is as on disk: `model.layers.3.self_attn.q_proj.weight`. A block that is gone has length 0.
-        Raises: WidthsError for a layer or expert that the widths do not know.
+        name: as on disk, such as `model.layers.3.self_attn.q_proj.weight`. Tensors of removed blocks have length 0.
+        Raises: WidthsError for a layer or expert that the widths do not contain.
         """
         match = _TENSOR.fullmatch(name)
         if match is None or match[3] not in ("weight", "bias") or (found := self.table.find(match[2])) is None:
@@ -405,68 +408,65 @@ class ModelWidths:
     def checked(self, tensors: Iterable[tuple[str, Sequence[int], str]]) -> Iterator[str]:
         """Yield each tensor's name after checking its shape.
 
-        tensors: name, shape and number format, as safetensors or torch write it. Packed quantised weights, whose bytes
-            hold several numbers each, may have any shape: their quantiser checks it.
-        Raises: WidthsError, naming the tensor, its length and the length the widths ask for.
+        tensors: name, shape and dtype, as safetensors or torch write it. Packed quantized weights, with several numbers
+            per byte, may have any shape: vLLM's quantization method checks it.
+        Raises: WidthsError, naming the tensor, its length and the required length.
         """
         for name, shape, dtype in tensors:
             axis, length = self.expected(name) or (0, None)
             if length == 0:
-                raise WidthsError(
-                    f"tensor {name} belongs to a block that ddp_layers says is gone; run ddp-vllm apply again"
-                )
-            packed = self.is_quantised and dtype in _PACKED
+                raise WidthsError(f"tensor {name} is of a block that ddp_layers removes; run ddp-vllm apply again")
+            packed = self.is_quantized and dtype in _PACKED
             if length is not None and not packed and (axis >= len(shape) or shape[axis] != length):
                 raise WidthsError(
-                    f"tensor {name} has shape {list(shape)}, but ddp_layers asks for {length} along axis {axis}; "
+                    f"tensor {name} has shape {list(shape)}, but ddp_layers requires {length} along axis {axis}; "
                     "config.json and the weights are of different checkpoints"
                 )
-            if not self.is_quantised and self.hidden_size:
+            if not self.is_quantized and self.hidden_size:
                 self._check_known(name, dtype)
             if self.hidden_size:
                 self._check_shape(name, shape, length)
             yield name
 
     def _check_known(self, name: str, dtype: str) -> None:
-        """Refuse a tensor that no model of the family has, or not in this format. Raises: WidthsError."""
+        """Refuse a tensor or dtype that no model of the family has. Raises: WidthsError."""
         match = _TENSOR.fullmatch(name)
         if match and match[2] == _COMPUTED:
             return
         if name not in _OUTSIDE and not (match and match[3] in ("weight", "bias") and self.table.knows(match[2])):
-            raise WidthsError(f"tensor {short(name)} is none of a model of this family; copy the folder again, whole")
+            raise WidthsError(f"tensor {short(name)} is unknown in this family; copy the whole folder again")
         if dtype not in _FLOATS:
-            raise WidthsError(f"tensor {name} is {short(dtype)}, but config.json states no quantization_config")
+            raise WidthsError(f"tensor {name} is {short(dtype)}, but config.json has no quantization_config")
 
     def _check_shape(self, name: str, shape: Sequence[int], length: int | None) -> None:
-        """Refuse a tensor of another shape than the config's. Raises: WidthsError.
+        """Refuse a tensor whose shape contradicts the config. Raises: WidthsError.
 
-        length: of the axis that pruning changes, None where it changes none. Of a quantised model only the vectors are
-        as in the plain one.
+        length: of the axis that pruning shortens, or None. Of a quantized model only vectors are checked.
         """
         match = _TENSOR.fullmatch(name)
         lengths = {**self.lengths, "vocabulary": self.vocab_size, "hidden": self.hidden_size}
-        wanted = [lengths.get(each) for each in _OUTSIDE.get(name, ())]
+        required = [lengths.get(each) for each in _OUTSIDE.get(name, ())]
         if match and match[3] in ("weight", "bias") and match[2] != _COMPUTED:
             if found := self.table.find(match[2]):
-                wanted = [length, self.hidden_size] if found[0].axis == 0 else [self.hidden_size, length]
+                required = [length, self.hidden_size] if found[0].axis == 0 else [self.hidden_size, length]
             else:
-                wanted = [lengths.get(each) for each in self.table.shapes.get(match[2], ())]
-            wanted = wanted[: 1 if match[3] == "bias" else None]
-        if not wanted or (self.is_quantised and len(wanted) > 1):
+                required = [lengths.get(each) for each in self.table.shapes.get(match[2], ())]
+            required = required[: 1 if match[3] == "bias" else None]
+        if not required or (self.is_quantized and len(required) > 1):
             return
-        if len(shape) != len(wanted) or any(b is not None and a != b for a, b in zip(shape, wanted, strict=True)):
+        if len(shape) != len(required) or any(b is not None and a != b for a, b in zip(shape, required, strict=True)):
             raise WidthsError(
-                f"tensor {name} has shape {list(shape)}, but config.json asks for {wanted}; config.json and the "
+                f"tensor {name} has shape {list(shape)}, but config.json requires {required}; config.json and the "
                 "weights are of different checkpoints"
             )
 
     def check_complete(self, names: Iterable[str]) -> None:
-        """Refuse a checkpoint in which a layer lacks a module of the table, or one that layers like it have.
+        """Refuse a checkpoint in which a layer lacks a module of the table, or a module of similar layers.
 
         names: of all tensors, as on disk. Raises: WidthsError, naming the first layer and module.
         """
         present: list[set[str]] = [set() for _ in self.layers]
-        alike: dict[bool, set[str]] = {True: set(), False: set()}  # of layers with routed experts and without
+        alike: dict[bool, set[str]] = {True: set(), False: set()}  # modules of layers with and without routed experts
         outside = {EMBEDDING, NORM} | (set() if self.is_tied else {HEAD}) if self.hidden_size else set()
         for name in names:
             outside.discard(name)
@@ -474,15 +474,15 @@ class ModelWidths:
                 module = f"{match[2]}.bias" if match[3] == "bias" else match[2]
                 present[int(match[1])].add(module)
                 routed = self.layers[int(match[1])].expert_intermediate_sizes is not None
-                if match[3] in ("weight", "bias") and ".experts." not in module:  # quantisers add others
+                if match[3] in ("weight", "bias") and ".experts." not in module:  # quantization adds others
                     alike[routed].add(module)
         if outside:
             raise WidthsError(f"tensor {min(outside)} is missing; copy the whole folder, or run ddp-vllm apply again")
         for index, (layer, modules) in enumerate(zip(self.layers, present, strict=True)):
             routed = layer.expert_intermediate_sizes is not None
             blocks = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size or int(routed)}
-            gone = [f"{part}." for block, part in (("attn", "self_attn"), ("mlp", "mlp")) if not blocks[block]]
-            gone += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
+            removed = [f"{part}." for block, part in (("attn", "self_attn"), ("mlp", "mlp")) if not blocks[block]]
+            removed += [f"{norm}." for block, norms in self.table.norms.items() if not blocks[block] for norm in norms]
             needed = alike[routed] | set(layer_modules(self.table, blocks, routed=routed))
             needed |= {f"{module}.bias" for module in self.biased}
             needed |= {
@@ -490,11 +490,10 @@ class ModelWidths:
                 for module in self.table.optional
                 if all(map(self.lengths.get, self.table.shapes[module])) and (routed or module.startswith("self_attn."))
             }
-            needed = {module for module in needed if not f"{module}.".startswith(tuple(gone))}
-            if surplus := [module for module in modules if f"{module}.".startswith(tuple(gone))]:
+            needed = {module for module in needed if not f"{module}.".startswith(tuple(removed))}
+            if surplus := [module for module in modules if f"{module}.".startswith(tuple(removed))]:
                 raise WidthsError(
-                    f"layer {index} has {min(surplus)} of a block that ddp_layers says is gone; run ddp-vllm apply "
-                    "again"
+                    f"layer {index} has {min(surplus)} of a block that ddp_layers removes; run ddp-vllm apply again"
                 )
             for expert, width in enumerate(layer.expert_intermediate_sizes or ()):
                 needed |= {each.name.format(expert) for each in self.table.projections if width}
@@ -506,7 +505,7 @@ class ModelWidths:
 
 
 def _biased(table: TensorTable, config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the modules of a layer that have a bias by its config; latent attention has some of its own."""
+    """Return the modules of a layer with a bias; latent attention ignores the config's flags."""
     biased = set(table.biases)
     modules = [*(each.name for each in table.projections), *table.untouched, *table.untouched_mlp]
     for key, block in (("attention_bias", "self_attn."), ("mlp_bias", "mlp.")):

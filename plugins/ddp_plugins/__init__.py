@@ -1,1 +1,1 @@
-"""What vLLM loads to serve pruned checkpoints; README.md has the reading order."""
+"""The vLLM plugin that serves pruned checkpoints; README.md has the reading order."""

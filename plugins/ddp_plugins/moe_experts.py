@@ -1,11 +1,11 @@
-"""Routed experts of different widths: how their weights lie in memory, and the one operator that runs them.
+"""Packs routed experts of different widths in memory and defines the one operator that runs them.
 
-One row a channel: gate, up and the *transposed* down projection of an expert are blocks of rows, so a row is always
-H numbers long, whatever the width, and every row starts aligned. Widths grow to multiples of 16 with zero rows, which
-add nothing. Experts lie widest first, so that the long work of a launch starts first; an expert of width 0 owns no
-rows, and tokens routed to it get nothing from it.
+Each channel is one row: gate, up and the *transposed* down projection of an expert are blocks of rows. So every row
+has H numbers, whatever the width, and starts aligned. Widths are zero-padded to multiples of 16, which adds nothing.
+Experts are stored widest first, so that a launch starts its longest work first. An expert of width 0 has no rows and
+adds nothing to the tokens routed to it.
 
-Letters of the shape suffixes: T tokens, H hidden size, K experts a token (top-k), E experts on this rank,
+Letters of the shape suffixes: T tokens, H hidden size, K experts per token (top-k), E experts on this rank,
 S rows of all experts together, w the width of one expert.
 """
 
@@ -23,14 +23,14 @@ ROW_ALIGNMENT = 16  # rows; the smallest tile of a tensor core, and 32 bytes of 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """Where the rows of each expert are. Build it with `ExpertLayout.of`."""
+    """The rows of each expert in the packed weights. Build it with `ExpertLayout.of`."""
 
     widths: tuple[int, ...]
-    """True width of each expert, by expert id."""
+    """Width of each expert before padding, by expert id."""
     padded: tuple[int, ...]
-    """The same, rounded up to `ROW_ALIGNMENT`."""
+    """Width of each expert, rounded up to `ROW_ALIGNMENT`."""
     offsets: tuple[int, ...]
-    """First row of each expert, by expert id; of no meaning where the width is 0."""
+    """First row of each expert, by expert id; meaningless where the width is 0."""
     order: tuple[int, ...]
     """Ids of the experts that have rows, widest first: the order of the rows."""
     _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -54,27 +54,27 @@ class ExpertLayout:
 
     @property
     def num_rows(self) -> int:
-        """S: the rows of all experts together."""
+        """S: the rows of all experts."""
         return sum(self.padded)
 
     @property
     def max_width(self) -> int:
-        """The widest expert's rows, which bound the buffers and grids of a launch."""
+        """Rows of the widest expert, which bound the buffers and grids of a launch."""
         return max(self.padded, default=0)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """Return what the operator reads, `[3, E]` int32 on `device`; made once for each.
+        """Return the table that the operator reads, `[3, E]` int32 on `device`; cached per device.
 
-        Row 0: the place of each expert id in `order`, -1 where it has no rows.
-        Rows 1 and 2: first row and padded width of the expert at each place, zeros at the end.
+        Row 0: the position of each expert id in `order`, -1 for an expert without rows.
+        Rows 1 and 2: first row and padded width of the expert at each position, then zeros.
         """
         if device not in self._tables:
             table = torch.zeros(3, self.num_experts, dtype=torch.int32)
             table[0] = -1
-            for place, expert in enumerate(self.order):
-                table[0, expert] = place
-                table[1, place] = self.offsets[expert]
-                table[2, place] = self.padded[expert]
+            for position, expert in enumerate(self.order):
+                table[0, expert] = position
+                table[1, position] = self.offsets[expert]
+                table[2, position] = self.padded[expert]
             self._tables[device] = table.to(device)
         return self._tables[device]
 
@@ -82,7 +82,7 @@ class ExpertLayout:
 def empty_weights(
     layout: ExpertLayout, hidden_size: int, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `w13 [2, S, H]` (gate rows, then up rows) and `w2 [S, H]` (down, transposed), zero."""
+    """Return zeros: `w13 [2, S, H]` (gate rows, then up rows) and `w2 [S, H]` (down, transposed)."""
     w13 = torch.zeros(2, layout.num_rows, hidden_size, dtype=dtype, device=device)
     return w13, torch.zeros(layout.num_rows, hidden_size, dtype=dtype, device=device)
 
@@ -96,7 +96,7 @@ def pack_expert(
     up_wH: torch.Tensor | None = None,
     down_Hw: torch.Tensor | None = None,
 ) -> None:
-    """Copy one expert, or those of its three matrices that are given, into the packed weights in place."""
+    """Copy the given matrices of one expert into the packed weights."""
     start, width = layout.offsets[expert], layout.widths[expert]
     rows = slice(start, start + width)
     if gate_wH is not None:
@@ -111,10 +111,10 @@ def pack_expert(
 
 
 def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights `ragged_moe` reads, once all experts are packed; call it once, after loading.
+    """Prepare the packed weights for `ragged_moe`; call it once, after loading all experts.
 
-    On a GPU they are the same tensors, on a CPU copies on huge pages. Rows that pad an expert become zero, whatever
-    was there: vLLM reloads weights into memory that holds anything.
+    Returns the same tensors on a GPU, copies in huge pages on a CPU. Padding rows are set to zero, because vLLM
+    reloads weights into uninitialized memory.
     """
     for start, width, padded in zip(layout.offsets, layout.widths, layout.padded, strict=True):
         w13[:, start + width : start + padded] = 0
@@ -131,13 +131,15 @@ def ragged_moe(
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `y_TH`: for each token, Σ over its experts of weight · down(silu(gate x) · up x).
+    """Run the experts of each token: `y_TH` = Σ over its experts of weight · down(silu(gate x) · up x).
 
-    x_TH: bf16, fp16 or fp32, rows contiguous. w13, w2: packed, of the same dtype; faster on a CPU after
-    `finish_weights`. topk_weights_TK: float32. topk_ids_TK: int32 or int64; an id of -1 adds nothing.
+    x_TH: bf16, fp16 or fp32, rows contiguous.
+    w13, w2: packed, of the same dtype; faster on a CPU after `finish_weights`.
+    topk_weights_TK: float32.
+    topk_ids_TK: int32 or int64; an id of -1 adds nothing.
     expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's own.
-    Matrix products sum in float32. So does the sum over K, of terms rounded to x's dtype as in vLLM's own kernels,
-    but for the kernel of `moe_cpu_rows`, which does not round them.
+    Matrix products and the sum over K are computed in float32. As in vLLM's own kernels, the terms of the sum over K
+    are rounded to x's dtype; the kernel of `moe_cpu_rows` does not round them.
     """
     table = layout.table(x_TH.device)
     return torch.ops.ddp_vllm.ragged_moe(
@@ -155,9 +157,9 @@ def _launch(
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Check what the kernels rely on and choose the implementation; arguments as in `ragged_moe`.
+    """Check the kernels' assumptions and choose the implementation; arguments as in `ragged_moe`.
 
-    layout_3E: `ExpertLayout.table`. max_width: bounds buffers and grids without looking into the table.
+    layout_3E: `ExpertLayout.table`. max_width: `ExpertLayout.max_width`, known without reading the table.
     """
     assert x_TH.ndim == 2 and x_TH.stride(1) == 1, (x_TH.shape, x_TH.stride())
     assert w13.dtype == w2.dtype == x_TH.dtype, (w13.dtype, w2.dtype, x_TH.dtype)
@@ -169,8 +171,8 @@ def _launch(
     assert expert_map is None or expert_map.dtype == torch.int32, expert_map.dtype
     assert {t.device for t in (w13, w2, layout_3E, topk_weights_TK, topk_ids_TK)} == {x_TH.device}
     if x_TH.device.type == "cpu":
-        return moe_cpu.ragged_moe(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map)
-    from ddp_plugins import moe_kernel  # Triton is not there on every CPU
+        return moe_cpu.choose(w2)(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map)
+    from ddp_plugins import moe_kernel  # Triton is not installed with every CPU version of torch
 
     return moe_kernel.ragged_moe(x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map)
 
@@ -179,7 +181,7 @@ def _fake(x_TH: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
 
 
-# not torch.library.custom_op: its checks at each call are a good part of a small layer's time (log 11)
+# not torch.library.custom_op, whose checks per call take a large part of a small layer's time
 LIBRARY = torch.library.Library("ddp_vllm", "FRAGMENT")
 LIBRARY.define("ragged_moe" + torch.library.infer_schema(_launch, mutates_args=()))
 LIBRARY.impl("ragged_moe", _launch, "CompositeExplicitAutograd")
@@ -187,9 +189,9 @@ torch.library.register_fake("ddp_vllm::ragged_moe", _fake, lib=LIBRARY)
 
 
 def build_experts(experts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Run:
-    """Pack experts (gate `[w, H]`, up `[w, H]`, down `[H, w]`) and return what runs them on x, weights and ids.
+    """Pack experts (gate `[w, H]`, up `[w, H]`, down `[H, w]`) and return a function of x, weights and ids.
 
-    The entry point `ddp_vllm.moe_kernels` names this function: so a benchmark finds the kernels without importing us.
+    The entry point `ddp_vllm.moe_kernels` names this function, so that benchmarks find it without importing this part.
     """
     layout = ExpertLayout.of([len(gate) for gate, _, _ in experts])
     like = experts[0][0]

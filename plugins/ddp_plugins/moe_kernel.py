@@ -1,20 +1,20 @@
-"""Experts of different widths on a GPU: four Triton launches whose grids depend on shapes only.
+"""Runs experts of different widths on a GPU in four Triton launches whose grids depend on shapes only.
 
-1. `sort_pairs`: one program an expert counts and lists the (token, slot) pairs that chose it.
-2. `gate_up`: silu(gate x) · up x, over tiles of pairs and the channels each expert really has.
-3. `down`: back to the hidden size, a ragged sum over channels, times the routing weight.
-4. `add_slots`: the sum over a token's K experts, always in the same order.
+1. `sort_pairs`: one program per expert counts and lists the (token, slot) pairs routed to it.
+2. `gate_up`: silu(gate x) · up x, over tiles of pairs and of each expert's own channels.
+3. `down`: projects back to the hidden size, a ragged sum over channels, times the routing weight.
+4. `add_slots`: sums over a token's K experts, always in the same order.
 
-No tile map is stored. Every program of 2 and 3 reads how many pairs each expert has, adds up the tiles before each and
-so finds its own; tiles run from the widest expert to the narrowest. Nothing comes back to the host, and nothing is
-added atomically: the same input gives the same bits, also inside a CUDA graph.
+No tile map is stored. Every program of 2 and 3 reads the number of pairs of each expert, computes prefix sums of the
+experts' tiles and so finds its own tiles, from the widest expert to the narrowest. Nothing is copied to the host and
+nothing is added atomically, so the same input produces the same bits, also inside a CUDA graph.
 
-Letters: T tokens, H hidden size, K experts a token, P = T·K pairs, E experts, S packed rows, W rows of the widest
-expert. A place is an expert's position in `ExpertLayout.order`.
+Letters: T tokens, H hidden size, K experts per token, P = T·K pairs, E experts, S packed rows, W rows of the widest
+expert. A position is an expert's index in `ExpertLayout.order`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# (a Triton function has no Python types)
+# (Triton functions have no Python types)
 
 from dataclasses import dataclass
 from functools import cache
@@ -24,46 +24,46 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-SORT_BLOCK, WIDE_SORT_BLOCK = 1024, 8192  # pairs a program looks at at once: of a decode step all, of a prefill many
+SORT_BLOCK, WIDE_SORT_BLOCK = 1024, 8192  # pairs per block: all pairs of a decode step, many of a prefill
 SUM_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Sizes of one launch; powers of two."""
+    """Tile sizes of one launch; powers of two."""
 
     pairs: int
-    """Pairs a tile: 16 is the least a tensor core takes."""
+    """Pairs per tile; tensor cores require at least 16."""
     columns: int
-    """Channels a tile of `gate_up`, each of gate and up."""
+    """Channels per tile of `gate_up`, both of gate and of up."""
     down_columns: int
-    """Hidden units a tile of `down`; where tiles are reused twice as many, so that a step reads as much."""
+    """Hidden units per tile of `down`: twice `columns` in large tiles, so that both launches read as much per step."""
     depth: int
-    """Numbers a step of the inner sum reads."""
+    """Numbers per step of the inner sum."""
     warps: int
     stages: int
     programs: int
-    """Programs a multiprocessor at most."""
+    """Maximum number of programs per multiprocessor."""
 
 
-# By what fits Hopper: accumulators in registers, the stages of all programs in shared memory. Never run on a GPU, not
-# tuned. Where shared memory is smaller, two of FEW's programs fit at once and the others take their turn.
+# Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory. Neither run on a GPU nor
+# tuned. With less shared memory, two of FEW's programs run at once and the others wait.
 FEW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
 SOME = Tiles(pairs=64, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=2)
 MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=3, programs=1)
-# Only Hopper's and B200's tensor cores read shared memory; others hold what they multiply in registers too.
+# Only the tensor cores of Hopper and B200 read shared memory; other GPUs need registers for the operands too.
 SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
 MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
-FEW_PAIRS, SOME_PAIRS = 24, 96  # an expert, up to which they are taken
-# float32 is for tests: no tensor cores
+FEW_PAIRS, SOME_PAIRS = 24, 96  # pairs per expert up to which FEW and SOME are chosen
+# for float32, which only tests use: no tensor cores
 EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
-    """Return the tiles for so many pairs over so many experts, were they spread evenly.
+    """Choose tile sizes by the mean number of pairs per expert.
 
-    With few pairs an expert the weights are read once whatever the tile, so narrow tiles fill the machine; with many
-    the wide ones reuse what they read. major: the first number of the GPU's compute capability.
+    With few pairs per expert, every tile size reads the weights once, and narrow tiles occupy the whole GPU. With many,
+    wide tiles reuse the weights they read. major: the first number of the GPU's compute capability.
     """
     if dtype == torch.float32:
         return EXACT
@@ -76,75 +76,75 @@ def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: in
 
 
 @triton.jit
-def _place_of(ids, place_ptr, expert_map_ptr, HAS_MAP: tl.constexpr):
-    """Place of each expert id; -1 for an id of -1, an expert of another rank or one without rows."""
+def _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP: tl.constexpr):
+    """Position of each expert id; -1 for an id of -1, an expert of another rank or one without rows."""
     if HAS_MAP:
         ids = tl.load(expert_map_ptr + ids, mask=ids >= 0, other=-1)
-    return tl.load(place_ptr + ids, mask=ids >= 0, other=-1)
+    return tl.load(position_ptr + ids, mask=ids >= 0, other=-1)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])  # its batches are all sizes: else 1 and multiples of 16 compile anew
+@triton.jit(do_not_specialize=["num_pairs"])  # otherwise 1 and multiples of 16 recompile
 def sort_pairs(
     ids_ptr,  # [P] int32 or int64
-    place_ptr,  # [E] int32
+    position_ptr,  # [E] int32
     expert_map_ptr,  # [global experts] int32, or anything where HAS_MAP is false
-    order_ptr,  # out: [P] int32, pairs' numbers, sorted by place
-    first_ptr,  # out: [E] int32, where the pairs of a place start in `order`
+    order_ptr,  # out: [P] int32, pair indices, sorted by position
+    first_ptr,  # out: [E] int32, start of each position's pairs in `order`
     count_ptr,  # out: [E] int32
     num_pairs,
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a place: count the pairs of it and of those before it, then list its own in rising order."""
+    """One program per position: count its pairs and the pairs of earlier positions, then list its own in order."""
     mine = tl.program_id(0)
     before = 0
     count = 0
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-        place = _place_of(ids, place_ptr, expert_map_ptr, HAS_MAP)
-        before += tl.sum(((place >= 0) & (place < mine)).to(tl.int32))
-        count += tl.sum((place == mine).to(tl.int32))
+        position = _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP)
+        before += tl.sum(((position >= 0) & (position < mine)).to(tl.int32))
+        count += tl.sum((position == mine).to(tl.int32))
     tl.store(first_ptr + mine, before)
     tl.store(count_ptr + mine, count)
     listed = before
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-        place = _place_of(ids, place_ptr, expert_map_ptr, HAS_MAP)
-        found = (place == mine).to(tl.int32)
+        position = _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP)
+        found = (position == mine).to(tl.int32)
         slot = listed + tl.cumsum(found) - found
-        tl.store(order_ptr + slot, pair, mask=place == mine)
+        tl.store(order_ptr + slot, pair, mask=position == mine)
         listed += tl.sum(found)
 
 
 @triton.jit
 def _ends_of_tiles(count_ptr, columns, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
-    """For each place, the number of tiles up to its last; the tiles of a place are pair blocks × `columns`."""
-    place = tl.arange(0, EXPERTS)
-    count = tl.load(count_ptr + place, mask=place < NUM_EXPERTS, other=0)
+    """Tiles of each position (pair blocks × `columns`), and their prefix sums, its own included."""
+    position = tl.arange(0, EXPERTS)
+    count = tl.load(count_ptr + position, mask=position < NUM_EXPERTS, other=0)
     tiles = (count + PAIRS - 1) // PAIRS * columns
     return tiles, tl.cumsum(tiles)
 
 
 @triton.jit
 def _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The place a tile belongs to, its slots in `order` and which of them are that place's, and its columns."""
-    place = tl.sum((ends <= tile).to(tl.int32))
+    """The position a tile belongs to, its slots in `order`, which slots are in use, and its columns."""
+    position = tl.sum((ends <= tile).to(tl.int32))
     within = tile - tl.sum(tl.where(ends <= tile, tiles, 0))
-    count = tl.load(count_ptr + place)
+    count = tl.load(count_ptr + position)
     pair_blocks = (count + PAIRS - 1) // PAIRS
-    # neighbours in time share a tile of weights: the pairs run fastest
+    # consecutive tiles share a tile of weights: pairs vary fastest
     row = within % pair_blocks * PAIRS + tl.arange(0, PAIRS)
     column = within // pair_blocks * COLUMNS + tl.arange(0, COLUMNS)
-    return place, tl.load(first_ptr + place) + row, row < count, column
+    return position, tl.load(first_ptr + position) + row, row < count, column
 
 
 @triton.jit
 def _multiply(a, b, sum_, UPCAST: tl.constexpr):
-    """sum + a @ b in float32; float32 operands keep all their bits.
+    """sum + a @ b in float32, without rounding float32 operands.
 
-    UPCAST: Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+    UPCAST: for Triton's interpreter, which multiplies the bits of bfloat16 as integers.
     """
     if UPCAST:
         a = a.to(tl.float32)
@@ -156,9 +156,9 @@ def _multiply(a, b, sum_, UPCAST: tl.constexpr):
 def gate_up(
     x_ptr,  # [T, H]
     w13_ptr,  # [2, S, H]
-    hidden_ptr,  # out: [P, W], rows in the order of `order`; columns beyond an expert's width are not written
-    offset_ptr,  # [E] int32, by place
-    width_ptr,  # [E] int32, by place
+    hidden_ptr,  # out: [P, W], rows sorted as `order`; columns beyond an expert's width are not written
+    offset_ptr,  # [E] int32, by position
+    width_ptr,  # [E] int32, by position
     order_ptr,
     first_ptr,
     count_ptr,
@@ -168,25 +168,25 @@ def gate_up(
     num_slots,  # K
     H: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,  # the power of two above
+    EXPERTS: tl.constexpr,  # next power of two
     PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Each program takes every n-th tile of pairs × channels; an expert's tiles end with its own width."""
+    """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own width."""
     every = tl.arange(0, EXPERTS)
     widths = tl.load(width_ptr + every, mask=every < NUM_EXPERTS, other=0)
     tiles, ends = _ends_of_tiles(count_ptr, (widths + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
     up_start = num_rows.to(tl.int64) * H
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
-        place, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
-        # told that widths are padded to 16, the compiler moves 16 bytes at a time where it masks with them
-        has_column = column < tl.multiple_of(tl.load(width_ptr + place), 16)
+        position, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
+        # the hint that widths are multiples of 16 lets the compiler use masked loads of 16 bytes
+        has_column = column < tl.multiple_of(tl.load(width_ptr + position), 16)
         pair = tl.load(order_ptr + slot, mask=has_row, other=0)
         depth = tl.arange(0, DEPTH)
         x_ptrs = x_ptr + (pair // num_slots).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        w_ptrs = w13_ptr + (tl.load(offset_ptr + place) + column).to(tl.int64)[None, :] * H + depth[:, None]
+        w_ptrs = w13_ptr + (tl.load(offset_ptr + position) + column).to(tl.int64)[None, :] * H + depth[:, None]
         gate = tl.zeros((PAIRS, COLUMNS), tl.float32)
         up = tl.zeros((PAIRS, COLUMNS), tl.float32)
         for start in range(0, H, DEPTH):
@@ -204,7 +204,7 @@ def gate_up(
 def down(
     hidden_ptr,  # [P, W]
     w2_ptr,  # [S, H]
-    terms_ptr,  # out: [P, H], rows by the pairs' own numbers; pairs without an expert here are not written
+    terms_ptr,  # out: [P, H], rows by pair index; pairs without an expert on this rank are not written
     weight_ptr,  # [P] float32
     offset_ptr,
     width_ptr,
@@ -220,18 +220,18 @@ def down(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Each program takes every n-th tile of pairs × hidden units; the inner sum ends with the expert's width."""
+    """Each program computes every n-th tile of pairs × hidden units; the inner sum ends at the expert's width."""
     tiles, ends = _ends_of_tiles(count_ptr, (H + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
-        place, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
-        width = tl.multiple_of(tl.load(width_ptr + place), 16)
+        position, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
+        width = tl.multiple_of(tl.load(width_ptr + position), 16)
         has_column = column < H
         depth = tl.arange(0, DEPTH)
         h_ptrs = hidden_ptr + slot.to(tl.int64)[:, None] * hidden_stride + depth[None, :]
-        w_ptrs = w2_ptr + (tl.load(offset_ptr + place) + depth).to(tl.int64)[:, None] * H + column[None, :]
+        w_ptrs = w2_ptr + (tl.load(offset_ptr + position) + depth).to(tl.int64)[:, None] * H + column[None, :]
         total = tl.zeros((PAIRS, COLUMNS), tl.float32)
         for start in range(0, width, DEPTH):
-            # both sides: beyond the width stand another expert's rows and columns nobody wrote
+            # mask both: beyond the width are another expert's rows and unwritten columns
             has_depth = start + depth < width
             h = tl.load(h_ptrs + start, mask=has_row[:, None] & has_depth[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=has_depth[:, None] & has_column[None, :], other=0.0)
@@ -247,21 +247,21 @@ def down(
 def add_slots(
     terms_ptr,  # [P, H]
     ids_ptr,  # [P]
-    place_ptr,
+    position_ptr,
     expert_map_ptr,
     y_ptr,  # out: [T, H]
     NUM_SLOTS: tl.constexpr,  # K
-    SLOTS: tl.constexpr,  # the power of two above
+    SLOTS: tl.constexpr,  # next power of two
     H: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and block of hidden units: sum the terms that were written, in float32."""
+    """One program per token and block of hidden units: sum the written terms in float32."""
     slot = tl.arange(0, SLOTS)
     pair = tl.program_id(0).to(tl.int64) * NUM_SLOTS + slot
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + pair, mask=slot < NUM_SLOTS, other=-1).to(tl.int32)
-    written = _place_of(ids, place_ptr, expert_map_ptr, HAS_MAP) >= 0
+    written = _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP) >= 0
     mask = written[:, None] & (column < H)[None, :]
     terms = tl.load(terms_ptr + pair[:, None] * H + column[None, :], mask=mask, other=0.0).to(tl.float32)
     y_ptrs = y_ptr + tl.program_id(0).to(tl.int64) * H + column
@@ -279,7 +279,7 @@ def ragged_moe(
     expert_map: torch.Tensor | None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. tiles: None lets `choose_tiles` choose."""
+    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. tiles: None for `choose_tiles`."""
     (num_tokens, num_slots), hidden_size = topk_ids_TK.shape, x_TH.shape[1]
     num_pairs, num_experts = num_tokens * num_slots, layout_3E.shape[1]
     y_TH = torch.empty((num_tokens, hidden_size), dtype=x_TH.dtype, device=x_TH.device)
@@ -287,21 +287,21 @@ def ragged_moe(
         return y_TH
     if not max_width:
         return y_TH.zero_()
-    # pairs of all ranks' experts are given
+    # topk_ids include the experts of all ranks
     all_experts = num_experts if expert_map is None else len(expert_map)
     major, multiprocessors = _machine(x_TH.device)
     tiles = tiles or choose_tiles(num_pairs, all_experts, x_TH.dtype, major)
     ids, weights = topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
-    place, offset, width = layout_3E
-    mapping = place if expert_map is None else expert_map
+    position, offset, width = layout_3E
+    mapping = position if expert_map is None else expert_map
     has_map = expert_map is not None
-    order, (first, count) = ids.new_empty(num_pairs, dtype=torch.int32), place.new_empty(2, num_experts)
+    order, (first, count) = ids.new_empty(num_pairs, dtype=torch.int32), position.new_empty(2, num_experts)
     block, warps = (SORT_BLOCK, 4) if num_pairs <= SORT_BLOCK else (WIDE_SORT_BLOCK, 16)
     sort_pairs[(num_experts,)](
-        ids, place, mapping, order, first, count, num_pairs, HAS_MAP=has_map, BLOCK=block, num_warps=warps
+        ids, position, mapping, order, first, count, num_pairs, HAS_MAP=has_map, BLOCK=block, num_warps=warps
     )
     hidden_PW, terms_PH = x_TH.new_empty(num_pairs, max_width), x_TH.new_empty(num_pairs, hidden_size)
-    pair_blocks = min(num_pairs, num_pairs // tiles.pairs + num_experts)  # at most, whatever the routing
+    pair_blocks = min(num_pairs, num_pairs // tiles.pairs + num_experts)  # upper bound for any routing
     machine = multiprocessors * tiles.programs
     constants = {
         "H": hidden_size,
@@ -322,7 +322,7 @@ def ragged_moe(
         COLUMNS=tiles.down_columns, **constants,
     )  # fmt: skip
     add_slots[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
-        terms_PH, ids, place, mapping, y_TH,
+        terms_PH, ids, position, mapping, y_TH,
         NUM_SLOTS=num_slots, SLOTS=triton.next_power_of_2(num_slots), H=hidden_size, HAS_MAP=has_map, BLOCK=SUM_BLOCK,
     )  # fmt: skip
     return y_TH
@@ -336,10 +336,7 @@ def warm_up(
     num_slots: int,
     expert_map: torch.Tensor | None,
 ) -> None:
-    """Compile all that a batch of any size asks for, or a first one of a new size would wait for it.
-
-    num_slots: K.
-    """
+    """Compile the kernels for batches of every size now, so that no later batch waits. num_slots: K."""
     major, _ = _machine(w2_SH.device)
     every_tiles = {choose_tiles(num_pairs, 1, w2_SH.dtype, major) for num_pairs in (1, FEW_PAIRS + 1, SOME_PAIRS + 1)}
     for num_tokens in (1, SORT_BLOCK // num_slots + 1):
@@ -352,9 +349,9 @@ def warm_up(
 
 @cache
 def _machine(device: torch.device) -> tuple[int, int]:
-    """Return the first number of a GPU's compute capability, and how many multiprocessors it has.
+    """Return the first number of a GPU's compute capability, and its number of multiprocessors.
 
-    In the interpreter a Hopper with a few stands for it, so that programs take several tiles.
+    The interpreter simulates a Hopper GPU with 3, so that each program computes several tiles.
     """
     if device.type != "cuda":
         return 9, 3

@@ -1,9 +1,9 @@
-"""Routed experts of different widths, inside vLLM's own MoE blocks.
+"""Runs routed experts of different widths inside vLLM's own MoE blocks.
 
-vLLM asks a quantisation config which method runs each layer. Ours answers for routed experts only: it gives them packed
+vLLM asks a quantization config for the method of each layer. Ours returns a method for routed experts only, with packed
 weights and one kernel call. Router, shared experts, dispatch and all-reduce stay vLLM's.
 
-Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K experts a token.
+Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K experts per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
 
 
 class RaggedExpertsMethod(FusedMoEMethodBase):
-    """How one layer's routed experts are stored, loaded and run."""
+    """Stores, loads and runs the routed experts of one layer."""
 
     def __init__(self, moe: FusedMoEConfig, widths: Sequence[int]) -> None:
-        """widths: channels left in each of the model's experts, in the order of their ids."""
+        """widths: kept channels of each of the model's experts, by expert id."""
         super().__init__(moe)
         self.widths = widths
 
@@ -43,7 +43,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Give `layer` its packed weights, w13 `[2, S, H]` and w2 `[S, H]`, zero where rows are padding."""
+        """Register packed weights on `layer`: w13 `[2, S, H]` and w2 `[S, H]`, zero where rows are padding."""
         if layer.activation is not MoEActivation.SILU or layer.apply_router_weight_on_input:
             raise CheckpointError(f"{layer.layer_name}: experts are served with hidden_act=silu only")
         local = [expert for expert in range(len(self.widths)) if layer.expert_map_manager.is_local_expert(expert)]
@@ -57,7 +57,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         layer.register_buffer("layout_3E", layout_3E, persistent=False)
         for name, weight in (("w13_weight", w13), ("w2_weight", w2)):  # vLLM's loaders look for these names
             parameter = nn.Parameter(weight, requires_grad=False)
-            # vLLM reloads a layer as soon as this many numbers came: the padding never does
+            # vLLM finishes reloading a layer after this many numbers; padding is never loaded
             num_loaded = weight.numel() // max(1, self.layout.num_rows) * sum(self.layout.widths)
             set_weight_attrs(parameter, {"weight_loader": self._load, "weight_loader_numel": num_loaded})
             layer.register_parameter(name, parameter)
@@ -71,30 +71,24 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """Copy this rank's channels of one tensor into place; an expert that another rank has is no success.
+        """Copy this rank's channels of one tensor into the packed weights; report failure for experts of other ranks.
 
         loaded_weight: compact, as on disk: gate (w1) and up (w3) `[width, H]`, down (w2) `[H, width]`.
         """
         if expert_id not in self.shares:
             return False if return_success else None
-        place, share = self.shares[expert_id]
+        local_id, share = self.shares[expert_id]
         axis = 1 if shard_id == "w2" else 0
-        expected = [self.widths[expert_id], param.shape[-1]]
-        if list(loaded_weight.shape) != (expected[::-1] if axis else expected):
-            raise CheckpointError(
-                f"{weight_name}: expert {expert_id} has a tensor of shape {list(loaded_weight.shape)}, but it has "
-                f"{expected[0]} channels and the model hidden size {expected[1]}; run ddp-vllm apply again"
-            )
         part = loaded_weight.narrow(axis, share.start, len(share))
         matrix = {"w1": "gate_wH", "w3": "up_wH", "w2": "down_Hw"}[shard_id]
-        pack_expert(self.layout, param.data, param.data, place, **{matrix: part})  # each matrix is in one of the two
+        pack_expert(self.layout, param.data, param.data, local_id, **{matrix: part})  # param is w13 or w2
         return True if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         w13, w2 = finish_weights(self.layout, layer.w13_weight.data, layer.w2_weight.data)
-        layer.w13_weight.data, layer.w2_weight.data = w13, w2  # vLLM 0.33's replace_parameter copies: no huge pages
+        layer.w13_weight.data, layer.w2_weight.data = w13, w2  # vLLM's replace_parameter would copy out of huge pages
         if w2.device.type == "cuda":
-            from ddp_plugins.moe_kernel import warm_up  # Triton is not there on every CPU
+            from ddp_plugins.moe_kernel import warm_up  # Triton is not installed with every CPU version of torch
 
             num_slots = self.moe.experts_per_token
             warm_up(w13, w2, layer.layout_3E, self.layout.max_width, num_slots, layer.expert_map)
@@ -111,7 +105,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: `[T, H]`, as the result; topk_weights, topk_ids: `[T, K]`, ids of the whole model's experts."""
+        """x and result: `[T, H]`; topk_weights, topk_ids: `[T, K]`, ids of the whole model's experts."""
         if not self.layout.num_rows:
             return torch.zeros_like(x)
         return torch.ops.ddp_vllm.ragged_moe(
@@ -127,7 +121,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
 
 
 class RaggedExpertsConfig(QuantizationConfig):
-    """Answers vLLM's question after the method of a layer: ours for routed experts, vLLM's plain ones for all else."""
+    """Returns the method of a layer to vLLM: ours for routed experts, vLLM's unquantized ones for all others."""
 
     def __init__(self, layers: Sequence[LayerWidths]) -> None:
         super().__init__()
@@ -136,7 +130,7 @@ class RaggedExpertsConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
             widths = self.layers[extract_layer_index(prefix)].expert_intermediate_sizes
-            assert widths is not None  # parse_layers saw to it
+            assert widths is not None  # checked by parse_layers
             return RaggedExpertsMethod(layer.moe_config, widths)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
@@ -156,5 +150,5 @@ class RaggedExpertsConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "RaggedExpertsConfig":
-        """config: that of a pruned model, as plain data."""
+        """config: the fields of a pruned model's config."""
         return cls(parse_layers(config))

@@ -1,6 +1,6 @@
-"""What the ragged experts compute, in plain PyTorch and without packing: the oracle of every kernel test.
+"""Computes experts of different widths in plain PyTorch without packing: the oracle of every kernel test.
 
-Letters: T tokens, H hidden size, K experts a token, w the width of one expert.
+Letters: T tokens, H hidden size, K experts per token, w the width of one expert.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def ragged_moe_reference(
     x_TH: torch.Tensor, experts: Sequence[Expert], topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Return Σ_k weight · down(silu(gate x) · up x) for each token, float64 whatever goes in.
+    """Return Σ_k weight · down(silu(gate x) · up x) for each token, in float64 for inputs of any dtype.
 
     An id of -1 or an expert of width 0 adds nothing (Eq. 18, arXiv:2603.08065, with the gates folded in).
     """

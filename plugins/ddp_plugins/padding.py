@@ -1,10 +1,10 @@
-"""The widths a layer has inside vLLM: on disk they are compact, in memory some grow by a few zero rows.
+"""Zero-pads the compact tensors of a checkpoint to the widths vLLM can run, and deals experts out to the ranks.
 
-vLLM gives every rank the same number of KV heads, query heads and MLP channels. What does not divide is filled up
-with zero rows, which add nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column of
-`down_proj`. Matrix libraries ask for more: rows that start at round addresses, and few different widths. So MLP
-channels are filled up to whole blocks on one rank as well; attention heads are not, they are round already.
-Routed experts have storage and a kernel of ours: their shares may differ.
+vLLM gives every rank the same number of KV heads, query heads and MLP channels. Widths that do not divide are
+zero-padded. The padding adds nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column
+of `down_proj`. Matrix libraries also run faster on aligned rows and few distinct widths, so MLP channels are padded to
+whole blocks on one rank too. Attention heads are aligned already. Routed experts use our own storage and kernel, so
+ranks may own different shares of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from ddp_vllm.remote_code.tensors import LAYERS
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
 
 CHANNEL_BLOCK = 64  # 128 bytes of 16-bit weights, what GPUs read at once
-CPU_CHANNEL_BLOCK = 128  # every width is compiled for every new number of tokens, so few widths start faster (log 91)
-MIN_WIDTH = 1024  # of a rank's share of the dense width; in a smaller model the zeros would weigh
+CPU_CHANNEL_BLOCK = 128  # oneDNN compiles a kernel per width and batch size, so fewer widths shorten the first batches
+MIN_WIDTH = 1024  # of a rank's share of the dense width; in smaller models the padding costs more than it saves
 
 
 def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, on_cpu: bool) -> int:
-    """Return what the number of MLP channels of every layer and rank is filled up to a multiple of; 1: nothing is.
+    """Choose the block size: each rank's MLP channels are padded to a multiple of it, and 1 disables padding.
 
-    config: the checkpoint's, as plain data. Its `ddp_pad_channels_to` (`--hf-overrides`) goes before our own choice.
-    can_pad: the weights may grow; those quantised on disk, and those that adapters are added to, may not.
-    Raises: SettingError for a block that is no positive integer.
+    config: the checkpoint's fields. Its `ddp_pad_channels_to` (`--hf-overrides`) overrides our choice.
+    can_pad: whether the weights may grow; weights quantized on disk and weights with adapters may not.
+    Raises: SettingError for a block that is not a positive integer.
     """
     block = config.get("ddp_pad_channels_to")
     if block is None:
@@ -38,14 +38,14 @@ def channel_block(config: Mapping[str, Any], num_ranks: int, *, can_pad: bool, o
 
 
 def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
-    """Return the smallest widths, at least `widths`, that vLLM can share out over `num_ranks`.
+    """Return the smallest widths, at least `widths`, that vLLM can divide among `num_ranks` ranks.
 
     Every KV head then serves equally many query heads. block: each rank's number of channels is a multiple of it.
     """
     num_kv_heads, queries_per_kv = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
     if num_kv_heads >= num_ranks:
         num_kv_heads = _round_up(num_kv_heads, num_ranks)
-    elif num_kv_heads:  # several ranks hold a copy of the same KV head and share its query heads
+    elif num_kv_heads:  # ranks that share a KV head hold a copy each and divide its query heads
         num_kv_heads = next(n for n in range(num_kv_heads, num_ranks + 1) if num_ranks % n == 0)
         queries_per_kv = _round_up(queries_per_kv, num_ranks // num_kv_heads)
     return LayerWidths(
@@ -59,10 +59,10 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def pad(name: str, tensor: torch.Tensor, widths: ModelWidths, num_ranks: int, block: int = 1) -> torch.Tensor:
-    """Return a tensor at the width its layer has in memory, new rows or columns zero.
+    """Zero-pad a tensor from its compact shape to the shape its layer has in memory.
 
-    On one rank attention stays compact: there only the kernel wants evened-out heads (`dense.UnevenHeads`).
-    name: on disk. tensor: compact, of a shape that `widths` has checked. block: as in `fit`.
+    On one rank attention stays compact: only the kernel requires even heads there (`dense.UnevenHeads`).
+    name: as on disk. tensor: compact, with a shape that `widths` has checked. block: as in `fit`.
     """
     expected = widths.expected(name)
     if expected is None:
@@ -86,7 +86,7 @@ def pad(name: str, tensor: torch.Tensor, widths: ModelWidths, num_ranks: int, bl
 
 
 def _places(unit: str, layer: LayerWidths, fitted: LayerWidths) -> Sequence[int]:
-    """Return where each unit of a kind goes among the fitted ones; a query head stays with its KV head."""
+    """Return the index of each unit among the padded ones; a query head keeps its KV head."""
     if unit != "query_head":
         return range(layer.num_units(unit))
     queries_per_kv = max(fitted.query_heads_per_kv_head, default=0)
@@ -95,11 +95,11 @@ def _places(unit: str, layer: LayerWidths, fitted: LayerWidths) -> Sequence[int]
 
 
 def _spread(units: torch.Tensor, axis: int, places: Sequence[int], length: int) -> torch.Tensor:
-    """Put the units along `axis` at `places` among `length`, the others zero; merge each unit's own axis, the next."""
+    """Scatter the units along `axis` to the indices `places` of `length` zeros, then merge `axis` and the next axis."""
     shape = list(units.shape)
     shape[axis] = length
     wide = units.new_zeros(shape)
-    chosen = slice(len(places)) if isinstance(places, range) else list(places)  # a slice is copied much faster
+    chosen = slice(len(places)) if isinstance(places, range) else list(places)  # copying a slice is much faster
     wide.movedim(axis, 0)[chosen] = units.movedim(axis, 0)
     return wide.flatten(axis, axis + 1)
 
@@ -107,11 +107,10 @@ def _spread(units: torch.Tensor, axis: int, places: Sequence[int], length: int) 
 def share_channels(widths: Sequence[int], rank: int, num_ranks: int, block: int) -> list[range]:
     """Return the channels of each routed expert that one rank owns.
 
-    block: channels are dealt in blocks of the kernel's alignment, so that all ranks together pad no more rows than
-        one rank would. Blocks left over go to the ranks in turn, from expert to expert: no rank owns two more than
-        another.
+    Channels are dealt in blocks of the kernel's alignment, so all ranks together pad no more rows than one rank would.
+    Remaining blocks are dealt in turn across experts: the ranks' numbers of blocks differ by at most one.
     """
-    shares, first = [], 0  # first: whose turn it is
+    shares, first = [], 0  # first: the rank that receives the next remaining block
     for width in widths:
         each, left = divmod(-(-width // block), num_ranks)
         turn = (rank - first) % num_ranks

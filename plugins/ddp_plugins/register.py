@@ -1,48 +1,48 @@
-"""The entry point vLLM calls in each of its processes before it looks at a model.
+"""The plugin's entry point, which vLLM calls in each of its processes before it reads a model.
 
-Importing this file imports neither torch nor vLLM, and `register` names model classes by strings: vLLM imports them
-itself when a checkpoint asks for one, after it has set up its devices.
+Importing this file imports neither torch nor vLLM. `register` names model classes by strings, so that vLLM imports a
+class only for a checkpoint that uses it, after it has set up its devices.
 """
 
 import logging
 from typing import Any
 
-logger = logging.getLogger("vllm.ddp_plugins.register")  # vLLM shows what its own loggers say, and those below them
+logger = logging.getLogger("vllm.ddp_plugins.register")  # vLLM prints only its own loggers' records
 
 
 def model_class(config: type) -> str:
-    """Return where the vLLM class of a pruned model's configuration lies, as `module:class`."""
+    """Return the import path, `module:class`, of the vLLM model class for a pruned model's configuration."""
     module = "moe" if hasattr(config, "num_experts_per_tok") else "dense"
     return f"ddp_plugins.{module}:{config.__name__.removesuffix('Config')}ForCausalLM"
 
 
 def register() -> None:
-    """Tell transformers and vLLM of pruned models; safe to call again.
+    """Register pruned models with transformers and vLLM; safe to call again.
 
-    vLLM calls it in every process, whatever it serves, and would not survive an error here: other models would not be
-    served either. So what goes wrong is a warning.
+    vLLM calls this function in every process, whichever model it serves, and an exception here would stop vLLM. So a
+    failure is logged as a warning and other models are still served.
     """
     try:
         register_models()
-    except Exception as error:  # a version of vLLM or transformers in which a name is gone
+    except Exception as error:  # a version of vLLM or transformers without one of the names
         logger.warning(
-            "ddp-vllm steps aside, so pruned models are not served here (%s: %s). Other models are. Install the "
-            "versions of vLLM and transformers that ddp-vllm asks for.",
+            "ddp-vllm could not register its models (%s: %s), so vLLM serves every model except pruned ones. Install "
+            "the versions of vLLM and transformers that ddp-vllm requires.",
             type(error).__name__,
             " ".join(str(error).split()),
         )
 
 
 def with_dense_heads(convertor: type) -> type:
-    """Return a way to read a config that sees the dense model's heads, as our layers count their own.
+    """Return a subclass of vLLM's config convertor that reports the dense model's heads for all layers.
 
-    Else vLLM would ask the config for those of each layer, as it does where the plugin is missing.
+    Our layers set their own head counts. The config also offers counts per layer, for a vLLM without the plugin.
     """
     return type(convertor.__name__, (convertor,), {"get_per_layer_hf_configs": lambda self: None})
 
 
 def register_models() -> None:
-    """Tell transformers the configurations and vLLM the architectures of pruned models."""
+    """Register the configurations of pruned models with transformers and their architectures with vLLM."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
@@ -57,7 +57,7 @@ def register_models() -> None:
     from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
 
     class LatentAttention(ModelArchConfigConvertorBase):
-        """vLLM keeps DeepSeek's latent KV cache (MLA) for model types it knows by name; ours is one of them."""
+        """Enable DeepSeek's latent KV cache (MLA), which vLLM otherwise uses only for its own list of model types."""
 
         def is_deepseek_mla(self) -> bool:
             return self.hf_text_config.kv_lora_rank is not None
@@ -67,7 +67,7 @@ def register_models() -> None:
     for config in CONFIGS:
         dense_type = config.model_type.removeprefix(MODEL_TYPE_PREFIX)
         tables: tuple[dict[str, Any], ...] = (_FLOAT16_NOT_SUPPORTED_MODELS, MODEL_ARCH_CONFIG_CONVERTORS)
-        for table in tables:  # what vLLM knows of a dense type holds for its pruned one
+        for table in tables:  # vLLM's settings for a dense model type hold for the pruned one
             if dense_type in table:
                 table.setdefault(config.model_type, table[dense_type])
         convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
@@ -77,4 +77,4 @@ def register_models() -> None:
         architecture = path.partition(":")[2]
         if path.startswith("ddp_plugins.dense:"):
             MODELS_CONFIG_MAP[architecture] = Limits
-        ModelRegistry.register_model(architecture, path)  # last: nothing is served without its limits
+        ModelRegistry.register_model(architecture, path)  # last, so that no model is served without its limits

@@ -159,8 +159,8 @@ class AlmTrainer(Trainer):
         return sharpness_at(self.progress(step), self.recipe.alm.mu_start, self.recipe.alm.mu_end)
 
     def _cost(self, pool: Pool) -> torch.Tensor:
-        """Return the costs of a pool's units, float32 [G, N]; scaled, as only ratios matter."""
-        cost_GN = pool.join({kind: pool.unit_costs(kind) for kind in pool.shapes})
+        """Return what the units of a pool cost, [G, N], in float32; scaled, as only ratios matter."""
+        cost_GN = pool.joined_costs()
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -30,14 +30,14 @@ class Batches:
         blocks: torch.Tensor,
         recipe: Recipe | RecoveryRecipe,
         accelerator: Accelerator,
-        scored: torch.Tensor | None = None,
+        loss_mask: torch.Tensor | None = None,
     ) -> None:
         """Cut steps of `recipe.batch_size` blocks.
 
         blocks: int64 [num_blocks, seq_len].
-        scored: bool as `blocks`, the loss mask: tokens that contribute to the cross-entropy; None means all of them.
+        loss_mask: bool as `blocks`, the tokens that contribute to the cross-entropy; None means all of them.
         """
-        self.blocks, self.size, self.accelerator, self.scored = blocks, recipe.batch_size, accelerator, scored
+        self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
         self.micro = sequences_at_once(recipe, accelerator)
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
@@ -45,17 +45,17 @@ class Batches:
         """Return the block numbers of a step for all processes together."""
         return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
 
-    def weights(self, step: int, numbers: list[int]) -> torch.Tensor | None:
-        """Return the cross-entropy weight of each predicted token of the blocks `numbers`; None if all weigh the same.
+    def loss_mask_of(self, step: int, numbers: list[int]) -> torch.Tensor | None:
+        """Return the loss mask of the predicted tokens in the blocks `numbers`, divided by its mean; None: all tokens.
 
-        Float32 [B·(seq_len−1)]. Weights average 1 over a step of all processes, so the mean of the weighted losses is
-        the mean over the tokens in the loss mask.
+        Float32 [B·(seq_len−1)]. Its mean is 1 over a step of all processes, so the mean of the masked losses is the
+        mean over the tokens in the loss mask.
         """
-        if self.scored is None:
+        if self.loss_mask is None:
             return None
-        scored_N = self.scored[self.numbers(step), 1:]
-        share = max(1, int(scored_N.sum())) / scored_N.numel()
-        return (self.scored[numbers, 1:].flatten().float() / share).to(self.accelerator.device)
+        loss_mask_N = self.loss_mask[self.numbers(step), 1:]
+        share = max(1, int(loss_mask_N.sum())) / loss_mask_N.numel()
+        return (self.loss_mask[numbers, 1:].flatten().float() / share).to(self.accelerator.device)
 
     def step(self, step: int) -> Iterator[list[int]]:
         """Yield the block numbers of this process's micro-batches."""

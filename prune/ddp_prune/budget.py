@@ -1,29 +1,23 @@
-"""Budgets: which units share one, and what each of them costs.
+"""Budgets: pools of units that share one constraint, and which of their units are kept under it.
 
-`units` is the paper's: one pool a module type, each unit costs 1. The other budgets are one pool over all module types.
-Legend: L layers, U units of a layer, E experts, C channels; G places where a budget holds (the model, its layers or its
-experts), N units of such a place.
+The paper's budget, `units`, is one `Pool` per module type in which each unit costs 1. The others are one pool over all
+module types: `params`, `flops` and `kv-bytes` have prices, `latency` has measured times (`LatencyPool`). Whole experts
+have a pool of their own (`WholeExpertPool`).
+
+Legend: L layers, U units of a layer, E experts, C channels; G budget groups (the model, its layers or its experts), N
+units of a group; R rows of U units, B blocks of a row.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
-from ddp_prune.selection import (
-    Lists,
-    best_first,
-    best_support,
-    cut_lists,
-    evenly,
-    exact_choice,
-    greedy,
-    keeping_worth,
-)
+from ddp_prune.selection import Rows, best_support, cut_rows, evenly, exact_choice, greedy, open_first
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import Dimensions, dense_layers, fewer_experts, unit_shapes
@@ -31,74 +25,70 @@ from ddp_vllm.latency import EXPERT_BLOCK, Profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-MOST_BLOCKS = 256  # of a layer in the exact choice; more take its solver minutes
+MOST_BLOCKS = 256  # per layer in the exact choice; with more, its solver takes minutes
 
 
 def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
-    """Return the keep ratio asked for at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic between.
+    """Return the keep ratio required at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic between.
 
-    As in gradual pruning (arXiv:1710.01878): much while the rest can still adapt, little near the end. Its cubic closes
-    too much before the first tokens have told what matters.
+    As in gradual pruning (arXiv:1710.01878), most gates close early, while the rest can still adapt. The cubic schedule
+    of that paper closes too many before the first tokens have shown which matter.
     """
     left = max(0.0, 1.0 - progress / 0.85)
     return keep_ratio + (start - keep_ratio) * left**2
 
 
 def kept_share(score_GN: torch.Tensor, cost_GN: torch.Tensor) -> torch.Tensor:
-    """Return Σ c·s / Σ c of each place, [G]; the plain mean (Eq. 6) where all costs are equal."""
+    """Return Σ c·s / Σ c of each budget group, [G]; the plain mean (Eq. 6) where all costs are equal."""
     return (score_GN * cost_GN).sum(-1) / cost_GN.sum(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Units under one constraint: Σ cost·s is at most `kept`."""
+    """Units under one constraint: the kept ones cost at most `kept`."""
 
     name: str
-    """The module type, or the budget if several share it."""
+    """The module type, or the budget if several module types share it."""
+    currency: str
+    """What costs are counted in."""
     shapes: Mapping[str, tuple[int, ...]]
-    """[L, U], or [L, E, C] of experts, a module type."""
+    """[L, U], or [L, E, C] of experts, per module type."""
     costs: Mapping[str, torch.Tensor]
-    """float64 [L]: what a unit of each layer costs by itself."""
-    opening: Mapping[str, torch.Tensor]
-    """float64 [L] a module type: what a list of units costs until its last unit goes, where lists have such a cost."""
-    tables: Mapping[str, torch.Tensor]
-    """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks (of routed experts, 0,
-    1, … blocks per expert on average); empty: costs are those of single units."""
-    shares_kv: bool
-    """A list of heads is those that share a KV head, not those of a layer."""
-    blocks: Mapping[str, int]
-    """Units that stay or go together, a module type."""
-    scope: str
-    whole_experts: bool
-    """All channels of an expert stay or go."""
-    queries_per_kv: int
-    even_heads: bool
-    """Every KV head of a layer serves equally many query heads, as tensor parallelism asks."""
+    """float64 [L] per module type: the cost of one unit of each layer."""
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """float64 [L] per module type with a fixed cost, which a row of units has while any of them is kept."""
     kept: float
-    """The most that what stays may cost."""
+    """The budget."""
+    scope: str
+    """Whether the budget holds for the whole model (`global`), for each `layer` or for each `expert`."""
+    blocks: Mapping[str, int]
+    """How many units are kept or removed together when the selection is final; 1 where a module type is missing."""
+    queries_per_kv: int = 1
+    """How many attention units share a KV head; 1 if each unit is a whole KV head."""
+
+    def unit_costs(self, kind: str) -> torch.Tensor:
+        """Return the cost of every unit in the shape of its masks, with its share of the fixed cost of its row."""
+        shape, cost_L = self.shapes[kind], self.costs[kind]
+        if kind in self.fixed:
+            shares_kv = kind == "attn" and self.queries_per_kv > 1
+            cost_L = cost_L + self.fixed[kind] / (self.queries_per_kv if shares_kv else shape[-1])
+        return cost_L.view(-1, *[1] * (len(shape) - 1)).expand(shape)
+
+    def joined_costs(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the cost of every unit, float64 [G, N]."""
+        return self.join({kind: self.unit_costs(kind).to(device) for kind in self.shapes})
 
     @property
     def total(self) -> float:
-        """What all units cost together."""
+        """The cost of all units."""
         return sum(float(self.unit_costs(kind).sum()) for kind in self.shapes)
 
     @property
     def keep_ratio(self) -> float:
         return self.kept / self.total
 
-    def unit_costs(self, kind: str) -> torch.Tensor:
-        """Return the cost of every unit in the shape of its masks, with its part of what it shares."""
-        shape, cost_L = self.shapes[kind], self.costs[kind]
-        if kind in self.opening:
-            cost_L = cost_L + self.opening[kind] / self._list_length(kind)
-        return cost_L.view(-1, *[1] * (len(shape) - 1)).expand(shape)
-
-    def _list_length(self, kind: str) -> int:
-        """Return how many units share an opening cost."""
-        return self.queries_per_kv if self.shares_kv and kind == "attn" else self.shapes[kind][-1]
-
     def join(self, values: Masks) -> torch.Tensor:
-        """Return values of all units, a tensor a module type, as [G, N]."""
+        """Return the values of all units, one tensor per module type, as [G, N]."""
         if self.scope == "global":
             return torch.cat([values[kind].flatten() for kind in self.shapes])[None]
         if self.scope == "expert":
@@ -110,121 +100,145 @@ class Pool:
         parts = values_GN.split([math.prod(shape) // len(values_GN) for shape in self.shapes.values()], dim=1)
         return {kind: part.reshape(shape) for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)}
 
-    def close(self, worth: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """Return which open units (bool) stay while searching, where all may keep `keep_ratio` of what they cost."""
-        # whole blocks compete with units, or nothing but whole experts goes
-        if (self.tables and self.opening) or self.whole_experts:
-            blocks = self.blocks if self.whole_experts else {}
-            now = replace(self, blocks=blocks, tables={}, kept=keep_ratio * self.total)
-            return {kind: stays & is_open[kind] for kind, stays in now.choose(worth, is_open).items()}
-        cost_GN = self.join({kind: self.unit_costs(kind).to(worth[kind].device) for kind in self.shapes})
-        budget_G = keep_ratio * cost_GN.sum(-1)
+    def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
+        """Return which open units (bool) stay open in the search, where all may keep `keep_ratio` of their cost."""
         open_GN = self.join(is_open)
-        stays_GN = greedy(self.join(worth), cost_GN.masked_fill(~open_GN, torch.inf), budget_G)
-        return self.part(stays_GN & open_GN)
+        cost_GN = self.joined_costs(open_GN.device)
+        budget_G = keep_ratio * cost_GN.sum(-1)
+        kept_GN = greedy(self.join(importance), cost_GN.masked_fill(~open_GN, torch.inf), budget_G)
+        return self.part(kept_GN & open_GN)
 
-    def choose(self, saliency: Masks, alive: Masks) -> Masks:
-        """Return the support (bool, the shapes of the masks) of highest saliency for its cost that meets the budget.
+    def choose(self, importance: Masks, is_open: Masks) -> Masks:
+        """Return the kept units (bool, the shapes of the masks) of most importance for their cost, in whole blocks.
 
-        What the search left open stays before what it closed.
+        Units that the search left open rank before those that it closed.
         """
-        cost = {kind: self.unit_costs(kind) for kind in self.shapes}
-        scale = {kind: torch.where(values > 0, values, 1.0) for kind, values in cost.items()}
-        ratio = torch.cat([(saliency[kind].cpu().double() / scale[kind]).flatten() for kind in self.shapes])
-        open_first = keeping_worth(ratio, torch.cat([alive[kind].cpu().flatten() for kind in self.shapes]))
-        parts = open_first.split([math.prod(shape) for shape in self.shapes.values()])
-        worth = {
-            kind: part.view(shape) * scale[kind] for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)
-        }
-        cost_G = self.join(cost).sum(1)
-        if self.tables:
-            supports = self._choose_measured(worth)
-        else:
-            lists = [self._cut(kind, values) for kind, values in worth.items()]
-            supports = best_support(lists, self.kept * cost_G / cost_G.sum())
-        return {
-            kind: support.reshape(shape).to(saliency[kind].device)
-            for support, (kind, shape) in zip(supports, self.shapes.items(), strict=True)
-        }
+        return self._choose_rows(importance, is_open, self.keep_ratio, self.blocks)
 
-    def _choose_measured(self, worth: Masks) -> list[torch.Tensor]:
-        """Return the support of every module type that is worth most at the measured cost of whole blocks.
+    def _choose_rows(self, importance: Masks, is_open: Masks, keep_ratio: float, blocks: Mapping[str, int]) -> Masks:
+        ranked = self._ranked(importance, is_open)
+        rows = [self._rows(kind, values, blocks.get(kind, 1)) for kind, values in ranked.items()]
+        return self._shaped(best_support(rows, keep_ratio * self.joined_costs().sum(-1)), importance)
 
-        All experts of a layer share its row of the table, so their blocks are ranked together.
-        """
-        worth_LB, ranks, orders = [], [], []
-        for kind, values in worth.items():
-            values_RU, num_blocks = values.flatten(0, -2), self.tables[kind].shape[1] - 1
-            orders.append(order_RU := best_first(values_RU))
-            room = num_blocks * self.blocks[kind] - values_RU.shape[1]  # the last block may lack some, or some units go
-            ranked_RU = torch.nn.functional.pad(values_RU.gather(1, order_RU), (0, room))
-            blocks_LM = ranked_RU.unflatten(1, (num_blocks, -1)).sum(-1).view(len(values), -1)
-            ranks.append(rank_LM := best_first(blocks_LM))
-            sums_LB = blocks_LM.gather(1, rank_LM).unflatten(1, (num_blocks, -1)).sum(-1).cumsum(1)
-            worth_LB.append(torch.nn.functional.pad(sums_LB, (1, 0)))
-        counts_L = exact_choice(worth_LB, list(self.tables.values()), self.kept)
-        supports = []
-        for kind, rank_LM, order_RU, counts in zip(worth, ranks, orders, counts_L, strict=True):
-            per_step = rank_LM.shape[1] // (self.tables[kind].shape[1] - 1)
-            first_LM = torch.arange(rank_LM.shape[1]) < (counts * per_step)[:, None]
-            taken_LM = torch.zeros_like(first_LM).scatter(1, rank_LM, first_LM)
-            units_R1 = taken_LM.view(len(order_RU), -1).sum(1, keepdim=True) * self.blocks[kind]
-            first_RU = torch.arange(order_RU.shape[1]) < units_R1
-            supports.append(torch.zeros_like(first_RU).scatter(1, order_RU, first_RU))
-        return supports
+    def _ranked(self, importance: Masks, is_open: Masks) -> Masks:
+        """Return the importance, float64 on the CPU, such that per cost every open unit ranks before closed ones."""
+        cost_GN = self.joined_costs()
+        scale_GN = torch.where(cost_GN > 0, cost_GN, 1.0)
+        ratio_GN = open_first(self.join(importance).cpu().double() / scale_GN, self.join(is_open).cpu())
+        return self.part(ratio_GN * scale_GN)
 
-    def _cut(self, kind: str, worth: torch.Tensor) -> Lists:
-        """Cut one module type into lists: layers or experts, or KV heads where query heads share one that costs."""
-        worth_RU, opening = worth.flatten(0, -2), self.opening.get(kind)
-        if kind == "attn" and self.even_heads:
-            order_RU = evenly(worth_RU, self.queries_per_kv)
-            opening = None if opening is None else opening * (worth_RU.shape[1] // self.queries_per_kv)
-        else:
-            if opening is not None and kind == "attn" and self.shares_kv:
-                worth_RU = worth_RU.reshape(-1, self.queries_per_kv)
-            order_RU = best_first(worth_RU)
-        lists_a_layer = len(worth_RU) // worth.shape[0]
-        return cut_lists(
-            worth_RU,
-            order_RU,
-            self.costs[kind].repeat_interleave(lists_a_layer),
-            block=self.blocks.get(kind, 1),
-            opening_R=None if opening is None else opening.repeat_interleave(lists_a_layer),
+    def _rows(self, kind: str, importance: torch.Tensor, block: int) -> Rows:
+        """Cut the units of a module type into rows: by layer or expert, or by KV head where that has a fixed cost."""
+        importance_RU, order_RU, fixed_L = importance.flatten(0, -2), None, self.fixed.get(kind)
+        if kind == "attn" and self.queries_per_kv > 1:
+            if block > 1:  # tensor parallelism requires that every KV head of a layer keeps equally many query heads
+                order_RU = evenly(importance_RU, self.queries_per_kv)
+                fixed_L = None if fixed_L is None else fixed_L * (importance_RU.shape[1] // self.queries_per_kv)
+            elif fixed_L is not None:
+                importance_RU = importance.reshape(-1, self.queries_per_kv)
+        rows_per_layer = len(importance_RU) // len(importance)
+        return cut_rows(
+            importance_RU,
+            block=block,
+            order_RU=order_RU,
+            cost_R=self.costs[kind].repeat_interleave(rows_per_layer),
+            fixed_R=None if fixed_L is None else fixed_L.repeat_interleave(rows_per_layer),
         )
 
+    def _shaped(self, supports: Sequence[torch.Tensor], like: Masks) -> Masks:
+        """Return a support per module type in the shapes of the masks, on the device of `like`."""
+        pairs = zip(self.shapes.items(), supports, strict=True)
+        return {kind: support.reshape(shape).to(like[kind].device) for (kind, shape), support in pairs}
+
     def check(self, align: int) -> None:
-        """Refuse a budget that keeps nothing or everything, and blocks that do not fit. Raises: SettingError."""
-        units = sum(map(math.prod, self.shapes.values()))
-        if self.name in self.shapes and not 0 < self.kept < units:
-            raise SettingError(
-                f"sparsity keeps {self.kept:.0f} of {units} {self.name} units; choose one that keeps some and removes "
-                "some"
-            )
-        if self.kept >= self.total:
-            raise SettingError(
-                f"{self.kept:,.0f} {self.name} may stay, but all that can be pruned costs {self.total:,.0f}: nothing "
-                "would be removed; remove more"
-            )
-        cheapest = min(float((cost_L + self.opening.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
-        if self.tables:
-            cheapest = min(float(table_LB[:, 1:].amin()) for table_LB in self.tables.values() if table_LB.shape[1] > 1)
-        if self.kept < cheapest:
-            raise SettingError(
-                f"{self.kept:,.0f} {self.name} of what can be pruned may stay, less than any unit costs "
-                f"({cheapest:,.0f}); remove less"
-            )
+        """Refuse a budget that keeps everything or nothing, and blocks that do not fit. Raises: SettingError."""
         for kind, block in self.blocks.items():
-            shape = self.shapes[kind]
-            if kind in self.tables:
-                fits = self.tables[kind].shape[1] > 1
-            else:
-                fits = block <= shape[-1] and block * float(self.costs[kind].min()) <= self.kept
-            if not fits:
+            if not self._can_keep(kind, block):
+                shape = self.shapes[kind]
                 raise SettingError(
-                    f"align is {align}, but {self.kept:,.0f} {self.name if self.name != kind else 'units'} of "
-                    f"{math.prod(shape[:-1])} × {shape[-1]:,} {kind} units are kept, in blocks of {block:,}; choose a "
-                    "smaller one"
+                    f"align is {align}, but a budget of {self.kept:,.0f} {self.currency} keeps no block of {block:,} "
+                    f"of the {math.prod(shape[:-1])} × {shape[-1]:,} {kind} units; choose a smaller align, or keep more"
                 )
+        if not self._least() <= self.kept < self.total:
+            raise SettingError(
+                f"the budget keeps {self.kept:,.0f} of {self.total:,.0f} {self.currency}, where the least that can be "
+                f"kept is {self._least():,.0f}; choose one that keeps some units and removes some"
+            )
+
+    def _can_keep(self, kind: str, block: int) -> bool:
+        return block <= self.shapes[kind][-1] and block * float(self.costs[kind].min()) <= self.kept
+
+    def _least(self) -> float:
+        """Return the lowest cost of keeping anything."""
+        return min(float((cost_L + self.fixed.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
+
+    def describe(self) -> str:
+        """Return in one line what the pool keeps."""
+        blocks = "".join(f", {kind} in blocks of {block:,}" for kind, block in self.blocks.items())
+        return f"budget: keep {self.kept:,.0f} of {self.total:,.0f} {self.currency} ({self.keep_ratio:.1%}){blocks}"
+
+
+class WholeExpertPool(Pool):
+    """Whole experts, equally many of every layer; the units are their channels, which are kept or removed together."""
+
+    def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
+        return self._choose_experts(importance["experts"].double(), is_open["experts"], keep_ratio)
+
+    def choose(self, importance: Masks, is_open: Masks) -> Masks:
+        ranked = open_first(importance["experts"], is_open["experts"])
+        return self._choose_experts(ranked, torch.ones_like(is_open["experts"]), self.keep_ratio)
+
+    def _choose_experts(self, importance_LEC: torch.Tensor, allowed_LEC: torch.Tensor, keep_ratio: float) -> Masks:
+        importance_LE, allowed_LE = importance_LEC.sum(-1), allowed_LEC.any(-1)
+        budget_L = torch.full_like(importance_LE[:, 0], keep_ratio * importance_LE.shape[1])
+        cost_LE = torch.ones_like(importance_LE).masked_fill(~allowed_LE, torch.inf)
+        kept_LE = greedy(importance_LE, cost_LE, budget_L)
+        return {"experts": kept_LE[..., None] & allowed_LEC}
+
+    def describe(self) -> str:
+        num_experts = self.shapes["experts"][1]
+        return f"budget: keep {round(num_experts * self.keep_ratio)} of {num_experts} whole experts of each layer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyPool(Pool):
+    """A budget in measured time, in microseconds of a step; a layer has a fixed cost per attention block and MLP."""
+
+    tables: Mapping[str, torch.Tensor]
+    """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks of units (of routed
+    experts, 0, 1, … blocks per expert on average)."""
+
+    def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
+        """Return which open units stay open; a whole layer can close at once, which saves its fixed cost."""
+        if not self.fixed:
+            return super().close(importance, is_open, keep_ratio)
+        kept = self._choose_rows(importance, is_open, keep_ratio, blocks={})
+        return {kind: kept[kind] & is_open[kind] for kind in kept}
+
+    def choose(self, importance: Masks, is_open: Masks) -> Masks:
+        """Return the kept units of most importance at the measured cost of whole blocks, by an exact choice.
+
+        The experts of a layer share its row of the table, so their blocks are ranked together.
+        """
+        blocks, steps = [], []
+        for kind, values in self._ranked(importance, is_open).items():
+            num_blocks = self.tables[kind].shape[1] - 1
+            blocks.append(cut_rows(values.flatten(0, -2), block=self.blocks[kind], num_blocks=num_blocks))
+            blocks_LM = blocks[-1].importance.view(len(values), -1)  # one block per step, or one of each expert
+            steps.append(cut_rows(blocks_LM, block=blocks_LM.shape[1] // num_blocks))
+        sums_LB = [torch.nn.functional.pad(each.importance.cumsum(1), (1, 0)) for each in steps]
+        counts_L = exact_choice(sums_LB, list(self.tables.values()), self.kept)
+        supports = []
+        for block, step, count_L in zip(blocks, steps, counts_L, strict=True):
+            taken_LM = step.support(torch.arange(step.cost.shape[1]) < count_L[:, None])
+            supports.append(block.support(taken_LM.view_as(block.cost)))
+        return self._shaped(supports, importance)
+
+    def _can_keep(self, kind: str, block: int) -> bool:
+        return self.tables[kind].shape[1] > 1
+
+    def _least(self) -> float:
+        return min(float(table_LB[:, 1:].amin()) for table_LB in self.tables.values())
 
 
 def make_pools(
@@ -234,101 +248,114 @@ def make_pools(
     head_unit: str,
     recipe: Recipe,
     profile: Profile | None = None,
-) -> list[Pool]:
-    """Return the constraints that a recipe puts on a dense model, given by its config and the shapes of its tensors.
+) -> Sequence[Pool]:
+    """Return the pools of a recipe for a dense model, given by its config and the shapes of its tensors.
 
     profile: the latency profile that the budget `latency` requires, checked by `ddp_vllm.speed.find_profile`.
+
     Raises: SettingError for a budget, a target or a tensor-parallel size that this model cannot meet.
     """
     units = unit_shapes(sizes, head_unit)
-    shares_kv = "attn" in units and head_unit == "query-head" and sizes.queries_per_kv > 1
-    common: dict[str, Any] = {
-        "scope": "layer" if recipe.whole_experts else recipe.scope,
-        "whole_experts": recipe.whole_experts,
-        "queries_per_kv": sizes.queries_per_kv,
-        "even_heads": shares_kv and recipe.tp > 1,
-        "shares_kv": shares_kv,
-        "tables": {},
-    }
-    blocks = _blocks(units, sizes, config, recipe, shares_kv=shares_kv)
     if recipe.attention_sparsity and "attn" not in units:
         raise SettingError("attention_sparsity is set, but no attention is pruned in this model; leave it out")
+    queries_per_kv = sizes.queries_per_kv if "attn" in units and head_unit == "query-head" else 1
+    blocks = _blocks(units, sizes, config, recipe, queries_per_kv)
+    layout: dict[str, Any] = {
+        "shapes": units,
+        "scope": recipe.scope,
+        "blocks": blocks,
+        "queries_per_kv": queries_per_kv,
+    }
+    pools: Sequence[Pool]
     if recipe.budget == "units":
-        pools = [
-            Pool(
-                name=kind,
-                shapes={kind: shape},
-                costs={kind: torch.ones(shape[0], dtype=torch.float64)},
-                opening={},
-                blocks={kind: blocks[kind]} if kind in blocks else {},
-                kept=round((1.0 - recipe.removed(kind)) * math.prod(shape)),
-                **common,
-            )
-            for kind, shape in units.items()
-        ]
+        kept = {kind: round((1.0 - recipe.removed(kind)) * math.prod(shape)) for kind, shape in units.items()}
+        pools = [_unit_pool(Pool, kind, kept[kind], layout) for kind in units]
     elif recipe.budget == "latency":
-        if shares_kv:
-            raise SettingError("a query head without its KV head saves no time worth a budget; leave head_unit out")
         assert profile
-        pools = [_measured_pool(units, blocks, profile, recipe, common)]
+        pools = [_latency_pool(profile, recipe, layout)]
     else:
-        layers = prices(recipe.budget, config, shapes, recipe.context_length)
-        queries = sizes.queries_per_kv if head_unit == "kv-group" else 1
-        costs = {
-            "attn": [queries * price.query_head + (0.0 if shares_kv else price.kv_head) for price in layers],
-            "mlp": [price.channel for price in layers],
-            "experts": [layers[index].expert_channel for index in sizes.routed_layers],
-        }
-        pool = Pool(
-            name=recipe.budget,
-            shapes=units,
-            costs={kind: torch.tensor(costs[kind], dtype=torch.float64) for kind in units},
-            opening={"attn": torch.tensor([price.kv_head for price in layers], dtype=torch.float64)}
-            if shares_kv
-            else {},
-            blocks=blocks,
-            kept=0.0,
-            **common,
-        )
-        pools = [_with_kept(pool, config, shapes, recipe)]
-    if recipe.whole_experts:
-        (pool,) = pools
-        kept = math.floor(sizes.num_experts * (pool.kept + 1) / pool.total)  # itself rounded to a unit, maybe down
-        fewer_experts(config, kept)
-        pools = [replace(pool, kept=pool.total * kept / sizes.num_experts)]
+        pools = [_priced_pool(config, shapes, sizes, recipe, layout)]
+    if recipe.whole_experts:  # as many as the budget allows; it may itself have been rounded down, to a channel
+        num_kept = math.floor(sizes.num_experts * (pools[0].kept + 1) / pools[0].total)
+        fewer_experts(config, num_kept)
+        num_channels = num_kept * sizes.expert_intermediate_size * len(sizes.routed_layers)
+        pools = [_unit_pool(WholeExpertPool, "experts", num_channels, layout | {"scope": "layer"})]
     for pool in pools:
         if pool.name != "attn" or recipe.removed("attn"):
             pool.check(recipe.align)
     return pools
 
 
-def _measured_pool(
-    units: Mapping[str, tuple[int, ...]],
-    blocks: Mapping[str, int],
-    profile: Profile,
+def _unit_pool(make: type[Pool], kind: str, kept: int, layout: dict[str, Any]) -> Pool:
+    shape, block = layout["shapes"][kind], layout["blocks"].get(kind)
+    return make(
+        name=kind,
+        currency=f"{kind} units",
+        costs={kind: torch.ones(shape[0], dtype=torch.float64)},
+        kept=kept,
+        **layout | {"shapes": {kind: shape}, "blocks": {kind: block} if block else {}},
+    )
+
+
+def _priced_pool(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    sizes: Dimensions,
     recipe: Recipe,
-    common: dict[str, Any],
+    layout: dict[str, Any],
 ) -> Pool:
+    """Return the pool of a budget in prices, which keeps a share of the prunable cost or what a target leaves of it."""
+    layers, budget = prices(recipe.budget, config, shapes, recipe.context_length), recipe.budget
+    shares_kv = layout["queries_per_kv"] > 1
+    heads_per_unit = 1 if shares_kv else sizes.queries_per_kv
+    costs = {
+        "attn": [heads_per_unit * price.query_head + (0.0 if shares_kv else price.kv_head) for price in layers],
+        "mlp": [price.channel for price in layers],
+        "experts": [layers[index].expert_channel for index in sizes.routed_layers],
+    }
+    pool = Pool(
+        name=budget,
+        currency=f"{budget} of {', '.join(layout['shapes'])}",
+        costs={kind: torch.tensor(costs[kind], dtype=torch.float64) for kind in layout["shapes"]},
+        fixed={"attn": torch.tensor([price.kv_head for price in layers], dtype=torch.float64)} if shares_kv else {},
+        kept=0.0,
+        **layout,
+    )
+    if pool.total == 0:
+        raise SettingError(f"budget is {budget!r}, which does not depend on what is pruned here; choose another")
+    if not recipe.target:
+        return replace(pool, kept=math.floor((1.0 - recipe.sparsity) * pool.total))
+    whole = whole_model(budget, config, dense_layers(config), shapes, recipe.context_length)
+    unprunable = whole - pool.total
+    if not unprunable < recipe.target < whole:
+        raise SettingError(
+            f"target is {recipe.target:,.0f} {budget}, but the dense model has {whole:,.0f}, of which "
+            f"{unprunable:,.0f} cannot be pruned; choose a target between them"
+        )
+    return replace(pool, kept=recipe.target - unprunable)
+
+
+def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> LatencyPool:
     """Return the pool of a budget in measured time, in microseconds. Raises: SettingError if it cannot be met."""
+    if layout["queries_per_kv"] > 1:
+        raise SettingError("a query head without its KV head saves no time worth a budget; leave head_unit out")
     times = profile.times(recipe.workload)
     curves = {"attn": times.attention, "mlp": times.mlp, "experts": times.experts}
-    costs, opening, tables, steps = {}, {}, {}, {}
-    for kind, shape in units.items():
-        curve, align = curves[kind], blocks.get(kind, 1)
-        assert curve is not None
-        rows = torch.ones(shape[0], dtype=torch.float64)
-        costs[kind] = rows * 1e6 * curve.unit / math.prod(shape[1:-1])  # an expert has a share in its layer
-        lasting = 0.0
-        if kind == "experts":
-            lasting = curve.fixed
-        else:
-            opening[kind] = rows * 1e6 * curve.fixed
-        step = math.lcm(align, EXPERT_BLOCK if kind == "experts" else curve.multiple)
+    costs, fixed, tables, steps = {}, {}, {}, {}
+    for kind, shape in layout["shapes"].items():
+        curve, align, is_routed = curves[kind], layout["blocks"].get(kind, 1), kind == "experts"
+        assert curve
+        per_layer = torch.full((shape[0],), 1e6, dtype=torch.float64)
+        costs[kind] = per_layer * curve.unit / math.prod(shape[1:-1])  # an expert has a share in its layer
+        if not is_routed:  # the fixed cost of routed experts stays however many are removed
+            fixed[kind] = per_layer * curve.fixed
+        step = math.lcm(align, EXPERT_BLOCK if is_routed else curve.multiple)
         while step * MOST_BLOCKS < shape[-1]:
             step *= 2
         num_blocks = -(-shape[-1] // step) if shape[-1] % align == 0 else shape[-1] // step
-        seconds = [max(0.0, curve.seconds(min(block * step, shape[-1])) - lasting) for block in range(num_blocks + 1)]
-        steps[kind], tables[kind] = step, rows[:, None] * 1e6 * torch.tensor(seconds, dtype=torch.float64)
+        widths = [min(block * step, shape[-1]) for block in range(num_blocks + 1)]
+        seconds = [max(0.0, curve.seconds(width) - curve.fixed * is_routed) for width in widths]
+        steps[kind], tables[kind] = step, per_layer[:, None] * torch.tensor(seconds, dtype=torch.float64)
     removable = times.prunable - times.lasting
     saved = times.dense * (1.0 - 1.0 / recipe.speedup) if recipe.speedup else recipe.sparsity * removable
     if saved >= removable:
@@ -336,53 +363,21 @@ def _measured_pool(
             f"speedup is {recipe.speedup:g}, but {times.most:.2f} is the most for {recipe.workload}: "
             f"{1 - removable / times.dense:.0%} of a step is spent outside of what can be pruned"
         )
-    return Pool(
+    return LatencyPool(
         name="latency",
-        shapes=units,
+        currency=f"µs per step of {', '.join(layout['shapes'])}",
         costs=costs,
-        opening=opening,
-        blocks=steps,
+        fixed=fixed,
+        tables=tables,
         kept=1e6 * (removable - saved),
-        **common | {"tables": tables},
+        **layout | {"blocks": steps},
     )
 
 
-def describe(pool: Pool) -> str:
-    """Return in one line what a pool keeps, and what its blocks make of that."""
-    if pool.whole_experts:
-        num_experts = pool.shapes["experts"][1]
-        return f"budget: {round(num_experts * pool.keep_ratio)} of {num_experts} experts of each layer stay, whole"
-    if pool.name not in pool.shapes:
-        share = f"{pool.kept / pool.total:.1%} of what can be pruned"
-        if pool.name == "latency":
-            return f"budget: {pool.kept:,.0f} µs of a step in {', '.join(pool.shapes)} stay, {share}"
-        return f"budget: {pool.kept:,.0f} {pool.name} of {', '.join(pool.shapes)} stay, {share}"
-    line = f"budget: {pool.kept:,.0f} of {pool.total:,.0f} {pool.name} units stay"
-    block, shape = pool.blocks.get(pool.name, 1), pool.shapes[pool.name]
-    most = min(int(pool.kept) // block, math.prod(shape[:-1]) * (shape[-1] // block)) * block
-    return line if most == pool.kept else f"{line}, rounded down to {most:,} in blocks of {block}"
-
-
-def _with_kept(pool: Pool, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], recipe: Recipe) -> Pool:
-    """Set what the pool keeps: a share of what can be pruned, or what a target for the whole model leaves of it."""
-    if pool.total == 0:
-        raise SettingError(f"budget is {pool.name!r}, which does not depend on what is pruned here; choose another")
-    if not recipe.target:
-        return replace(pool, kept=math.floor((1.0 - recipe.sparsity) * pool.total))
-    whole = whole_model(pool.name, config, dense_layers(config), shapes, recipe.context_length)
-    fixed = whole - pool.total
-    if not fixed < recipe.target < whole:
-        raise SettingError(
-            f"target is {recipe.target:,.0f} {pool.name}, but the dense model has {whole:,.0f}, of which {fixed:,.0f} "
-            "cannot be pruned; choose a target between them"
-        )
-    return replace(pool, kept=recipe.target - fixed)
-
-
 def _blocks(
-    units: Mapping[str, Any], sizes: Dimensions, config: Mapping[str, Any], recipe: Recipe, *, shares_kv: bool
+    units: Mapping[str, Any], sizes: Dimensions, config: Mapping[str, Any], recipe: Recipe, queries_per_kv: int
 ) -> dict[str, int]:
-    """Return the blocks that `align` and `tp` ask for; module types without one are cut unit by unit.
+    """Return the blocks that `align` and `tp` require; module types without one are cut unit by unit.
 
     Raises: SettingError for a tensor-parallel size over which no layer could split.
     """
@@ -391,12 +386,12 @@ def _blocks(
     if recipe.tp > 1:
 
         def could_split(num_ranks: int) -> list[LayerWidths]:
-            every = shares_kv or "attn" not in units  # KV head of a layer stays, or all of them go
-            heads = sizes.num_kv_heads if every else min(num_ranks, sizes.num_kv_heads)
+            is_whole = queries_per_kv > 1 or "attn" not in units  # a layer keeps all KV heads, or none
+            heads = sizes.num_kv_heads if is_whole else min(num_ranks, sizes.num_kv_heads)
             return [LayerWidths(query_heads_per_kv_head=(sizes.queries_per_kv,) * heads, intermediate_size=0)]
 
         check_tensor_parallel(recipe.tp, config, could_split)
         if "attn" in units:
-            copies = max(1, recipe.tp // sizes.num_kv_heads)  # ranks that hold the same KV head share its query heads
-            blocks["attn"] = sizes.num_kv_heads * copies if shares_kv else min(recipe.tp, sizes.num_kv_heads)
+            copies = max(1, recipe.tp // sizes.num_kv_heads)  # ranks with the same KV head share its query heads
+            blocks["attn"] = sizes.num_kv_heads * copies if queries_per_kv > 1 else min(recipe.tp, sizes.num_kv_heads)
     return {kind: block for kind, block in blocks.items() if block > 1}

@@ -1,4 +1,4 @@
-"""The verbs prune, recover, apply and quantize. torch is imported when one of them runs, not before.
+"""The verbs prune and apply. torch is imported when one of them runs, not before.
 
 Every field of a `Recipe` is an option of `prune`, and every field of a `RecoveryRecipe` one of `recover`: the field
 gives the option its type and default, and the first sentence of the field's docstring is the help text.
@@ -16,9 +16,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ddp_prune import verbs
 from ddp_prune.read_recipe import INHERITED
 from ddp_prune.recipe import CHOICES, Recipe, RecoveryRecipe, kind_of
-from ddp_vllm import api
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import read_provenance
@@ -168,25 +168,10 @@ def prune(
     """
     settings = _with_target(given(settings))
     if dry_run:
-        echo("\n".join(api.plan(model, output=output, recipe=recipe_file, **settings)))
+        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, **settings)))
         return
     settings |= {"overwrite": overwrite, "tracker": tracker}
-    api.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
-
-
-@click.command(cls=Grouped)
-@click.argument("model")
-@partial(recipe_options, RecoveryRecipe)
-@recipe_option
-@output_option
-@overwrite_option
-def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool, **settings: Any) -> None:
-    """Train the weights of the pruned MODEL on the dense model's output and write the better model.
-
-    Widths, speed and serving do not change. Teacher, text and batch size are those of the pruning run unless they are
-    passed. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm recover …
-    """
-    api.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **given(settings))
+    verbs.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
 
 
 @click.command()
@@ -202,7 +187,7 @@ def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite:
     A masks file holds no weights. If weights were trained together with the masks (prune --train weights) or after them
     (recover), the written model has the dense model's weights instead and is worse; ddp-vllm recover trains them.
     """
-    api.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
+    verbs.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
     provenance = read_provenance(masks)
     if (together := trained_together(provenance)) or "recovery" in provenance:
         when = "together with" if together else "after"
@@ -212,21 +197,3 @@ def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite:
             err=True,
         )
     echo(f"written: {output}")
-
-
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option(
-    "--scheme", type=click.Choice(["W8A8", "FP8", "W4A16"]), required=True,
-    help="8-bit integers, 8-bit floats, or 4-bit weights alone.",
-)  # fmt: skip
-@output_option
-@overwrite_option
-def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
-    """Quantize the pruned or dense model in FOLDER with llm-compressor; vLLM serves it as before.
-
-    This requires an environment separate from vLLM's: pip install "ddp-vllm[quantize]". Weights are rounded to the
-    nearest value, so no text is required. The command first prints the layers whose widths suit no fast kernel, and how
-    to avoid that.
-    """
-    echo(f"written: {api.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")

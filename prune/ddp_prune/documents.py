@@ -1,8 +1,8 @@
-"""Rows of any supported text as documents: a file or a hub dataset in, one text a row out.
+"""Read text: a file or a dataset of the Hugging Face hub in, one document per row out.
 
-A local file may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst; any other name is a dataset
-of the hub, which is streamed. A row has a text, or a conversation, which the tokenizer's chat template makes a text. So
-has a row with an instruction and what was answered.
+Local files may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. Any other name is a dataset
+of the hub, which is streamed. A row holds a text, a conversation, or an instruction with its response. The tokenizer's
+chat template turns the last two into a text whose loss mask selects what the assistant generates.
 """
 
 import errno
@@ -12,33 +12,70 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ddp_prune.templates import Templates
+from ddp_prune.templates import Rendered, Templates
 from ddp_vllm.cache import cache_folder, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says of a disk that is full, or of a file that is as large as it may be."""
-DEEPEST = 100  # objects and lists in each other, in a line of JSON
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # or one that does not end: every byte is looked at once
+KINDS = f".txt/.jsonl/.json/.parquet (plain or {', '.join(COMPRESSIONS)})"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAX_DEPTH = 100  # nested objects and lists in a line of JSON
+ROWS_PER_BATCH = 32  # rows that are read and rendered at a time
 INSTRUCTION = (("instruction", "prompt"), ("response", "output", "completion"), ("context", "input"))
-"""Columns of what is asked, answered, and given beside the question; the first that says something is taken."""
-USED = {"text", "conversations", "messages", *itertools.chain.from_iterable(INSTRUCTION)}
+"""Names of the columns for the question, the answer and the question's context; the first non-empty column is used."""
+USED_COLUMNS = {"text", "conversations", "messages", *itertools.chain.from_iterable(INSTRUCTION)}
 ROLES = {"system": "system"} | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant")  # else user
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # possessive: scans each byte once, unterminated strings too
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and which of its characters contribute to the loss."""
+
+    text: str
+    loss_mask: np.ndarray | None = None
+    """bool [num_characters]; None: all characters, and the EOS after the text."""
+
+    def __getitem__(self, characters: slice) -> "Document":
+        """Return an excerpt."""
+        return Document(self.text[characters], None if self.loss_mask is None else self.loss_mask[characters])
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a source. Each iteration reads and renders the rows anew, so few of them are in memory.
+
+    rows: a `datasets.Dataset` or `IterableDataset`.
+    templates: the chat template for conversations.
+    data: the name of the source, for errors.
+    """
+
+    rows: Any
+    templates: Templates
+    data: str
+
+    def __iter__(self) -> Iterator[Document]:
+        """Yield the documents in the order of the rows. Raises: as `reading_text`, `as_documents`."""
+        with reading_text(self.data):
+            for columns in self.rows.iter(batch_size=ROWS_PER_BATCH):
+                rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+                yield from as_documents(rows, self.templates, self.data)
 
 
 def open_rows(name: str, column: str = "") -> Any:
-    """Return the rows of a file, a `datasets.Dataset`, or of a hub dataset, an `IterableDataset` that is streamed.
+    """Return the rows of a file as a `datasets.Dataset`, or those of a hub dataset as an `IterableDataset`.
 
-    name: a path; or `name`, `name:configuration` or `name:configuration:split` on the hub. column: what becomes `text`,
-    if there are columns.
-    Raises: as in `reading_text`.
+    name: a path; or `name`, `name:configuration` or `name:configuration:split` on the hub.
+    column: the column to read as `text`, if the source has columns.
+    Raises: as `reading_text`.
     """
     import datasets
 
@@ -49,9 +86,9 @@ def open_rows(name: str, column: str = "") -> Any:
         hub_name, configuration, split = [*name.split(":", 2), "", ""][:3]
         rows = datasets.load_dataset(hub_name, configuration or None, split=split or "train", streaming=True)
     if not column or _kind(path) == "text":
-        used = [name for name in rows.column_names or () if name in USED]
+        used = [name for name in rows.column_names or () if name in USED_COLUMNS]
         return rows.select_columns(used) if used else rows  # rows of thousands of columns take minutes to decode
-    columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
+    columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know its columns before it is read
     if column not in columns:
         raise TextError(f"{name} has no column {column}, only {', '.join(columns)}; name another with --text-column")
     return rows.select_columns([column]).rename_column(column, "text")
@@ -61,22 +98,18 @@ def open_rows(name: str, column: str = "") -> Any:
 def reading_text(data: str) -> Iterator[None]:
     """Raise TextError for what `datasets` raises in the block, from pyarrow's errors to the hub's.
 
-    Raises: OutputError instead where the disk that holds the cache of `datasets` is full.
+    Raises: OutputError instead if the disk that holds the cache of `datasets` is full.
     """
-    with reading(data, TextError, f"give a hub dataset or a {_kinds()} file", how=" as text"):
+    with reading(data, TextError, f"give a hub dataset or a {KINDS} file", how=" as text"):
         try:
             yield
         except Exception as error:
             cause: BaseException | None = error
             while cause:
-                if isinstance(cause, OSError) and cause.errno in FULL:
+                if isinstance(cause, OSError) and cause.errno in DISK_FULL:
                     raise unwritable_cache(cache_folder(), cause) from error
                 cause = cause.__cause__ or cause.__context__
             raise
-
-
-def _kinds() -> str:
-    return "/".join(kind for kind in READERS if kind != ".raw") + f" (plain or {', '.join(COMPRESSIONS)})"
 
 
 def _kind(path: Path) -> str | None:
@@ -88,38 +121,39 @@ def _read_file(path: Path) -> Any:
     import datasets
 
     if not path.is_file():
-        raise TextError(f"{path} is not a file; give a {_kinds()} file or a hub dataset")
+        raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
     if path.stat().st_size == 0:
         raise TextError(f"{path} is empty; give a file with text")
     kind = _kind(path)
     if kind is None:
-        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {_kinds()} file")
+        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
     options = {"sample_by": "document"} if kind == "text" else {}
-    # datasets tells files apart by name and time, those it unpacks by name alone
+    # `datasets` identifies a file by its name and time, a decompressed one by its name alone
     cache, file = str(cache_folder() / "datasets" / content_of(path)), str(path)
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it logs, the error below says
-    if kind != "text" and path.suffix in COMPRESSIONS:  # parquet's reader needs a file it can seek in
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # the error below repeats what it would log
+    if kind != "text" and path.suffix in COMPRESSIONS:  # the Parquet reader requires a file that it can seek in
         file = datasets.DownloadManager(download_config=datasets.DownloadConfig(cache_dir=cache)).extract(file)
     if kind == "json":
         _check_depth(Path(file), path)
     read = getattr(datasets.Dataset, f"from_{kind}")  # load_dataset would tell the hub about every local file
-    return read(glob.escape(file), cache_dir=cache, **options)  # a name with [ would be taken for a pattern
+    return read(glob.escape(file), cache_dir=cache, **options)  # otherwise a name with [ is taken for a pattern
 
 
-def _check_depth(unpacked: Path, path: Path) -> None:
-    """Refuse lines nested so deeply that pyarrow's reader, which calls itself, would end the process.
+def _check_depth(decompressed: Path, path: Path) -> None:
+    """Reject lines that are nested so deeply that pyarrow's recursive reader would crash. Raises: TextError.
 
-    A line with few brackets is not looked at; a wrong one is left to the reader. Raises: TextError.
+    Lines with few brackets pass unread; the reader itself rejects malformed JSON.
     """
-    with open(unpacked, "rb") as lines:
+    with open(decompressed, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.count(b"[") + line.count(b"{") <= DEEPEST:
+            if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:
                 continue
-            bare = np.frombuffer(_STRING.sub(b"", line), np.uint8)
-            steps = np.isin(bare, list(b"[{")).astype(np.int64) - np.isin(bare, list(b"]}"))
-            if steps.cumsum().max(initial=0) > DEEPEST:
-                raise TextError(f"{path}, line {number}: nested more than {DEEPEST} deep; leave the line out")
+            without_strings = np.frombuffer(_STRING.sub(b"", line), np.uint8)
+            opened = np.isin(without_strings, list(b"[{")).astype(np.int64)
+            depths = (opened - np.isin(without_strings, list(b"]}"))).cumsum()
+            if depths.max(initial=0) > MAX_DEPTH:
+                raise TextError(f"{path}, line {number}: nested more than {MAX_DEPTH} deep; leave the line out")
 
 
 def content_of(path: Path) -> str:
@@ -128,29 +162,40 @@ def content_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def documents(rows: Sequence[dict[str, Any]], templates: Templates, data: str) -> list[str]:
-    """Return the text of each row, or its conversation by the chat template; as plain text where that refuses it.
+def as_documents(rows: Sequence[dict[str, Any]], templates: Templates, data: str) -> list[Document]:
+    """Return the document of each row. A conversation that the chat template rejects becomes plain text.
 
-    What the assistant generates stands between BEGIN and END where the template arranged it.
-    Raises: TextError, naming `data`, if a row has neither; as `Templates.render`.
+    Raises: TextError, naming `data`, if a row has neither text nor conversation; as `Templates.render`.
     """
-    found: list[Any] = [str(row["text"]) if isinstance(row.get("text"), str) else None for row in rows]
-    chats = {place: _messages(rows[place], data) for place, text in enumerate(found) if text is None}
-    if templates.tokenizer.chat_template:
-        for arrange in (list, _alternating):
-            asked = {place: turns for place, chat in chats.items() if found[place] is None and (turns := arrange(chat))}
-            if asked:
-                texts = templates.render(list(asked.values()), mark=True)
-                for place, text in zip(asked, texts, strict=True):
-                    found[place] = text
-    for place, chat in chats.items():
-        if found[place] is None:
-            found[place] = "\n\n".join(message["content"] for message in chat)
-    return found
+    found = [Document(row["text"]) if isinstance(row.get("text"), str) else None for row in rows]
+    conversations = {place: _messages(rows[place], data) for place, each in enumerate(found) if each is None}
+    for arrange in (list, _alternating) if templates.tokenizer.chat_template else ():
+        arranged = {
+            place: messages
+            for place, conversation in conversations.items()
+            if found[place] is None and (messages := arrange(conversation))
+        }
+        rendered = templates.render(list(arranged.values())) if arranged else []
+        for place, each in zip(arranged, rendered, strict=True):
+            found[place] = each and _rendered_document(each)
+    return [
+        each or Document("\n\n".join(message["content"] for message in conversations[place]))
+        for place, each in enumerate(found)
+    ]
+
+
+def _rendered_document(rendered: Rendered) -> Document:
+    """Return a document whose loss mask selects the answers; without an assistant, all of it contributes."""
+    if rendered.answers is None:
+        return Document(rendered.text)
+    loss_mask = np.zeros(len(rendered.text), dtype=bool)
+    for start, stop in rendered.answers:
+        loss_mask[start:stop] = True
+    return Document(rendered.text, loss_mask)
 
 
 def _messages(row: dict[str, Any], data: str) -> list[dict[str, str]]:
-    """Return the turns of a row that say something. Raises: TextError, naming `data`, if it can have none."""
+    """Return the non-empty messages of a row. Raises: TextError, naming `data`, if it has no column for them."""
     turns = row.get("conversations") or row.get("messages")
     if turns is None and (turns := _instruction(row)) is None:
         if row.keys() & {"text", "conversations", "messages"}:
@@ -159,33 +204,37 @@ def _messages(row: dict[str, Any], data: str) -> list[dict[str, str]]:
             f"{data} has no column text, conversations or messages, nor instruction and response, only "
             f"{', '.join(row)[:200]}; name one with --text-column"
         )
-    said = [(turn.get("from") or turn.get("role"), _words(turn.get("value") or turn.get("content"))) for turn in turns]
-    return [{"role": ROLES.get(speaker, "user"), "content": words} for speaker, words in said if words]
+    messages = [
+        (turn.get("from") or turn.get("role"), _text(turn.get("value") or turn.get("content"))) for turn in turns
+    ]
+    return [{"role": ROLES.get(speaker, "user"), "content": content} for speaker, content in messages if content]
 
 
 def _instruction(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the two turns of a row as Dolly, Alpaca or a table of prompts has it, none if one is silent; None if it is
-    no such row."""
-    asked, answered, given = (next((row[name] for name in names if row.get(name)), None) for names in INSTRUCTION)
+    """Return question and answer of a row as in Dolly, Alpaca or a table of prompts.
+
+    Returns [] if one of them is empty, and None if the row lacks these columns.
+    """
+    question, answer, context = (next((row[name] for name in names if row.get(name)), None) for names in INSTRUCTION)
     if not all(row.keys() & set(names) for names in INSTRUCTION[:2]):
         return None
-    if not isinstance(asked, str) or not isinstance(answered, str):
+    if not isinstance(question, str) or not isinstance(answer, str):
         return []
-    question = f"{asked}\n\n{given}" if isinstance(given, str) else asked
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
+    content = f"{question}\n\n{context}" if isinstance(context, str) else question
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
 
-def _words(content: str | list[dict[str, Any]] | None) -> str:
-    """Return what a turn says; of a list of parts, as OpenAI's format has them, those that are text."""
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    """Return the content of a message; of a list of parts, as in OpenAI's format, the text parts."""
     if isinstance(content, list):
         return "\n\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
     return content or ""
 
 
 def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out what the assistant says first, and make one turn of neighbours in the same role."""
+    """Drop the assistant's messages before the first question, and join neighbours of the same role."""
     rest = itertools.dropwhile(lambda message: message["role"] == "assistant", messages)
     return [
-        {"role": role, "content": "\n\n".join(message["content"] for message in turn)}
-        for role, turn in itertools.groupby(rest, key=lambda message: message["role"])
+        {"role": role, "content": "\n\n".join(message["content"] for message in neighbours)}
+        for role, neighbours in itertools.groupby(rest, key=lambda message: message["role"])
     ]

@@ -18,16 +18,18 @@ IMPLEMENTATION = "ddp"  # the name under which transformers finds `gated_experts
 
 
 class LayerGates(NamedTuple):
-    """What a layer's routed experts are run with; every part may be missing."""
+    """How one layer's units run: the routed experts [E, C], or the heads or channels [U]. Without a mask, as stored."""
 
-    mask: torch.Tensor | None
-    """The gates [E, C]; without them the layer is dense."""
-    squares: torch.Tensor | None
-    """[E, C]; backward adds the sum over slots of (∂loss/∂mask at that slot)² to it; float32."""
-    counts: torch.Tensor | None
-    """[E]; the number of slots of each expert is added to it; int64."""
+    mask: torch.Tensor | None = None
+    """The gates of the computed units."""
+    squares: torch.Tensor | None = None
+    """Float32 [U] or [E, C]; backward adds the sum over tokens (slots) of (∂loss/∂mask at that token)² to it."""
+    counts: torch.Tensor | None = None
+    """Int64 [E]; forward adds the number of slots of each expert to it."""
+    kept: torch.Tensor | None = None
+    """Int64: the computed heads or channels; None: all."""
     routed: torch.Tensor | None = None
-    """int64 [N]: the experts among which the router chose, by number; without it all of them."""
+    """Int64: the experts among which the router chooses; None: all."""
 
 
 class _ScaleExperts(torch.autograd.Function):

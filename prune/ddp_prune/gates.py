@@ -1,14 +1,13 @@
-"""Gates on a frozen stock model: what scales a unit from outside, and what a closed one need not compute.
+"""Gates on a stock model: they scale units from outside, and units whose gates closed for good need not be computed.
 
-Legend of shape suffixes: L layers, U units of a layer (heads, KV groups or channels); for mixtures of experts, L layers
-with routed experts, E experts of a layer, C channels of an expert. In `NarrowLayers`, N bundles of units that are
-computed or left out together (a KV head with its query heads, or a channel), K bundles that are computed.
+Legend of shape suffixes: T tokens, L layers, U units of a layer (heads, KV groups or channels); for mixtures of
+experts, L layers with routed experts, E experts of a layer, C channels of an expert. In `NarrowLayers`, N bundles of
+units that are computed or left out together (a KV head with its query heads, or a channel), K computed bundles.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,15 @@ from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT, Dimensions, Family,
 from ddp_vllm.remote_code.tensors import LAYERS, Projection
 
 Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], or "experts" [L, E, C] alone
-CHANNEL_BLOCK = 64  # narrow widths are multiples: kernels like them, and a CPU compiles one for each it meets (log 29)
+CHANNEL_BLOCK = 64  # narrow widths are multiples: kernels prefer them, and a CPU compiles one kernel per width
 DENSE_BLOCKS = ("attn", "mlp")
 
 
 class _Scale(torch.autograd.Function):
-    """x[t] · mask, every entry of the mask over `columns` neighbours; backward also squares what each token says.
+    """x[t] · mask, where each entry of the mask scales `columns` neighbours; backward also squares per-token gradients.
 
-    The gradient of a mask is a sum over tokens. Its parts are there only in backward, so `squares` is filled there: all
-    of it, or at `kept` if x has only those units.
+    The gradient of a mask is a sum over tokens, whose terms exist only in backward. There the squares of the terms are
+    added to `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x has; None means all units.
     """
 
     @staticmethod
@@ -57,8 +56,8 @@ class _Scale(torch.autograd.Function):
         return gradients[0] * spread, products_TU.sum(0), None, None, None
 
 
-class _Cut(torch.autograd.Function):
-    """x at `kept` along an axis, each place at most once; the gradient is 0 elsewhere. That of indexing would add."""
+class _Select(torch.autograd.Function):
+    """x at the distinct indices `kept` of an axis. Backward copies; that of indexing would add, which is slower."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: int, kept: torch.Tensor) -> torch.Tensor:
@@ -72,65 +71,54 @@ class _Cut(torch.autograd.Function):
         return gradients[0].new_zeros(ctx.shape).index_copy_(ctx.axis, kept, gradients[0]), None, None
 
 
-@dataclass
-class _Applied:
-    """What the hooks of a model read. It does not know the model: a cycle would keep the weights in memory."""
+ForwardPlan = dict[str, list[LayerGates]]
+"""How every layer runs in a forward pass and its backward: per module type, one entry per layer."""
 
-    masks: Mapping[str, Sequence[torch.Tensor]] | None = None
-    """The masks of every layer."""
-    squares: Mapping[str, torch.Tensor] | None = None
-    counts: torch.Tensor | None = None
-    routed: Sequence[torch.Tensor] | None = None
-    """The experts of every layer that its router chooses among."""
-    kept: Mapping[str, Sequence[torch.Tensor | None]] | None = None
-    """The units that are computed; None: all."""
 
-    def expert_gates(self, place: int) -> LayerGates:
-        """Return what the routed experts of a layer are run with."""
-        if self.masks is None:
-            return LayerGates(None, None, None)
-        squares = None if self.squares is None else self.squares["experts"][place]
-        counts = None if self.counts is None else self.counts[place]
-        routed = None if self.routed is None else self.routed[place]
-        return LayerGates(self.masks["experts"][place], squares, counts, routed)
+class _Hooks:
+    """What the modules of a gated model call. It does not know the model: a cycle would keep the weights in memory."""
 
-    def route(self, place: int, router_of: Callable[[], Any], *args: Any) -> Any:
-        """Let a router choose among open experts, whose rows alone are its weight meanwhile, as in the exported one."""
-        router = router_of()
+    plan: ForwardPlan | None = None
+    """None: the dense model."""
+
+    def gates(self, block: str, layer: int) -> LayerGates:
+        """Return how a layer runs."""
+        return self.plan[block][layer] if self.plan else LayerGates()
+
+    def route(self, layer: int, router_of: Callable[[], Any], *args: Any) -> Any:
+        """Let a router choose among the open experts: meanwhile its weight has only their rows, as when exported."""
+        router, open_E = router_of(), self.gates("experts", layer).routed
         forward = partial(type(router).forward, router)
-        if self.routed is None:
+        if open_E is None:
             return forward(*args)
         whole = router._parameters["weight"]
-        router._parameters["weight"] = whole.index_select(0, self.routed[place])
+        router._parameters["weight"] = whole.index_select(0, open_E)
         try:
             return forward(*args)
         finally:
             router._parameters["weight"] = whole
 
     def scale_input(self, block: str, layer: int, columns: int, _module: nn.Module, args: Any) -> Any:
-        """Multiply the input of an output projection by the masks of its layer."""
-        if self.masks is None:
+        """Multiply the input of an output projection by the gates of its layer."""
+        gates = self.gates(block, layer)
+        if gates.mask is None:
             return None
-        squares = None if self.squares is None else self.squares[block][layer]
-        kept = None if self.kept is None else self.kept[block][layer]
-        return (_Scale.apply(args[0], self.masks[block][layer], columns, squares, kept), *args[1:])
+        return (_Scale.apply(args[0], gates.mask, columns, gates.squares, gates.kept), *args[1:])
 
     def subtract_bias(
         self, block: str, layer: int, module: Any, _args: Any, output: torch.Tensor
     ) -> torch.Tensor | None:
-        """Remove the output bias of a block with no unit left, as the exported model does."""
-        if self.masks is None:
-            return None
-        gone = ~(self.masks[block][layer] > 0).any(-1, keepdim=True)
-        return output - module.bias * gone
+        """Remove the output bias of a block without open units, as the exported model does."""
+        mask = self.gates(block, layer).mask
+        return None if mask is None else output - module.bias * ~(mask > 0).any(-1, keepdim=True)
 
 
 class GatedModel:
     """A stock transformers model whose heads and channels can be scaled from outside.
 
-    Pre-hooks on the projections that write to the residual stream multiply their input by the current masks; routed
-    experts are run by our implementation of transformers' experts interface (`experts.py`). Where whole experts go,
-    routers choose among those that are open. The weights are not changed, and without masks nothing is scaled, so the
+    Pre-hooks on the projections that write to the residual stream multiply their input by the current masks. Routed
+    experts run through our implementation of transformers' experts interface (`experts.py`). When whole experts are
+    pruned, routers choose among the open ones. The weights are not changed and without masks nothing is scaled, so the
     same model is the dense teacher.
     """
 
@@ -138,7 +126,7 @@ class GatedModel:
         self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
         self.shapes = unit_shapes(sizes, head_unit)
         self.layers = list(model.get_submodule(LAYERS).children())
-        self._applied = _Applied()
+        self._hooks = _Hooks()
         if sizes.num_experts:
             self._attach_to_experts()
         else:
@@ -147,24 +135,24 @@ class GatedModel:
     def _attach_to_experts(self) -> None:
         for place, index in enumerate(self.sizes.routed_layers):
             experts: Any = self.layers[index].get_submodule(EXPERTS)
-            experts.ddp_gates = partial(self._applied.expert_gates, place)
+            experts.ddp_gates = partial(self._hooks.gates, "experts", place)
             router = self.layers[index].get_submodule(ROUTER)
-            router.forward = partial(self._applied.route, place, weakref.ref(router))
+            router.forward = partial(self._hooks.route, place, weakref.ref(router))
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
-        assert model.config._experts_implementation == IMPLEMENTATION  # transformers is silent where it fails
+        assert model.config._experts_implementation == IMPLEMENTATION  # transformers fails silently
 
     def _attach_to_projections(self) -> None:
         sizes = self.sizes
         for block in DENSE_BLOCKS:
             projection = self.family.tensors.output(block)
             length = sizes.units_in(projection.units[0]) * projection.unit_size(sizes.head_dim)
-            columns = length // self.shapes[block][1]  # inputs that a unit spans
+            columns = length // self.shapes[block][1]  # inputs per unit
             for index, layer in enumerate(self.layers):
                 module = layer.get_submodule(projection.name)
-                module.register_forward_pre_hook(partial(self._applied.scale_input, block, index, columns))
+                module.register_forward_pre_hook(partial(self._hooks.scale_input, block, index, columns))
                 if module.bias is not None:
-                    module.register_forward_hook(partial(self._applied.subtract_bias, block, index))
+                    module.register_forward_hook(partial(self._hooks.subtract_bias, block, index))
 
     @contextmanager
     def masks(
@@ -173,49 +161,60 @@ class GatedModel:
         squares: Mapping[str, torch.Tensor] | None = None,
         narrow: "NarrowLayers | None" = None,
     ) -> Iterator[None]:
-        """Apply `masks` (their shapes are those of `shapes`, any float dtype) to every forward inside the block.
+        """Apply masks to every forward inside the block, and to backward, where checkpointed layers run again.
 
-        None is the dense model. `backward()` adds to float32 `squares`, where given, the sum over tokens of
-        (∂loss/∂mask at that token)². Checkpointed layers run again in backward, so it belongs inside the block too.
-        With `narrow`, units that it leaves out are not computed; their masks must be 0, and get no gradient.
+        masks: of the shapes `self.shapes`, any float dtype; None is the dense model.
+        squares: float32; backward adds the sum over tokens of (∂loss/∂mask at that token)².
+        narrow: leaves closed units out; their masks must be 0, and get no gradient.
         """
-        applied = self._applied
-        assert applied.kept is None  # inside, the weights are not those of the dense model
-        previous = applied.masks, applied.squares, applied.routed
-        applied.masks, applied.squares, applied.routed = None, squares, None
-        applied.kept = narrow.kept if narrow else None
-        if masks is not None and self.head_unit == WHOLE_EXPERT:
-            open_LE = (masks["experts"] > 0).any(-1).cpu()  # a GPU is waited for once, not in every layer
-            applied.routed = [row.nonzero().flatten().to(masks["experts"].device) for row in open_LE]
-        if masks is not None:  # taken apart once: a slice a layer would make a gradient of all layers in each
-            mask_of = {block: mask.unbind() for block, mask in masks.items()}
-            for block, kept_of in (applied.kept or {}).items():
-                pairs = zip(mask_of[block], kept_of, strict=True)
-                mask_of[block] = tuple(mask if kept is None else mask[kept] for mask, kept in pairs)
-            applied.masks = mask_of
+        assert self._hooks.plan is None  # blocks do not nest: with narrow layers the weights are not the dense model's
+        if masks is not None:
+            self._hooks.plan = {
+                block: self._rows(mask, squares[block] if squares else None, narrow.kept[block] if narrow else None)
+                for block, mask in masks.items()
+            }
         try:
             with narrow.computed() if narrow else nullcontext():
                 yield
         finally:
-            applied.masks, applied.squares, applied.routed = previous
-            applied.kept = None
+            self._hooks.plan = None
+
+    def _rows(
+        self, mask: torch.Tensor, squares: torch.Tensor | None, kept: Sequence[torch.Tensor | None] | None
+    ) -> list[LayerGates]:
+        """Return how each layer runs, given the mask of all layers [L, …] and the others as in `LayerGates`."""
+        nothing = [None] * len(mask)
+        routed: Sequence[torch.Tensor | None] = nothing
+        if self.head_unit == WHOLE_EXPERT:
+            open_LE = (mask > 0).any(-1).cpu()  # a GPU is waited for once, not in every layer
+            routed = [open_E.nonzero().flatten().to(mask.device) for open_E in open_LE]
+        # The mask is unbound once: a slice per layer would make a gradient as large as all layers in each of them.
+        rows = zip(mask.unbind(), nothing if squares is None else squares, kept or nothing, routed, strict=True)
+        return [
+            LayerGates(row if units is None else row[units], sums, kept=units, routed=open_experts)
+            for row, sums, units, open_experts in rows
+        ]
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
-        """Add to int64 `counts_LE` how often each expert is chosen by forwards with masks inside the block."""
-        previous, self._applied.counts = self._applied.counts, counts_LE
+        """Inside `masks`, add to int64 `counts_LE` how often each expert is chosen by forwards inside this block."""
+        plan = self._hooks.plan
+        assert plan is not None
+        if counts_LE is not None:
+            pairs = zip(plan["experts"], counts_LE, strict=True)
+            self._hooks.plan = {"experts": [gates._replace(counts=counts_E) for gates, counts_E in pairs]}
         try:
             yield
         finally:
-            self._applied.counts = previous
+            self._hooks.plan = plan
 
 
 class NarrowLayers:
     """Copies of a dense model's projections that compute only the heads and channels that are still open.
 
-    A gate that closed for good gives neither output nor gradient. The narrow weights are used by the student and not
-    by the dense teacher, which is the same model where weights are frozen. Weights that learn are cut anew for every
-    forward, and their gradients arrive at the whole ones.
+    A gate that closed for good gives neither output nor gradient. The student uses the narrow weights. The dense
+    teacher does not, although it is the same model if weights are frozen. Trained weights are cut again for every
+    forward, and their gradients arrive at the whole weights.
     """
 
     def __init__(self, gated: GatedModel) -> None:
@@ -223,75 +222,85 @@ class NarrowLayers:
         table = gated.family.tensors
         self.inputs = {block: table.inputs(block) for block in DENSE_BLOCKS}
         self.outputs = {block: table.output(block) for block in DENSE_BLOCKS}
+        self._num_bundles = {"attn": self.sizes.num_kv_heads, "mlp": self.sizes.intermediate_size}
         if any(len(each.units) > 1 for each in self.inputs["attn"]):
-            self.inputs["attn"] = ()  # transformers splits fused heads where the config says, whatever the widths
+            self.inputs["attn"] = ()  # transformers splits fused heads by the config, whatever their widths
         self.kept: dict[str, list[torch.Tensor | None]] = {
             block: [None] * self.sizes.num_layers for block in DENSE_BLOCKS
         }
-        """Units that are computed, rising, int64; one tensor a layer, None where all are."""
-        self.learning = False  # the weights move between forwards
+        """The computed units, ascending, int64; one tensor per layer, None where all units are computed."""
+        self._open: dict[str, torch.Tensor] = {}  # bool [L, N], bundles with an open unit
         self._bundles_kept: dict[tuple[str, int], torch.Tensor] = {}
-        self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], torch.Tensor]] = {}  # of those that are frozen
+        self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], torch.Tensor]] = {}  # of frozen models
 
     def copied_bytes(self) -> int | None:
-        """Return what copies of all these projections would take; None where a process holds only a part of them."""
+        """Return the bytes of copies of all these projections; None if weights are sharded."""
         projections = [*self.outputs.values(), *(each for block in DENSE_BLOCKS for each in self.inputs[block])]
         modules = [layer.get_submodule(each.name) for layer in self.layers for each in projections]
         tensors = [tensor for module in modules for tensor in module.parameters()]
-        cut = any(isinstance(tensor, DTensor) for tensor in tensors)
-        return None if cut else sum(tensor.nbytes for tensor in tensors)
+        sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+        return None if sharded else sum(tensor.nbytes for tensor in tensors)
 
     def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
-        """Compute the open units (bool [L, U] a module type) from now on; what is cut depends on nothing else."""
-        for block in DENSE_BLOCKS:
-            num_bundles = {"attn": self.sizes.num_kv_heads, "mlp": self.sizes.intermediate_size}[block]
-            multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
-            for layer, open_NU in enumerate(is_open[block].unflatten(1, (num_bundles, -1))):
-                wanted_N = open_NU.any(-1)
-                num_kept = max(1, -(-int(wanted_N.sum()) // multiple)) * multiple  # closed ones fill the last multiple
-                kept_K = wanted_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
-                if num_kept >= num_bundles or not self.inputs[block]:
-                    self.kept[block][layer] = None
-                    self._bundles_kept.pop((block, layer), None)
-                    self._weights.pop((block, layer), None)
-                    continue
-                units_NU = torch.arange(open_NU.numel(), device=kept_K.device).view_as(open_NU)
-                before, now = self.kept[block][layer], units_NU[kept_K].flatten()
-                if before is None or not torch.equal(before, now):
-                    self.kept[block][layer], self._bundles_kept[block, layer] = now, kept_K
-                    self._weights.pop((block, layer), None)
+        """From now on compute the open units (bool [L, U] per module type) of the layers that have changed."""
+        rows, open_LN = [], {}
+        for block in (block for block in DENSE_BLOCKS if self.inputs[block]):
+            open_LN[block] = is_open[block].unflatten(1, (self._num_bundles[block], -1)).any(-1)
+            changed_L = (open_LN[block] != self._open.get(block, True)).any(1)
+            rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))
+        for block, counts in zip(open_LN, torch.stack(rows).tolist(), strict=True):  # the one wait for the device
+            units_per_bundle = is_open[block].shape[1] // self._num_bundles[block]
+            for layer, num_open in enumerate(counts):
+                if num_open >= 0:
+                    self._compute(block, layer, open_LN[block][layer], num_open, units_per_bundle)
+        self._open = open_LN
+
+    def _compute(self, block: str, layer: int, open_N: torch.Tensor, num_open: int, units_per_bundle: int) -> None:
+        """Compute the open bundles of a layer from now on, and closed ones up to the next multiple."""
+        self._weights.pop((block, layer), None)
+        multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
+        num_kept = max(1, -(-num_open // multiple)) * multiple
+        if num_kept >= len(open_N):
+            self.kept[block][layer] = None
+            self._bundles_kept.pop((block, layer), None)
+            return
+        kept_K = open_N.int().argsort(descending=True, stable=True)[:num_kept].sort().values
+        units = torch.arange(units_per_bundle, device=kept_K.device)
+        self._bundles_kept[block, layer] = kept_K
+        self.kept[block][layer] = (kept_K[:, None] * units_per_bundle + units).flatten()
 
     def _cut(self, block: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], torch.Tensor]:
-        found = {}
+        narrow = {}
         for projection in self.inputs[block]:
             module = self.layers[layer].get_submodule(projection.name)
             for key, tensor in module.named_parameters():
                 pieces = zip(tensor.chunk(len(projection.units)), projection.units, strict=True)
                 bundles = [self._bundles(piece, 0, projection, unit) for piece, unit in pieces]
-                found[module, key] = torch.cat([_Cut.apply(each, 0, kept_K).flatten(0, 1) for each in bundles])
+                narrow[module, key] = torch.cat([_Select.apply(each, 0, kept_K).flatten(0, 1) for each in bundles])
         projection = self.outputs[block]
         output: Any = self.layers[layer].get_submodule(projection.name)  # its bias does not depend on units
         columns = self._bundles(output.weight, 1, projection, projection.units[0])
-        found[output, "weight"] = _Cut.apply(columns, 1, kept_K).flatten(1)
-        return found
+        narrow[output, "weight"] = _Select.apply(columns, 1, kept_K).flatten(1)
+        return narrow
 
     def _bundles(self, tensor: torch.Tensor, axis: int, projection: Projection, unit: str) -> torch.Tensor:
-        """Split an axis into bundles and what one of them has there."""
+        """Split an axis into bundles and the elements of a bundle."""
         size = projection.unit_size(self.sizes.head_dim)
         return tensor.unflatten(axis, (-1, size * (self.sizes.queries_per_kv if unit == "query_head" else 1)))
 
     @contextmanager
     def computed(self) -> Iterator[None]:
-        """Put the narrow weights in the place of the model's, inside the block."""
-        weights = {} if self.learning else self._weights
+        """Replace the model's weights by the narrow ones inside the block."""
+        trained = any(parameter.requires_grad for parameter in self.layers[0].parameters())
+        weights = {} if trained else self._weights
         for place, kept_K in self._bundles_kept.items():
             if place not in weights:
                 weights[place] = self._cut(*place, kept_K)
-        changes = {place: narrow for cut in weights.values() for place, narrow in cut.items()}
-        whole = {(module, name): module._parameters[name] for module, name in changes}
+        narrow = {place: tensor for cut in weights.values() for place, tensor in cut.items()}
+        whole = {(module, name): module._parameters[name] for module, name in narrow}
         try:
-            for (module, name), narrow in changes.items():
-                module._parameters[name] = narrow  # type: ignore[assignment]  # no leaf if it learns
+            for (module, name), tensor in narrow.items():
+                module._parameters[name] = tensor  # type: ignore[assignment]  # no leaf where weights are trained
             yield
         finally:
             for (module, name), parameter in whole.items():

@@ -90,7 +90,7 @@ class _DistilledHead(torch.autograd.Function):
         teacher_head: OutputHead,
         labels_N: torch.Tensor,
         eta: float,
-        weights_N: torch.Tensor | None,
+        loss_mask_N: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = student_NH.shape[0]
         gradient_NH = torch.empty_like(student_NH)
@@ -104,23 +104,23 @@ class _DistilledHead(torch.autograd.Function):
             p, log_z = _softmax(logits)
             losses = log_z - logits.gather(1, labels)[:, 0]
             gradient, share = p, 1.0 / (1.0 + eta) if distil else 1.0  # share: of the labels in the target q
-            if weights_N is not None:
-                losses, weights, share = losses * weights_N[chunk], weights_N[chunk, None], 1.0
+            if loss_mask_N is not None:
+                losses, weights, share = losses * loss_mask_N[chunk], loss_mask_N[chunk, None], 1.0
             cross_entropy += losses.sum()
             if distil and teacher_NH is not None:
                 teacher = teacher_head.logits(teacher_NH[chunk])
                 t, log_z_teacher = _softmax(teacher)
                 # KL = Σ t (log t − log p), the logarithms taken apart into logits and normalisers
                 divergence += teacher.sub_(logits).mul_(t).sum() + (log_z - log_z_teacher).sum()
-                if weights_N is None:
+                if loss_mask_N is None:
                     gradient = p.sub_(t, alpha=1.0 - share)
                 else:
                     gradient = p.mul_(weights + eta).sub_(t, alpha=eta)
                 del teacher, t  # before the gradient is rounded and taken back
-            elif weights_N is not None:
+            elif loss_mask_N is not None:
                 gradient = p.mul_(weights)
             onehot = torch.full_like(labels, -share, dtype=gradient.dtype)
-            gradient.scatter_add_(1, labels, onehot if weights_N is None else -weights)
+            gradient.scatter_add_(1, labels, onehot if loss_mask_N is None else -weights)
             gradient_NH[chunk] = head.pull_back(gradient, logits) / (share * num_tokens)
         ctx.save_for_backward(gradient_NH)
         metrics = torch.stack([cross_entropy, divergence]) / num_tokens
@@ -140,15 +140,15 @@ def distilled_loss(
     labels_N: torch.Tensor,
     eta: float,
     teacher_head: OutputHead | None = None,
-    weights_N: torch.Tensor | None = None,
+    loss_mask_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float, float]:
-    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats a token (Eq. 16 and 17; w is 1 without `weights_N`).
+    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats a token (Eq. 16 and 17; w is 1 without `loss_mask_N`).
 
     `student_NH` and `teacher_NH` are final hidden states [N, H] after the last norm, `labels_N` int64 [N]. The first
     value is differentiable in `student_NH` only; the KL is exact, over the whole vocabulary. `teacher_NH=None` leaves
     the distillation out. Both models have the same `head`, unless the teacher has one of its own.
     """
-    arguments = (student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, weights_N)
+    arguments = (student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, loss_mask_N)
     loss, metrics = _DistilledHead.apply(*arguments)
     cross_entropy, divergence = metrics.tolist()
     return loss, cross_entropy, divergence

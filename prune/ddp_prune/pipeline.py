@@ -14,20 +14,20 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import (
-    LEARNING_BYTES,
-    check_shares,
-    failing_together,
-    fits_learning,
-    from_main,
-    in_turn,
+from ddp_prune.budget import Pool, make_pools
+from ddp_prune.distributed import (
+    broadcast_from_main,
+    check_sharding,
     load,
+    main_process_first,
     make_accelerator,
+    raise_on_all_ranks,
 )
-from ddp_prune.exam import Exam, bos_warning
-from ddp_prune.export import Become, export, layer_widths, provenance_of
+from ddp_prune.evaluation import Evaluation, bos_warning
+from ddp_prune.export import Transform, export, layer_widths
 from ddp_prune.gates import GatedModel
+from ddp_prune.masks_file import provenance_of
+from ddp_prune.memory import TRAINING_BYTES, fits_training
 from ddp_prune.model import (
     Source,
     check_index,
@@ -41,24 +41,23 @@ from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, schedule
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import FamilyCheckpoints, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
 from ddp_vllm.latency import Profile
-from ddp_vllm.origins import published_recipe
+from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
-from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.provenance import published_recipe
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 FAMILY = ".branch"  # name of a size family's own run, next to the folders of its sizes; no output begins with a dot
 
-Show = Callable[[Path, str, Console], None]
-"""Prints and draws the checkpoint in a folder; the text names its dense model."""
-Recover = Callable[[Recipe, Path, Accelerator, Console], None]
-"""Recovers the checkpoint in a folder, in place, for the minutes of the recipe."""
+Show = Callable[[Checkpoint, str, Console], None]
+"""Prints and draws a checkpoint that was written; the text names its dense model."""
 
 
 def prune(
@@ -69,14 +68,13 @@ def prune(
     tracker: str | None,
     console: Console,
     measure: Measure,
-    recover: Recover,
     show: Show,
-) -> list[Path]:
+) -> list[Checkpoint]:
     """Prune a model and write the checkpoint to `output`; several sizes are written into folders inside it.
 
     recipes: one per size, smallest cut first. measure: measures the latency profile that a speed budget requires, if
     there is none yet. Errors of the user are raised before the model is loaded; the caller has checked the output.
-    Returns the folders that were written. Raises: a child of DdpError.
+    Returns the checkpoints that were written. Raises: a child of DdpError.
     """
     first, alone = recipes[0], len(recipes) == 1
     folders = [output if alone else output / f"{each.size_name}-{each.size:g}" for each in recipes]
@@ -85,22 +83,20 @@ def prune(
     for folder in folders if alone else [*folders, output / FAMILY]:
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
-    check_shares(first, accelerator.num_processes)
-    source, shapes = in_turn(accelerator, lambda: find_model(first, output))
-    profile = in_turn(accelerator, partial(latency_profile, first, source, measure))
-    head_unit = suited_head_unit(first, source)
-    pools = [make_pools(source.config, shapes, source.sizes, head_unit, recipe, profile) for recipe in recipes]
+    check_sharding(first, accelerator.num_processes)
+    source, shapes = main_process_first(accelerator, lambda: find_model(first, output))
+    profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
+    pools = [suited_pools(recipe, source, shapes, profile)[1] for recipe in recipes]
     mode = resolve_training_mode(first, shapes, folders[0], accelerator)
     runs = make_runs(recipes, pools, mode, profile)
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipes[-1].to_dict())
-    pruning = in_turn(accelerator, partial(Pruning, runs[-1], source, head_unit, accelerator, console))
-    family = None if alone else output / FAMILY
+    pruning = main_process_first(accelerator, partial(Pruning, runs[-1], source, accelerator, console))
     pruning.announce(runs[-1])
-    prune_sizes(pruning, runs, pools, folders, family, recover, show, overwrite=overwrite)
+    prune_sizes(pruning, runs, pools, folders, None if alone else output / FAMILY, show, overwrite=overwrite)
     accelerator.wait_for_everyone()  # the caller reads what the main process wrote
     accelerator.end_training()
-    return folders
+    return list(map(read_checkpoint, folders))
 
 
 def find_model(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
@@ -120,8 +116,10 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
     )
 
 
-def suited_head_unit(recipe: Recipe, source: Source) -> str:
-    """Return the head unit of a recipe. Raises: SettingError if recipe and model do not suit each other."""
+def suited_pools(
+    recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
+) -> tuple[str, Sequence[Pool]]:
+    """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not suit each other."""
     longest = source.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
@@ -129,15 +127,13 @@ def suited_head_unit(recipe: Recipe, source: Source) -> str:
         raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
     if recipe.whole_experts and not source.sizes.num_experts:
         raise SettingError(f"{recipe.model} is no mixture of experts, so it has no whole experts to remove")
+    unit = head_unit_of(recipe, source)
+    return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
+
+
+def head_unit_of(recipe: Recipe, source: Source) -> str:
+    """Return the attention unit that a recipe means for this model."""
     return WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
-
-
-def suited_pools(
-    recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
-) -> tuple[str, list[Pool]]:
-    """Return the head unit and the budget pools of a recipe. Raises: SettingError, also of `make_pools`."""
-    head_unit = suited_head_unit(recipe, source)
-    return head_unit, make_pools(source.config, shapes, source.sizes, head_unit, recipe, profile)
 
 
 def resolve_training_mode(
@@ -149,12 +145,12 @@ def resolve_training_mode(
     for saved in (saved_header(output), provenance_of(output)):
         same = accelerator.is_main_process and _is_same_recipe(saved.get("recipe", {}), recipe)
         resolved = saved.get("resolved") or saved.get("run") or {}
-        if mode := from_main(accelerator, resolved.get("train") if same else None):
+        if mode := broadcast_from_main(accelerator, resolved.get("train") if same else None):
             return str(mode)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     held = num_weights // (accelerator.num_processes if recipe.shard else 1)
     models = 2 if recipe.distillation > 0 else 1  # not loaded yet
-    fits = fits_learning(held, accelerator, LEARNING_BYTES + 2 * models)
+    fits = fits_training(held, accelerator, TRAINING_BYTES + 2 * models)
     return "weights" if fits and recipe.controller == "gradual" else "masks"
 
 
@@ -181,12 +177,11 @@ def prune_sizes(
     pools: Sequence[Sequence[Pool]],
     folders: Sequence[Path],
     family: Path | None,
-    recover: Recover,
     show: Show,
     *,
     overwrite: bool,
 ) -> None:
-    """Prune, recover and show one size after the other.
+    """Prune one size after the other.
 
     family: the output of the family's own run, whose lock is held meanwhile and whose state is the end of the search of
     the latest size; None for a single size.
@@ -195,14 +190,13 @@ def prune_sizes(
     with ExitStack() as stack:
         if family:
             shared = RunState(family, runs[-1].recipe, writes=accelerator.is_main_process)
-            with failing_together(accelerator):
+            with raise_on_all_ranks(accelerator):
                 stack.enter_context(shared.locked())
         for place, (run, folder) in enumerate(zip(runs, folders, strict=True)):
             before = pruning.state(family, runs[place - 1]) if family and place else None
             after = pruning.state(family, run) if family and run is not runs[-1] else None
-            pruning.prune_size(run, pools[place], folder, FamilyCheckpoints(before, after), show, overwrite=overwrite)
-            if run.recipe.recover and not from_main(accelerator, "recovery" in provenance_of(folder)):
-                recover(run.recipe, folder, accelerator, pruning.console)
+            checkpoints = FamilyCheckpoints(resume_from=before, save_to=after)
+            pruning.prune_size(run, pools[place], folder, checkpoints, show, overwrite=overwrite)
         if family:
             shared.remove()
 
@@ -210,10 +204,10 @@ def prune_sizes(
 class Pruning:
     """The dense model, the text and the devices that all sizes share."""
 
-    def __init__(self, run: Run, source: Source, head_unit: str, accelerator: Accelerator, console: Console) -> None:
+    def __init__(self, run: Run, source: Source, accelerator: Accelerator, console: Console) -> None:
         """Read the text for the steps of `run`, the longest one. Raises: TextError, SettingError."""
-        self.source, self.head_unit, self.accelerator, self.console = source, head_unit, accelerator, console
-        recipe = run.recipe
+        self.source, self.accelerator, self.console = source, accelerator, console
+        recipe, self.head_unit = run.recipe, head_unit_of(run.recipe, source)
         self.tokenizer = load_tokenizer(str(source.folder))
         self.blocks = load_blocks(
             recipe.data,
@@ -226,7 +220,7 @@ class Pruning:
             text_column=recipe.text_column,
         )
         check_vocabulary(self.blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
-        self.scored = counting(self.blocks, recipe.learn_from, recipe.data, self.say)
+        self.loss_mask = select_loss_mask(self.blocks, recipe.learn_from, recipe.data, self.say)
         files = weight_files(source.folder), companions(source.folder)
         profile = str(run.profile.path) if run.profile else ""
         self.learned_from = fingerprint([self.blocks.train, self.blocks.heldout], *files, profile=profile)
@@ -260,19 +254,19 @@ class Pruning:
         """Write the pruned checkpoint of one size unless an earlier command did, show it unless it will be recovered,
         and delete the run's folder."""
         for pool in pools:
-            self.say(describe(pool))
+            self.say(pool.describe())
         state = self.state(output, run, self.say)
         with ExitStack() as stack:
-            with failing_together(self.accelerator):
+            with raise_on_all_ranks(self.accelerator):
                 stack.enter_context(state.locked())
-            if from_main(self.accelerator, self._is_written(run, output)):
+            if broadcast_from_main(self.accelerator, self._is_written(run, output)):
                 self.say(f"{output} was written before")
             else:
                 self._learn_and_write(run, pools, output, state, family, overwrite=overwrite)
-            with failing_together(self.accelerator):
+            with raise_on_all_ranks(self.accelerator):
                 if self.accelerator.is_main_process:
                     if not run.recipe.recover or "recovery" in provenance_of(output):
-                        show(output, run.recipe.model, self.console)
+                        show(read_checkpoint(output), run.recipe.model, self.console)
                     if is_unfinished(output):
                         state.remove()
 
@@ -296,12 +290,12 @@ class Pruning:
     ) -> None:
         """Learn masks and write the checkpoint. Raises: OutputError before anything is learned; TrainingError."""
         recipe = run.recipe
-        with failing_together(self.accelerator):
+        with raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
                 check_output(output, overwrite=overwrite)
         set_seed(recipe.seed)
         try:
-            learned, judged, become = self.learn(run, pools, state, family)
+            learned, judged, transform = self.learn(run, pools, state, family)
         except torch.OutOfMemoryError as error:  # outside of a step, which has a message of its own
             raise TrainingError(
                 f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
@@ -309,11 +303,11 @@ class Pruning:
                 "with --shard"
             ) from error
         if self.accelerator.is_main_process:
-            self.write(run, output, learned, judged, become, state.metrics, overwrite=overwrite)
+            self.write(run, output, learned, judged, transform, state.metrics, overwrite=overwrite)
 
     def learn(
         self, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints
-    ) -> tuple[Learned, dict[str, Any], Become | None]:
+    ) -> tuple[Learned, dict[str, Any], Transform | None]:
         """Return the masks, the evaluation of the dense and the pruned model, and the updated weights if trained.
 
         Raises: ModelError if the dense model cannot read.
@@ -322,9 +316,9 @@ class Pruning:
         gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, self.head_unit)
         joint = run.train == "weights"
         weights = LearningWeights(gated.model, accelerator) if joint else None  # before any forward pass
-        exam = Exam({recipe.data: self.blocks.heldout}, self.tokenizer)
-        exam.take("dense", gated.model)
-        if not math.isfinite(dense := exam.perplexity(recipe.data)["dense"]):
+        evaluation = Evaluation({recipe.data: self.blocks.heldout}, self.tokenizer)
+        evaluation.evaluate("dense", gated.model)
+        if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
             raise ModelError(
                 f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
             )
@@ -335,12 +329,12 @@ class Pruning:
         with StepProgress(self.console, run.steps.last, phase, accelerator.is_main_process) as report:
             learned = train(
                 gated, self.blocks.train, run, pools, accelerator, state, report, weights, teacher, family,
-                scored=self.scored,
+                loss_mask=self.loss_mask,
             )  # fmt: skip
-        become = weights.finish() if weights else None
+        transform = weights.finish() if weights else None
         with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
-            exam.take("pruned", gated.model)
-        return learned, {"perplexity": exam.perplexity(recipe.data), **exam.said()}, become
+            evaluation.evaluate("pruned", gated.model)
+        return learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, transform
 
     def write(
         self,
@@ -348,7 +342,7 @@ class Pruning:
         output: Path,
         learned: Learned,
         judged: dict[str, Any],
-        become: Become | None,
+        transform: Transform | None,
         metrics: Path,
         *,
         overwrite: bool,
@@ -374,10 +368,10 @@ class Pruning:
                 **judged,
                 "learned_from": self.learned_from,
             },
-            evidence={"z": learned.z, "saliency": learned.saliency, **learned.snapshots},
+            scores={"z": learned.z, "saliency": learned.saliency, **learned.snapshots},
             overwrite=overwrite,
             extra_files={METRICS_FILE: metrics.read_text(encoding="utf-8")},
-            become=become,
+            transform=transform,
         )
 
 

@@ -12,9 +12,10 @@ import torch
 from accelerate import Accelerator
 
 from ddp_prune.batches import Batches, sequences_at_once
-from ddp_prune.budget import Pool, describe, make_pools
-from ddp_prune.devices import LEARNING_BYTES, USABLE, check_shares, free_memory, load, make_accelerator, pass_bytes
+from ddp_prune.budget import Pool, make_pools
+from ddp_prune.distributed import check_sharding, load, make_accelerator
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
 from ddp_prune.model import AGAIN, Source, loading_options
 from ddp_prune.pipeline import find_model, latency_profile, make_runs, resolve_training_mode, suited_pools
 from ddp_prune.recipe import Recipe
@@ -31,7 +32,7 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     """Return what `prune` would do, a line each. Raises: as `prune` before it loads the model."""
     first = recipes[0]
     accelerator = make_accelerator(output, None)
-    check_shares(first, accelerator.num_processes)
+    check_sharding(first, accelerator.num_processes)
     source, shapes = find_model(first, output)
     profile = latency_profile(first, source, _refuse_to_measure)
     mode = resolve_training_mode(first, shapes, output, accelerator)
@@ -41,7 +42,7 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
         head_unit, pools = suited_pools(recipe, source, shapes, profile)
         pools_of.append(pools)
-        lines += [describe(pool) for pool in pools]
+        lines += [pool.describe() for pool in pools]
         lines += _of_the_whole(recipe, source, shapes, head_unit, pools)
     runs = make_runs(recipes, pools_of, mode, profile)
     last, run = recipes[-1], runs[-1]
@@ -94,7 +95,7 @@ def _of_the_whole(
     )
     whole = whole_model("params", source.config, dense_layers(source.config), shapes, recipe.context_length)
     costs = {kind: float(pool.unit_costs(kind).mean()) for kind in pool.shapes}
-    gone = sum((each.total - each.kept) * (costs[each.name] if recipe.budget == "units" else 1.0) for each in pools)
+    gone = sum((each.total - each.kept) * costs.get(each.name, 1.0) for each in pools)
     line = (
         f"{gone / pool.total:.1%} of what can be pruned = {gone / whole:.1%} of the model: {short(whole)} → "
         f"{short(whole - gone)} parameters"
@@ -127,7 +128,7 @@ def _memory(
     model.requires_grad_(learns)
     held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
     teaches = learns and recipe.distillation > 0  # a second model
-    weights = held * (LEARNING_BYTES * learns + (1 + teaches) * model.dtype.itemsize)
+    weights = held * (TRAINING_BYTES * learns + (1 + teaches) * model.dtype.itemsize)
     at_once = sequences_at_once(recipe, accelerator)
     passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
     return weights + passing, (

@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ddp_prune.distributed import broadcast_from_main, raise_on_all_ranks
 from ddp_prune.recipe import Recipe, RecoveryRecipe
+from ddp_prune.weights import LEARNED
 from ddp_vllm.errors import OutputError
 from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import seals
@@ -188,6 +191,22 @@ class RunState:
             reason = " ".join(str(error).split())
             remedy = "make room, and the same command resumes from there"
             raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
+
+
+def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Return in all processes what `run.load` finds in the main process; the others may not see its disk.
+
+    The other processes do not get trained weights, which `LearningWeights.restore` sends one at a time. In the main
+    process all tensors are views of the mapped file, so they take no memory until they are read.
+    """
+    with raise_on_all_ranks(accelerator):
+        saved = run.load() if accelerator.is_main_process else None
+    if saved is None or accelerator.num_processes == 1:
+        return broadcast_from_main(accelerator, saved)
+    step, tensors, extra = saved
+    small = {name: value for name, value in tensors.items() if not name.startswith(LEARNED)}
+    broadcast_from_main(accelerator, (step, small, extra))
+    return saved
 
 
 def saved_header(output: Path) -> dict[str, Any]:

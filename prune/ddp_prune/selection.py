@@ -1,12 +1,13 @@
-"""Which units stay: one greedy selection under a budget, while searching and to round.
+"""The selection of kept units: a greedy one for the search and for rounding, an exact one for measured costs.
 
-Units leave a list (the channels of a layer, of an expert; the heads of a layer, of a KV head) worst first, in blocks,
-so a list keeps some number of its first blocks. The selection chooses that number.
-Legend: G places where a budget holds (the model, its layers or its experts), M blocks of such a place; R lists, U units
-of a list, B blocks of a list.
+Units leave a row (the channels of a layer or of an expert, the heads of a layer or of a KV head) least important first
+and in whole blocks. What is selected is therefore how many of its first blocks each row keeps.
+
+Legend: G budget groups (the model, its layers or its experts), M blocks of a group; R rows, U units and B blocks of a
+row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -20,68 +21,70 @@ INFEASIBLE = 2  # scipy's status of a problem without a solution; 1 is a time li
 
 
 def greedy(
-    worth_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G: torch.Tensor, leads_GM: torch.Tensor | None = None
+    importance_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G: torch.Tensor, parent_GM: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return which blocks stay, bool [G, M], at a cost of at most `budget_G` a place; ties go to the lower index.
+    """Return which blocks are kept, bool [G, M], at a cost of at most `budget_G` per group; ties go to the lower index.
 
-    Blocks are taken by worth for their cost until one does not fit, then those of the rest that do. With equal costs
-    that is the best choice there is; with others it misses the best of a place by less than the worth of one block.
-    What the places leave over together goes to those whose next block is worth most for its cost, one block each.
-    `leads_GM`, int64: the block that has to be taken before this one.
+    Each group takes blocks by importance per cost until one does not fit, then the remaining blocks that fit. With
+    equal costs this is optimal; otherwise a group misses its optimum by less than the importance of one block. Then
+    the groups share what is left of their budgets: each may take one more block, best importance per cost first.
+
+    parent_GM: int64 index of the block that must be taken before this one; a block without a parent names itself.
     """
-    cost_GM, ratio_GM = cost_GM.double(), torch.where(cost_GM > 0, worth_GM.double() / cost_GM, torch.inf)
+    cost_GM = cost_GM.double()
+    ratio_GM = torch.where(cost_GM > 0, importance_GM.double() / cost_GM, torch.inf)
     order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
-    cost_GM, ratio_GM = cost_GM.gather(-1, order_GM), ratio_GM.gather(-1, order_GM)  # from here on, in this order
-    budget_G = budget_G.double() * (1.0 + 1e-9)  # a share is seldom exact in binary
-    taken_GM = cost_GM.cumsum(-1) <= budget_G[:, None]
-    if leads_GM is not None:
-        leads_GM = order_GM.argsort(-1).gather(-1, leads_GM.gather(-1, order_GM))
+    budget_G1 = budget_G.double()[:, None] * (1.0 + 1e-9)  # a budget such as 0.8 · 768 is not exact in binary
 
     def left_over() -> torch.Tensor:
-        return budget_G[:, None] - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
+        return budget_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
 
-    def fitting(left: torch.Tensor) -> torch.Tensor:
-        possible = ~taken_GM & (cost_GM <= left)
-        if leads_GM is None:
-            return possible
-        own = leads_GM == torch.arange(leads_GM.shape[1], device=leads_GM.device)
-        return possible & (own | taken_GM.gather(-1, leads_GM))
+    def available(left: torch.Tensor) -> torch.Tensor:
+        fits_GM = ~taken_GM & (cost_GM <= left)
+        if parent_GM is None:
+            return fits_GM
+        has_none_GM = parent_GM == torch.arange(parent_GM.shape[1], device=parent_GM.device)
+        return fits_GM & (has_none_GM | taken_GM.gather(-1, parent_GM))
 
-    while (more_GM := fitting(left_over())).any():
-        taken_GM |= more_GM & (torch.where(more_GM, cost_GM, 0.0).cumsum(-1) <= left_over())
-    wants_G = torch.full_like(budget_G, len(budget_G) > 1, dtype=torch.bool)  # a block of what the others left
-    while True:
-        left = left_over().sum()
-        if not (more_GM := fitting(left) & wants_G[:, None]).any():
-            break
-        first_G1, has_G = more_GM.int().argmax(-1, keepdim=True), more_GM.any(-1)
-        next_ratio_G = torch.where(has_G, ratio_GM.gather(-1, first_G1)[:, 0], -1.0)
-        next_cost_G = torch.where(has_G, cost_GM.gather(-1, first_G1)[:, 0], 0.0)
-        order_G = next_ratio_G.argsort(descending=True, stable=True)
-        gets_G = torch.zeros_like(has_G).scatter(0, order_G, next_cost_G[order_G].cumsum(0) <= left) & has_G
-        taken_GM.scatter_(-1, first_G1, taken_GM.gather(-1, first_G1) | gets_G[:, None])
-        wants_G &= has_G & ~gets_G
-    return torch.zeros_like(taken_GM).scatter(-1, order_GM, taken_GM)
+    def up_to(cost_GM: torch.Tensor) -> torch.Tensor:
+        """Return the cost of each block and of all that come before it by importance per cost."""
+        return torch.empty_like(cost_GM).scatter_(-1, order_GM, cost_GM.gather(-1, order_GM).cumsum(-1))
+
+    taken_GM = up_to(cost_GM) <= budget_G1
+    while (fits_GM := available(left_G1 := left_over())).any():
+        taken_GM |= fits_GM & (up_to(torch.where(fits_GM, cost_GM, 0.0)) <= left_G1)
+    if len(budget_G) == 1:
+        return taken_GM
+    waiting_G1 = torch.ones_like(budget_G1, dtype=torch.bool)
+    while (fits_GM := available(left := left_over().sum()) & waiting_G1).any():
+        groups = fits_GM.any(-1).nonzero()[:, 0]
+        blocks = ratio_GM.masked_fill(~fits_GM, -torch.inf).argmax(-1)[groups]
+        best_first = ratio_GM[groups, blocks].argsort(descending=True, stable=True)
+        groups, blocks = groups[best_first], blocks[best_first]
+        paid = cost_GM[groups, blocks].cumsum(0) <= left
+        taken_GM[groups[paid], blocks[paid]] = True
+        waiting_G1[groups[paid]] = False
+    return taken_GM
 
 
-def exact_support(worth: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the bool mask of the `kept` units of highest worth, of any shape; ties go to the lower index."""
-    flat = worth.reshape(1, -1)
-    return greedy(flat, torch.ones_like(flat), flat.new_tensor([kept])).view(worth.shape)
+def exact_support(importance: torch.Tensor, kept: int) -> torch.Tensor:
+    """Return the bool mask of the `kept` most important units, of any shape; ties go to the lower index."""
+    flat = importance.reshape(1, -1)
+    return greedy(flat, torch.ones_like(flat), flat.new_tensor([kept])).view(importance.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lists:
-    """The units of one module type in lists, the first to stay first, cut into blocks."""
+class Rows:
+    """The units of one module type in rows, the most important first, cut into blocks."""
 
     order: torch.Tensor
-    """int64 [R, U]: the units of a list."""
+    """int64 [R, U]: the units of a row."""
     units: torch.Tensor
-    """int64 [R, B]: how many units a block has; 0: none, the block before has them."""
-    worth: torch.Tensor
+    """int64 [R, B]: the number of units of a block; 0 if it was joined into the first one."""
+    importance: torch.Tensor
     """float64 [R, B]."""
     cost: torch.Tensor
-    """float64 [R, B]; infinite where it has no units."""
+    """float64 [R, B]; infinite for a block that was joined into the first one."""
 
     def support(self, taken_RB: torch.Tensor) -> torch.Tensor:
         """Return the bool mask [R, U] of the units in the taken blocks."""
@@ -90,119 +93,145 @@ class Lists:
         return torch.zeros_like(first_RU).scatter(1, self.order, first_RU)
 
 
-def best_first(worth_RU: torch.Tensor) -> torch.Tensor:
-    """Return the units of each list by falling worth; ties go to the lower index."""
-    return worth_RU.argsort(dim=1, descending=True, stable=True)
+def best_first(importance_RU: torch.Tensor) -> torch.Tensor:
+    """Return the units of each row by falling importance; ties go to the lower index."""
+    return importance_RU.argsort(dim=1, descending=True, stable=True)
 
 
-def evenly(worth_RU: torch.Tensor, queries_per_kv: int) -> torch.Tensor:
-    """Return the query heads of each layer so that all KV heads lose their worst, then all their second worst, ..."""
-    worth_RKQ = worth_RU.unflatten(1, (-1, queries_per_kv))
-    order_RKQ = worth_RKQ.argsort(dim=2, descending=True, stable=True)
-    first_K1 = torch.arange(worth_RKQ.shape[1])[:, None] * queries_per_kv
+def evenly(importance_RU: torch.Tensor, queries_per_kv: int) -> torch.Tensor:
+    """Return the query heads of each layer: the best one of every KV head, then the second best of every KV head, …"""
+    importance_RKQ = importance_RU.unflatten(1, (-1, queries_per_kv))
+    order_RKQ = importance_RKQ.argsort(dim=2, descending=True, stable=True)
+    first_K1 = torch.arange(importance_RKQ.shape[1])[:, None] * queries_per_kv
     return (order_RKQ + first_K1).transpose(1, 2).flatten(1)
 
 
-def cut_lists(
-    worth_RU: torch.Tensor,
-    order_RU: torch.Tensor,
-    cost_R: torch.Tensor,
+def cut_rows(
+    importance_RU: torch.Tensor,
     *,
     block: int = 1,
-    opening_R: torch.Tensor | None = None,
-) -> Lists:
-    """Cut lists into blocks of `block` units; units past the last whole block go.
+    num_blocks: int | None = None,
+    order_RU: torch.Tensor | None = None,
+    cost_R: torch.Tensor | None = None,
+    fixed_R: torch.Tensor | None = None,
+) -> Rows:
+    """Cut rows into blocks of `block` units.
 
-    cost_R: of a unit. opening_R: what a list costs as soon as it keeps anything, as the KV head that query heads share.
-    Its first blocks are then joined into the one that is worth most for its cost, so that worth falls again.
+    num_blocks: None leaves out the units after the last whole block; one more block takes them in.
+    order_RU: None is by importance.
+    cost_R: the cost of a unit; None is 1.
+    fixed_R: paid once for a row that keeps any unit, such as the cost of the KV head that query heads share.
     """
-    num_blocks = worth_RU.shape[1] // block
-    ranked = worth_RU.double().gather(1, order_RU)[:, : num_blocks * block]
-    worth_RB = ranked.unflatten(1, (num_blocks, block)).sum(-1)
-    cost_RB = (cost_R.double()[:, None] * block).expand_as(worth_RB).clone()
-    units_RB = torch.full_like(worth_RB, block, dtype=torch.int64)
-    if opening_R is not None:
-        total_RB = cost_RB.cumsum(1) + opening_R.double()[:, None]
-        ratio_RB = worth_RB.cumsum(1) / total_RB
-        joined_R1 = num_blocks - 1 - ratio_RB.flip(1).argmax(1, keepdim=True)  # the longest of the best
-        inside = torch.arange(num_blocks) <= joined_R1
-        sums = [values.cumsum(1).gather(1, joined_R1) for values in (worth_RB, units_RB)]
-        worth_RB, units_RB = worth_RB.masked_fill(inside, 0.0), units_RB.masked_fill(inside, 0)
-        cost_RB = cost_RB.masked_fill(inside, torch.inf)
-        worth_RB[:, :1], units_RB[:, :1], cost_RB[:, :1] = *sums, total_RB.gather(1, joined_R1)
-    return Lists(order=order_RU, units=units_RB, worth=worth_RB, cost=cost_RB)
-
-
-def best_support(lists: Sequence[Lists], budget_G: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each module type the bool mask [R, U] of what stays; each has its lists place after place."""
-    num_places = len(budget_G)
-    worth_GM, cost_GM = (
-        torch.cat([getattr(part, name).reshape(num_places, -1) for part in lists], 1) for name in ("worth", "cost")
+    order_RU = best_first(importance_RU) if order_RU is None else order_RU
+    cost_R = torch.ones(len(importance_RU)) if cost_R is None else cost_R
+    num_blocks = num_blocks or importance_RU.shape[1] // block
+    ranked = importance_RU.double().gather(1, order_RU)
+    ranked = torch.nn.functional.pad(ranked, (0, num_blocks * block - ranked.shape[1]))  # or cut, by negative padding
+    importance_RB = ranked.unflatten(1, (num_blocks, block)).sum(-1)
+    rows = Rows(
+        order=order_RU,
+        units=torch.full_like(importance_RB, block, dtype=torch.int64),
+        importance=importance_RB,
+        cost=(cost_R.double()[:, None] * block).expand_as(importance_RB),
     )
-    leads, start = [], 0
-    for part in lists:
-        num_lists, num_blocks = part.cost.shape
-        firsts = start + num_blocks * torch.arange(num_lists // num_places)
-        leads.append(firsts.repeat_interleave(num_blocks))
-        start += num_lists // num_places * num_blocks
-    taken_GM = greedy(worth_GM, cost_GM, budget_G, torch.cat(leads).expand_as(worth_GM))
-    parts = taken_GM.split([part.cost.numel() // num_places for part in lists], dim=1)
-    return [part.support(mine.reshape(part.cost.shape)) for part, mine in zip(lists, parts, strict=True)]
+    return rows if fixed_R is None else _with_fixed_cost(rows, fixed_R)
+
+
+def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
+    """Join the first blocks of each row, as many as are most important per cost when the fixed cost is included.
+
+    After this, importance per cost falls along every row, as `greedy` requires.
+    """
+    importance_RB, units_RB = rows.importance.cumsum(1), rows.units.cumsum(1)
+    cost_RB = rows.cost.cumsum(1) + fixed_R.double()[:, None]
+    num_blocks = cost_RB.shape[1]
+    last_R1 = num_blocks - 1 - (importance_RB / cost_RB).flip(1).argmax(1, keepdim=True)  # the last one among equals
+    is_joined_RB = torch.arange(num_blocks) <= last_R1
+
+    def joined(values_RB: torch.Tensor, sums_RB: torch.Tensor, rest: float) -> torch.Tensor:
+        first_R1 = sums_RB.gather(1, last_R1)
+        return torch.cat([first_R1, values_RB.masked_fill(is_joined_RB, rest)[:, 1:]], dim=1)
+
+    return Rows(
+        order=rows.order,
+        units=joined(rows.units, units_RB, 0),
+        importance=joined(rows.importance, importance_RB, 0.0),
+        cost=joined(rows.cost, cost_RB, torch.inf),
+    )
+
+
+def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Tensor]:
+    """Return the bool mask [R, U] of the kept units per module type; the rows of each come group after group."""
+    num_groups = len(budget_G)
+
+    def grouped(values: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([each.reshape(num_groups, -1) for each in values], dim=1)
+
+    def by_rows(values_GM: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [rows.cost.numel() // num_groups for rows in parts]
+        return [each.reshape(rows.cost.shape) for each, rows in zip(values_GM.split(sizes, 1), parts, strict=True)]
+
+    importance_GM, cost_GM = grouped(rows.importance for rows in parts), grouped(rows.cost for rows in parts)
+    index_GM = torch.arange(cost_GM.shape[1]).expand_as(cost_GM)
+    parent_GM = grouped(index_RB[:, :1].expand_as(index_RB) for index_RB in by_rows(index_GM))  # the first of its row
+    taken_GM = greedy(importance_GM, cost_GM, budget_G, parent_GM)
+    return [rows.support(taken_RB) for rows, taken_RB in zip(parts, by_rows(taken_GM), strict=True)]
 
 
 def exact_choice(
-    worth_RB: Sequence[torch.Tensor], cost_RB: Sequence[torch.Tensor], budget: float, time_limit: float = 300.0
+    importance_RB: Sequence[torch.Tensor], cost_RB: Sequence[torch.Tensor], budget: float, time_limit: float = 300.0
 ) -> list[torch.Tensor]:
-    """Return how many blocks each list keeps, int64 [R] a module type: the most worth that `budget` can pay for.
+    """Return how many blocks each row keeps, int64 [R] per module type: the most importance that `budget` can pay for.
 
-    worth_RB, cost_RB: float64 [R, B + 1] a module type, what keeping the first 0, 1, … blocks is worth and costs;
-    costs need not grow evenly. A choice of one number per list, by branch and bound (HiGHS), within 0.01 % of the best:
-    proving the last of it takes minutes instead of a second. Raises: SettingError if nothing can be paid for,
-    TrainingError if nothing was found within `time_limit` seconds; what was found by then is taken.
+    importance_RB, cost_RB: float64 [R, B + 1] per module type, of keeping the first 0, 1, … blocks; costs need not grow
+    evenly. time_limit: in seconds; the best choice found by then is returned.
+
+    One number is chosen per row by branch and bound (HiGHS), within 0.01 % of the optimum, because proving the last of
+    it takes minutes instead of a second. Raises: SettingError if no choice meets the budget, TrainingError if none was
+    found within the time limit.
     """
-    worth, cost = (torch.cat([part.flatten() for part in parts]).numpy() for parts in (worth_RB, cost_RB))
-    sizes = [len(row) for part in worth_RB for row in part]
+    importance, cost = (torch.cat([part.flatten() for part in parts]).numpy() for parts in (importance_RB, cost_RB))
+    sizes = [len(row) for part in importance_RB for row in part]
     rows = numpy.repeat(numpy.arange(len(sizes)), sizes)
     one_each = scipy.sparse.csr_array((numpy.ones(len(rows)), (rows, numpy.arange(len(rows)))))
     found = scipy.optimize.milp(
-        -worth / max(worth.max(), 1e-300),
-        integrality=numpy.ones(len(worth)),
+        -importance / max(importance.max(), 1e-300),
+        integrality=numpy.ones(len(importance)),
         bounds=(0, 1),
         constraints=[(one_each, 1, 1), (cost[None] / budget, -numpy.inf, 1.0)],
         options={"mip_rel_gap": 1e-4, "time_limit": time_limit},
     )
     if found.x is None and found.status == INFEASIBLE:
-        raise SettingError("nothing that can be kept meets the budget; remove less")
+        raise SettingError("no selection of units meets the budget; remove less")
     if found.x is None:
         raise TrainingError(
-            f"no choice of widths was found in {time_limit:g} seconds; run the same command again on a machine that is "
-            "less busy, and it resumes here"
+            f"no selection of widths was found in {time_limit:g} seconds; run the same command again on a less busy "
+            "machine, and it resumes here"
         )
-    chosen = torch.from_numpy(found.x > 0.5).split([part.numel() for part in worth_RB])
-    return [mine.view_as(part).int().argmax(1) for mine, part in zip(chosen, worth_RB, strict=True)]
+    chosen = torch.from_numpy(found.x > 0.5).split([part.numel() for part in importance_RB])
+    return [mine.view_as(part).int().argmax(1) for mine, part in zip(chosen, importance_RB, strict=True)]
 
 
-def keeping_worth(saliency: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Return the saliency, scaled down for closed gates until every open one is worth more; float64, same shape.
+def open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
+    """Return the importance, scaled down for closed gates until every open one ranks higher; float64, same shape.
 
-    What the search has closed comes back only where too little is open, or in place of gates without any saliency.
+    A gate that the search closed is then reopened only where too few are open, or instead of one of no importance.
     """
-    worth = saliency.double()  # in float32 saliencies that differ by more than 1e7 leave no room below them
-    open_worth, closed_worth = worth[alive & (worth > 0)], worth[~alive]
-    if len(open_worth) and len(closed_worth):
-        scale = 0.5 * open_worth.min() / closed_worth.max().clamp_min(open_worth.min())
-        worth = torch.where(alive, worth, worth * scale)
-    return worth
+    importance = importance.double()  # in float32, importances that differ by more than 1e7 leave no room below them
+    lowest_open, closed = importance[is_open & (importance > 0)], importance[~is_open]
+    if len(lowest_open) and len(closed):
+        scale = 0.5 * lowest_open.min() / closed.max().clamp_min(lowest_open.min())
+        importance = torch.where(is_open, importance, importance * scale)
+    return importance
 
 
 def realign(gates: torch.Tensor, saliency: torch.Tensor, align: int) -> torch.Tensor:
-    """Return learned gates [..., U] with a multiple of `align` open in every list, as many in all as that allows.
+    """Return learned gates [..., U] with a multiple of `align` open in every row, as many in all as that allows.
 
-    Whole blocks move between lists by saliency, as if rounded so before the polish; what comes back has scale 1. It
-    costs no perplexity on SmolLM2 (log 15).
+    Whole blocks move between rows by saliency, as if they had been rounded so before the fine-tuning of the scales;
+    reopened gates have scale 1. This costs no perplexity on SmolLM2-135M.
     """
-    alive = gates > 0
-    worth_RU = keeping_worth(saliency, alive).flatten(0, -2)
-    lists = cut_lists(worth_RU, best_first(worth_RU), torch.ones(len(worth_RU)), block=align)
-    (support,) = best_support([lists], alive.sum()[None])
-    return torch.where(alive, gates, 1.0) * support.view_as(gates)
+    is_open = gates > 0
+    importance_RU = open_first(saliency, is_open).flatten(0, -2)
+    (support,) = best_support([cut_rows(importance_RU, block=align)], is_open.sum()[None])
+    return torch.where(is_open, gates, 1.0) * support.view_as(gates)

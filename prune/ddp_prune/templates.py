@@ -1,13 +1,13 @@
-"""Chat templates, rendered in a process of their own, which is killed where a template takes too long.
+"""Chat templates, rendered in a child process with limits of time and memory.
 
-A template is a program of whoever made the model: it may loop for ever, or spend hours in one step that no signal
-interrupts. `Templates` starts this file as a program, sends it conversations in batches and reads their texts. The
-program imports the standard library and jinja2 alone, so it starts in a tenth of a second.
+A template is a program by whoever published the model: it may loop forever, or spend hours in one step that no signal
+interrupts. `Templates` starts this file as a program, sends it batches of conversations and reads the rendered texts.
+The program imports only the standard library and jinja2, so it starts in a tenth of a second.
 
-To tell which characters are an assistant's, a conversation is rendered twice: as it is, and with the first and the last
-character of each part of an assistant's turn replaced by one that stands for the turn. Parts lie between the tags that
-the template names, as <think>. A template that strips, splits or drops parts of a turn does the same both times, so the
-replaced characters lie where the words are.
+To locate an assistant's words in the rendered text, a conversation is rendered twice: as it is, and with the first and
+last character of each part of an assistant's message replaced by a placeholder for that message. Parts are separated by
+the tags that the template mentions, such as <think>. A template that strips, splits or drops parts does so both times,
+so the placeholders show where the words are.
 """
 
 import itertools
@@ -19,38 +19,44 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around an assistant's words in a rendered conversation; Unicode reserves both for a program's own use."""
-LONGEST_RENDERING = 10.0
-"""Seconds of processor time that a chat template may take for all conversations of a reading, in addition to:"""
-SECONDS_PER_CONVERSATION = 0.01
-"""Real templates take a tenth of that."""
-LARGEST_RENDERING = 1 << 29
-"""Bytes of memory that rendering a batch may take."""
-TURNS = range(0x100000, 0x10FFFE)
-"""Characters that stand for the words of a turn; Unicode gives them no meaning."""
+RENDERING_SECONDS, SECONDS_PER_CONVERSATION = 10.0, 0.01
+"""Processor time that a chat template may take: in all, and in addition per conversation (real ones take a tenth)."""
+RENDERING_BYTES = 1 << 29
+"""Memory that rendering a batch may take."""
+PLACEHOLDERS = range(0x100000, 0x10FFFE)
+"""Characters to which Unicode gives no meaning."""
+_PLACEHOLDER = re.compile(f"[{chr(PLACEHOLDERS[0])}-{chr(PLACEHOLDERS[-1])}]")
 
 _TAG = re.compile(r"<[^<>'\"{}%\s]+>|\[/?[A-Z_]+\]")
-"""What a template may look for in a turn, in its source: <think>, [THINK]."""
+"""A tag in the source of a template: <think>, [THINK]."""
 
 Message = Mapping[str, str]
 
 
-class Templates:
-    """The chat template of a tokenizer, rendered by one process, which ends with the block.
+class Rendered(NamedTuple):
+    """A conversation as text."""
 
-    In a Python `with` block. The process starts with the first conversation.
+    text: str
+    answers: list[tuple[int, int]] | None
+    """[start, stop) of what the assistant generates, in characters, without the end of its turns. Empty if the template
+    does more to the words than strip, split or drop them, so they cannot be located. None without an assistant."""
+
+
+class Templates:
+    """The chat template of a tokenizer, rendered by one child process that ends with the `with` block.
+
+    The process starts with the first conversation.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -66,16 +72,15 @@ class Templates:
             self.process.communicate()
 
     def render(
-        self, conversations: Sequence[Sequence[Message]], *, mark: bool = False, add_generation_prompt: bool = False
-    ) -> list[str | None]:
-        """Return each conversation as the template arranges it; None where it refuses the roles or their order.
+        self, conversations: Sequence[Sequence[Message]], *, add_generation_prompt: bool = False
+    ) -> list[Rendered | None]:
+        """Return each conversation as text; None if the template rejects its roles or their order.
 
-        mark: put BEGIN and END around what the assistant generates. Raises: TextError if the template fails otherwise,
-        or takes more than its share of time or memory.
+        Raises: TextError if the template fails otherwise, or exceeds its time or memory.
         """
         self.count += len(conversations)
-        allowed = LONGEST_RENDERING + SECONDS_PER_CONVERSATION * self.count
-        request = {"conversations": conversations, "mark": mark, "prompt": add_generation_prompt, "seconds": allowed}
+        seconds = RENDERING_SECONDS + SECONDS_PER_CONVERSATION * self.count
+        request = {"conversations": conversations, "add_generation_prompt": add_generation_prompt, "seconds": seconds}
         process = self.process = self.process or self._start()
         assert process.stdin and process.stdout
         with suppress(BrokenPipeError):
@@ -83,13 +88,12 @@ class Templates:
             process.stdin.flush()
         if line := process.stdout.readline():
             reply: dict[str, Any] = json.loads(line)
-            if "texts" in reply:
-                return list(reply["texts"])
-            raise self._error(reply["error"])
-        ended = process.wait()
-        raise self._error(
-            f"it takes more than {allowed:.3g} s" if ended == -signal.SIGXCPU else f"it ended its process with {ended}"
-        )
+            if "error" in reply:
+                raise self._error(reply["error"])
+            return [each and Rendered(*each) for each in reply["rendered"]]
+        status = process.wait()
+        timed_out = status == -signal.SIGXCPU
+        raise self._error(f"it takes more than {seconds:.3g} s" if timed_out else f"its process ended with {status}")
 
     def _start(self) -> "subprocess.Popen[bytes]":
         try:
@@ -97,17 +101,17 @@ class Templates:
         except ValueError as error:
             raise self._error(str(error)) from error
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__],  # without the folder of this file among the modules
+            [sys.executable, "-P", __file__],  # -P: modules are not looked up in the folder of this file
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the other
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child
         )  # fmt: skip
-        given = {"template": template, "names": self.tokenizer.special_tokens_map, "bytes": LARGEST_RENDERING}
+        setup = {"template": template, "special_tokens": self.tokenizer.special_tokens_map, "bytes": RENDERING_BYTES}
         assert process.stdin
-        process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
+        process.stdin.write(json.dumps(setup, default=str).encode() + b"\n")
         return process
 
     def _error(self, reason: str) -> Exception:
-        from ddp_vllm.errors import TextError  # which the program does not need
+        from ddp_vllm.errors import TextError  # not at the top: the child process does not need it
 
         reason = " ".join(reason.split())[:200]
         return TextError(
@@ -116,7 +120,7 @@ class Templates:
 
 
 class _Generation(Extension):
-    """The block with which some templates name an assistant's words to transformers."""
+    """The block with which some templates mark an assistant's words for transformers."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 types it)
 
@@ -126,9 +130,9 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return what transformers compiles templates with."""
+    """Return the environment in which transformers compiles templates."""
 
-    def refuse(message: str) -> None:
+    def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **keys: Any) -> str:
@@ -137,69 +141,77 @@ def _environment() -> ImmutableSandboxedEnvironment:
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
 class _Template:
-    """A template, and where in a conversation that it arranged the assistant's words are."""
+    """A compiled template that also locates the assistant's words."""
 
-    def __init__(self, source: str, names: Mapping[str, str]) -> None:
-        self.source, self.names = source, names
-        self.tag = re.compile("|".join(map(re.escape, sorted({*_TAG.findall(source), END}))))
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source, self.special_tokens = source, special_tokens
+        tags = sorted(set(_TAG.findall(source)))
+        self.tag = re.compile("|".join(map(re.escape, tags)) or "(?!)")  # (?!) matches nothing
 
     @cached_property
     def compiled(self) -> Any:
         return _environment().from_string(self.source)
 
-    def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """Return a conversation; with `prompt`, the text after which an answer is generated. Raises: TemplateError."""
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
-        return str(self.compiled.render(**given, **self.names))
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Return a conversation as text. Raises: TemplateError."""
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return str(self.compiled.render(**given, **self.special_tokens))
 
     @cached_property
     def blanks(self) -> str:
         """The blanks before an answer that belong to its prompt."""
-        asked, answer = [{"role": "user", "content": "a"}], chr(TURNS[0])
+        question, answer = [{"role": "user", "content": "a"}], chr(PLACEHOLDERS[0])
         with suppress(TemplateError):
-            before = self.render([*asked, {"role": "assistant", "content": answer}]).partition(answer)[0]
-            prompt = self.render(asked, prompt=True)
+            before = self.text([*question, {"role": "assistant", "content": answer}]).partition(answer)[0]
+            prompt = self.text(question, add_generation_prompt=True)
             given = prompt if prompt.rstrip() == before.rstrip() else before
             return given[len(given.rstrip()) :]
         return ""
 
-    def marked(self, messages: Sequence[Message]) -> str:
-        """Return a conversation with BEGIN and END around what the assistant generates, except the end of its turns.
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendered | None:
+        """Return a conversation as text and where its answers are; None if the template rejects it."""
+        try:
+            text = self.text(messages, add_generation_prompt)
+            return Rendered(text, self._answers(text, messages))
+        except TemplateError:
+            return None
 
-        Nothing lies between marks if the template does more to the words than to strip, split or drop them.
-        """
-        text, replaced, turns = self.render(messages), list(messages), dict[str, tuple[str, str]]()
+    def _answers(self, text: str, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
+        """Return what the assistant generates in the text of a conversation, as in `Rendered`."""
+        replaced, edges = list(messages), dict[str, tuple[str, str]]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                sign = chr(TURNS[number % len(TURNS)])
+                sign = chr(PLACEHOLDERS[number % len(PLACEHOLDERS)])
                 content, before, after = self._replace(message["content"], sign)
-                turns[sign] = before, after
+                edges[sign] = before, after
                 replaced[number] = {**message, "content": content}
-        if not turns:
-            return text
-        other, contents = self.render(replaced), "".join(message["content"] for message in replaced)
-        once = all(other.count(sign) <= contents.count(sign) for sign in turns)
-        pieces, done = [END], 0
-        for sign, (start, stop) in _spans(text, other, turns).items() if once else ():
-            start, stop, (before, after) = max(start, done), max(stop, done), turns[sign]
+        if not edges:
+            return None
+        other, contents = self.text(replaced), "".join(message["content"] for message in replaced)
+        if any(other.count(sign) > contents.count(sign) for sign in edges):
+            return []  # the template repeats words
+        answers, done = list[tuple[int, int]](), 0
+        for sign, (start, stop) in _spans(text, other, edges).items():
+            before, after = edges[sign]
+            start, stop = max(start, done), max(stop, done)
             if before and (tags := re.compile(before + r"\s*\Z").search(text, done, start)):
                 start = tags.start()
             blanks = text[done + len(text[done:start].rstrip()) : start]
             start -= len(blanks) - len(os.path.commonprefix([blanks, self.blanks]))  # noqa: RUF071
-            tags = re.compile(rf"\s*{after}\s*").match(text, stop) or re.compile(r"\s*").match(text, stop)
-            stop = tags.end() if tags else stop
-            pieces += [text[done:start], BEGIN, text[start:stop], END]
+            if following := re.compile(rf"\s*(?:{after}\s*)?").match(text, stop):
+                stop = following.end()
+            answers.append((start, stop))
             done = stop
-        return "".join([*pieces, text[done:]])
+        return answers
 
     def _replace(self, content: str, sign: str) -> tuple[str, str, str]:
-        """Return a turn with the outer characters of each part replaced; and patterns of the tags before and after."""
+        """Return a message with the outer characters of its parts replaced; and patterns of the tags around it."""
         parts, tags = self.tag.split(content), [*self.tag.findall(content), ""]
         full = [place for place, part in enumerate(parts) if part.strip()] or [0]
         edges = tags[: full[0]], tags[full[-1] : -1]
@@ -208,49 +220,45 @@ class _Template:
         return "".join(itertools.chain.from_iterable(zip(replaced, tags, strict=True))), before, after
 
 
-def _spans(text: str, other: str, turns: Container[str]) -> dict[str, tuple[int, int]]:
-    """Return where the words of each turn are in a text, by another in which their outer characters are replaced."""
-    spans, restored, done = dict[str, tuple[int, int]](), list[str](), 0
-    for found in re.finditer(f"[{chr(TURNS[0])}-{chr(TURNS[-1])}]", other):
-        place, sign = found.start(), found[0]
-        restored += [other[done:place], text[place : place + 1]]
-        done = place + 1
-        if sign in turns and text[place : place + 1] != sign:
-            spans[sign] = spans.get(sign, (place, done))[0], done
-    return spans if "".join([*restored, other[done:]]) == text else {}
+def _spans(text: str, other: str, signs: Container[str]) -> dict[str, tuple[int, int]]:
+    """Return where the words of each message are in `text`; `other` is the same text with placeholders.
+
+    Returns {} if the two differ in more than the placeholders.
+    """
+    if len(text) != len(other) or _PLACEHOLDER.sub(lambda found: text[found.start()], other) != text:
+        return {}
+    spans = dict[str, tuple[int, int]]()
+    for found in _PLACEHOLDER.finditer(other):
+        sign, place = found[0], found.start()
+        if sign in signs and text[place] != sign:
+            spans[sign] = spans.get(sign, (place, place))[0], place + 1
+    return spans
 
 
 def _replies(requests: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the reply to each request of `Templates`; the first line is the template."""
-    given = json.loads(next(requests))
-    template = _Template(given["template"], given["names"])
-    with suppress(OSError):  # where the system tells no sizes, it limits none
+    """Yield the reply to each request of `Templates`; the first line sets up the template."""
+    setup = json.loads(next(requests))
+    template = _Template(setup["template"], setup["special_tokens"])
+    with suppress(OSError):  # without /proc, memory is not limited
         size = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-        _limit(resource.RLIMIT_AS, size + given["bytes"])
+        _limit(resource.RLIMIT_AS, size + setup["bytes"])
     _limit(resource.RLIMIT_CORE, 0)
     for line in requests:
         try:
             request = json.loads(line)
             _limit(resource.RLIMIT_CPU, math.ceil(request["seconds"]))
-            arrange = template.marked if request["mark"] else partial(template.render, prompt=request["prompt"])
-            yield {"texts": [_unless_refused(arrange, messages) for messages in request["conversations"]]}
+            prompt = request["add_generation_prompt"]
+            yield {"rendered": [template.render(messages, prompt) for messages in request["conversations"]]}
         except MemoryError:
-            yield {"error": f"it takes more than {given['bytes'] >> 20} MB of memory"}
+            yield {"error": f"it takes more than {setup['bytes'] >> 20} MB of memory"}
         except Exception as error:
             yield {"error": str(error) or type(error).__name__}
 
 
 def _limit(kind: int, most: int) -> None:
-    """Set what this process may take, as far as it may set it."""
+    """Limit what this process may use, up to its hard limit."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _unless_refused(arrange: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str | None:
-    try:
-        return arrange(messages)
-    except TemplateError:
-        return None
 
 
 if __name__ == "__main__":

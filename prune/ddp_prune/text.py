@@ -1,41 +1,41 @@
-"""Text in, blocks of tokens out: read, hold some out, take excerpts in turn, tokenise, pack, cache.
+"""Text in, blocks of tokens out: read, hold some out, take excerpts in turn, tokenize, pack, cache.
 
-The documents of lowest hash are held out, so they are the same for any seed and any number of steps.
-A short run must not spend itself on the few documents it meets first. So documents take turns: each gives an excerpt of
-about one block, then each another. Sources of different kinds take turns as well.
-Where the tokenizer begins every text with BOS, so does every block: models of such a family (Llama-3, Mistral, Gemma)
-never saw a text without it, and lean on it as the place where attention goes that finds nothing.
+The held-out documents are those of lowest hash, so they are the same for any seed and any number of steps.
+A short run should see all of its text, not only the first documents. Therefore documents take turns: each gives an
+excerpt of about one block, then each gives another. Sources take turns as well.
+If the tokenizer begins every text with BOS, so does every block: models of such a family (Llama-3, Mistral, Gemma) were
+never trained on text without BOS, and their attention uses it as a sink.
 """
 
 import hashlib
-import io
 import itertools
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.numpy import load, save
 
-from ddp_prune.documents import content_of, documents, open_rows, reading_text
-from ddp_prune.templates import BEGIN, END, Templates
+from ddp_prune.documents import Document, Documents, content_of, open_rows, reading_text
+from ddp_prune.templates import Templates
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError, is_of_a_library
 from ddp_vllm.output import atomic_file
+from ddp_vllm.provenance import split_sources
 from ddp_vllm.remote_code.files import read_bytes
 
 LARGEST_CACHE = 1 << 36  # bytes
-VERSION = 5  # of what cached blocks mean
-EXCERPT = 5  # characters for each token of a block; English has between 4 and 5 a token
-NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles those of a stream among as many
-FEW = 4  # times the held-out text; where one excerpt of each document is less, every piece counts as a document
-TOGETHER = 32  # rows that are read and arranged by the chat template at a time
-POOL = 16  # times the held-out text; what is read of a stream to choose it from
+VERSION = 6  # of the meaning of cached blocks
+CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
+NEIGHBOURS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
+SHORT_SOURCE = 4  # times the held-out text; a source with less, at one excerpt per document, is split into its excerpts
+STREAMED_CANDIDATES = 16  # times the held-out text; how much of a stream is read to choose the held-out text from
+TEXTS_PER_BATCH = 64  # that are tokenized at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,13 @@ class Blocks:
 
     train: torch.Tensor
     """int64 [num_blocks, seq_len]"""
-    scored: torch.Tensor
-    """bool [num_blocks, seq_len]: in conversations, the tokens an assistant says and the one that ends its turn. All of
-    other text, and with a tokenizer that does not tell where its tokens are."""
+    loss_mask: torch.Tensor
+    """bool [num_blocks, seq_len], of `train`: in conversations, the assistant's tokens and the one that ends its turn.
+    All tokens of other text, and all of any text if the tokenizer cannot map tokens to characters."""
     heldout: torch.Tensor
-    """int64 [heldout_blocks, seq_len], of documents that `train` does not hold; of other excerpts if they are few."""
+    """int64 [heldout_blocks, seq_len], of documents that are not in `train`; of a short source, of other excerpts."""
     found: int
-    """Tokens read; reading stops when the run has enough."""
+    """Tokens in all blocks; reading stops when the run has enough."""
 
 
 def load_tokenizer(model: str) -> Any:
@@ -59,13 +59,13 @@ def load_tokenizer(model: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        tokenizer("A word, and another.", verbose=False)  # some settings are only read then
+        tokenizer("A word, and another.", verbose=False)  # some settings are read only then
     except BaseException as error:
         if not is_of_a_library(error):
             raise
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"{model} has no tokenizer that loads ({reason}); put tokenizer.json beside the model"
+            f"{model} has no tokenizer that loads ({reason}); put tokenizer.json into the model's folder"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {model} has no EOS token, which separates documents; set eos_token in it")
@@ -83,67 +83,75 @@ def load_blocks(
     seed: int,
     text_column: str = "",
 ) -> Blocks:
-    """Read, tokenise and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
+    """Read, tokenize and pack up to `train_blocks + heldout_blocks` blocks of `seq_len` tokens.
 
-    data: hub datasets or files, separated by commas, which take turns; `NAME:3` has three, and so has one named thrice.
+    Excerpts are joined with EOS between them and cut into blocks. A run longer than the text repeats it. If the
+    tokenizer begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text.
+    data: hub datasets or files, separated by commas, which take turns; `NAME:3` has three turns.
     text_column: as in a `Recipe`.
-    Excerpts are joined with EOS between them and cut into blocks. A run longer than the text goes over it again.
-    With a tokenizer that begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text; else text alone.
     Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks + heldout_blocks` blocks, or has a
-        source of which all is held out; OutputError if the cache cannot be written.
+        source that is held out entirely; OutputError if the cache cannot be written.
     """
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
     with reading_text(data):
         path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
     blocks = saved_blocks(path)
     if blocks is None:
-        check_cache()  # `datasets` would blame the text
-        begin = leading_bos(tokenizer)
-        width = seq_len - len(begin)  # of a block's text
-        wanted = heldout_blocks * width, train_blocks * width
-        heldout, train = _read(data, text_column, tokenizer, EXCERPT * seq_len, *wanted, seed)
-        found, need = len(heldout) + len(train), (min_train_blocks + heldout_blocks) * width
-        if len(train) < min_train_blocks * width or len(heldout) < heldout_blocks * width:
+        check_cache()  # otherwise the error of `datasets` would blame the text
+        bos = leading_bos(tokenizer)
+        width = seq_len - len(bos)  # tokens of text in a block
+        heldout, train = _read(
+            data, tokenizer, excerpt_size=CHARACTERS_PER_TOKEN * seq_len, heldout_tokens=heldout_blocks * width,
+            train_tokens=train_blocks * width, seed=seed, text_column=text_column,
+        )  # fmt: skip
+        found, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
+        if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_blocks * width:
             raise TextError(
-                f"{data} holds {found:,} tokens, but one step and the held-out text need {need:,}; "
+                f"{data} holds {found:,} tokens, but one step and the held-out text need {required:,}; "
                 "give more text or lower --batch-size or --seq-len"
             )
-        blocks = np.concatenate([heldout, train[: len(train) // width * width]]).reshape(-1, width)
-        blocks = np.hstack([np.tile(np.asarray(begin, np.int32), (len(blocks), 1)), blocks])
+        ids, loss_mask = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
+        blocks = Tokens(_cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width))
         save_blocks(path, blocks)
-    stored = torch.from_numpy(blocks.astype(np.int64))
-    tokens, scored = torch.where(stored < 0, ~stored, stored), stored >= 0
+    tokens, loss_mask = torch.from_numpy(blocks.ids).long(), torch.from_numpy(blocks.loss_mask)
     return Blocks(
         train=tokens[heldout_blocks:],
-        scored=scored[heldout_blocks:],
+        loss_mask=loss_mask[heldout_blocks:],
         heldout=tokens[:heldout_blocks],
-        found=blocks.size,
+        found=tokens.numel(),
     )
 
 
-def counting(blocks: Blocks, learn_from: str, data: str, say: Callable[[str], None]) -> torch.Tensor | None:
-    """Return which tokens' cross-entropy counts, bool [num_blocks, seq_len]; None where all do.
+def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
+    """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each with `first` before it."""
+    whole = stream[: len(stream) // width * width].reshape(-1, width)
+    return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(whole), 1)), whole])
 
-    learn_from: `assistant` or else all, as in a `Recipe`. `say` takes a line for the user.
-    Raises: TextError if none would count.
+
+def select_loss_mask(blocks: Blocks, learn_from: str, data: str, say: Callable[[str], None]) -> torch.Tensor | None:
+    """Return the loss mask of the training blocks; None if all tokens contribute to the cross-entropy.
+
+    learn_from: `assistant`, or anything else for all tokens, as in a `Recipe`.
+    say: prints a line for the user.
+    Raises: TextError if no token would contribute.
     """
     if learn_from != "assistant":
         return None
-    if blocks.scored.all():
-        say(f"no conversations are told apart in {data}, so all of it counts; add some after a comma")
+    if blocks.loss_mask.all():
+        say(f"no turns of an assistant were found in {data}, so the loss is on all tokens; add conversations to it")
         return None
-    if not blocks.scored[:, 1:].any():
-        raise TextError(f"{data} holds nothing that an assistant says; try --learn-from all")
-    return blocks.scored
+    if not blocks.loss_mask[:, 1:].any():
+        raise TextError(f"{data} holds no words of an assistant; try --learn-from all")
+    return blocks.loss_mask
 
 
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
-    """Refuse tokens that a model does not know, which a tokenizer of another model makes. Raises: ModelError."""
+    """Reject tokens that the model does not know, from a tokenizer of another model. Raises: ModelError."""
     highest = max(int(part.max()) for part in (blocks.train, blocks.heldout) if part.numel())
     if highest >= vocabulary:
         raise ModelError(
             f"the tokenizer of {model} makes token {highest} of the text, but the model knows 0 to {vocabulary - 1}; "
-            "put the tokenizer that belongs to the model beside it"
+            "put the tokenizer that belongs to the model into its folder"
         )
 
 
@@ -154,76 +162,87 @@ def leading_bos(tokenizer: Any) -> list[int]:
 
 
 def sources_of(data: str) -> list[str]:
-    """Return the names in a comma-separated list, `NAME:3` three times; a file's own name may hold commas and colons.
-
-    Raises: TextError.
-    """
-    given = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
-    names = []
-    for name in given:
-        plain, _, turns = name.rpartition(":")
-        counted = plain and re.fullmatch("[1-9][0-9]?", turns) and not os.path.exists(name)
-        names += [plain] * int(turns) if counted else [name]
+    """Return the names in a comma-separated list of texts, `NAME:3` three times. Raises: TextError if one is empty."""
+    names = [name for name, turns in split_sources(data) for _ in range(turns)]
     if not all(names):
         raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
     return [os.path.normpath(name) if os.path.exists(name) else name for name in names]
 
 
+class Tokens(NamedTuple):
+    """Tokens in a row."""
+
+    ids: np.ndarray
+    """int32 [num_tokens]"""
+    loss_mask: np.ndarray
+    """bool [num_tokens]"""
+
+
+class Source(NamedTuple):
+    """The documents of one file or hub dataset, in two orders."""
+
+    shuffled: Iterable[Document]
+    candidates: Iterable[Document]
+    """Those that may be held out, lowest hash first."""
+
+
 def _read(
-    data: str, column: str, tokenizer: Any, size: int, heldout_tokens: int, train_tokens: int, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens to hold out and tokens to learn on; sources and their documents take turns."""
+    data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
+) -> tuple[Tokens, Tokens]:
+    """Return the held-out tokens and the training tokens. excerpt_size: characters."""
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
-    rows, by_hash = dict[str, Any](), dict[str, Any]()
     with Templates(tokenizer) as templates, reading_text(data):
+        sources = {}
         for name, count in turns.items():
-            with reading_text(name):
-                sizes = {"size": size, "heldout": math.ceil(EXCERPT * heldout_tokens * count / len(names))}
-                rows[name], by_hash[name] = open_source(name, templates, seed, **sizes, column=column)
-        tokens, hidden = hold_out(take_turns(by_hash, turns), tokenizer, size, heldout_tokens)
-        for name in turns if len(turns) > 1 else ():  # one alone is too short, as `load_blocks` will say
-            _check_rest(name, (cut(row["text"], size) for row in by_hash[name]), hidden)
-        excerpts = {name: excerpts_of(rows[name], size, seed, hidden) for name in turns}
-        return tokens, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+            heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
+            sources[name] = open_source(name, templates, seed, excerpt_size, heldout_size, text_column)
+        candidates = take_turns({name: source.candidates for name, source in sources.items()}, turns)
+        heldout, hidden = hold_out(candidates, tokenizer, excerpt_size, heldout_tokens)
+        excerpts = {}
+        for name, source in sources.items():
+            stream = excerpts_of(source.shuffled, excerpt_size, seed, hidden)
+            first = next(stream, None)
+            if first is None and len(sources) > 1:  # a single source is too short, which `load_blocks` reports
+                raise TextError(
+                    f"{name} holds no text, or all of it is held out, so none is trained on; give more of it, leave it "
+                    "out, or set a lower heldout_blocks in a recipe"
+                )
+            excerpts[name] = itertools.chain([first] if first else [], stream)
+        return heldout, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
 
 
-def open_source(name: str, templates: Templates, seed: int, *, size: int, heldout: int, column: str) -> tuple[Any, Any]:
-    """Return the documents of a source, shuffled by `seed`, and those that may be held out, of lowest hash first.
+def open_source(
+    name: str, templates: Templates, seed: int, excerpt_size: int, heldout_size: int, text_column: str = ""
+) -> Source:
+    """Open a file or hub dataset.
 
-    Both are `IterableDataset`s of one column, text. Of a stream, only the first documents may be held out.
-    size: characters of an excerpt. heldout: characters to hold out; where `FEW` applies, pieces count as documents.
+    A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is split into its
+    excerpts, which then count as documents. Of a stream, only the first documents are candidates.
+    excerpt_size, heldout_size: characters of an excerpt, and to hold out.
+    Raises: as `reading_text`.
     """
     import datasets
 
-    def texts(rows: Any) -> Any:
-        def of(batch: dict[str, list[Any]]) -> dict[str, list[str]]:
-            each = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-            return {"text": documents(each, templates, name)}
-
-        stream = rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
-        return stream.map(of, batched=True, batch_size=TOGETHER).select_columns(["text"])
-
-    rows = pool = open_rows(name, column)
-    if isinstance(rows, datasets.IterableDataset):
-        pool = datasets.Dataset.from_dict({"text": _first(texts(rows), size, POOL * heldout)})
-    first = _first(texts(pool), size, FEW * heldout)
-    if sum(min(len(text), size) for text in first) < FEW * heldout:
-        pieces = [piece for text in first for piece in cut(text, size)]
-        rows = pool = datasets.Dataset.from_dict({"text": pieces or [""]})  # an empty one cannot be streamed
-    places = {hash_of(row["text"]): place for place, row in enumerate(texts(pool))}
-    return texts(rows.shuffle(seed=seed)), texts(pool.select([places[number] for number in sorted(places)]))
-
-
-def _first(rows: Iterable[dict[str, str]], size: int, enough: int) -> list[str]:
-    """Return the first documents, until one excerpt of each makes `enough` characters."""
-    first, found = [], 0
-    for row in rows:
-        first.append(row["text"])
-        found += min(len(row["text"]), size)
-        if found >= enough:
-            break
-    return first
+    with reading_text(name):
+        rows = open_rows(name, text_column)
+        documents, shuffled = (Documents(each, templates, name) for each in (rows, rows.shuffle(seed=seed)))
+        is_streamed = isinstance(rows, datasets.IterableDataset)
+        first, found = list[Document](), 0
+        for document in documents:
+            first.append(document)
+            found += min(len(document.text), excerpt_size)
+            if found >= heldout_size * (STREAMED_CANDIDATES if is_streamed else SHORT_SOURCE):
+                break
+        if found < SHORT_SOURCE * heldout_size:
+            parts = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
+            order = np.random.default_rng(seed).permutation(len(parts))
+            return Source([parts[place] for place in order], _by_hash(parts))
+        if is_streamed:
+            return Source(shuffled, _by_hash(first))
+        places = {hash_of(document.text): place for place, document in enumerate(documents)}
+        in_order = rows.select([places[number] for number in sorted(places)])
+        return Source(shuffled, Documents(in_order, templates, name))
 
 
 def hash_of(text: str) -> int:
@@ -231,115 +250,111 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-def take_turns(texts: dict[str, Any], turns: dict[str, int]) -> Iterator[str]:
-    """Yield texts of `IterableDataset`s, `turns` of each in a row; one that ends leaves the turns to the others."""
-    import datasets
-
-    several = datasets.Features({"text": datasets.List(datasets.Value("large_string"))})
-    batches = [
-        stream.map(lambda batch: {"text": [batch["text"]]}, batched=True, batch_size=turns[name], features=several)
-        for name, stream in texts.items()
-    ]
-    for batch in datasets.interleave_datasets(batches, stopping_strategy="all_exhausted_without_replacement"):
-        yield from batch["text"]
+def _by_hash(documents: Iterable[Document]) -> list[Document]:
+    by_hash = {hash_of(document.text): document for document in documents}
+    return [by_hash[number] for number in sorted(by_hash)]
 
 
-def hold_out(documents: Iterable[str], tokenizer: Any, size: int, wanted: int) -> tuple[np.ndarray, set[str]]:
-    """Return up to `wanted` tokens, an excerpt of each document, and all pieces of these documents."""
-    tokens, hidden = np.empty(0, np.int32), set[str]()
-    for text in documents if wanted else ():
-        pieces = cut(text, size)
-        if not hidden.issuperset(pieces):  # else it is a copy of one in another source
-            hidden.update(pieces)
-            excerpt = pieces[hash_of(text) % len(pieces)]
-            tokens = np.concatenate([tokens, pack([excerpt], tokenizer, wanted - len(tokens))])
-        if len(tokens) >= wanted:
-            break
-    return tokens, hidden
+def take_turns(sources: Mapping[str, Iterable[Document]], turns: Mapping[str, int]) -> Iterator[Document]:
+    """Yield documents of the sources in rotation, `turns[name]` in a row, until all sources are exhausted."""
+    streams = {name: iter(source) for name, source in sources.items()}
+    while streams:
+        for name, stream in list(streams.items()):
+            taken = list(itertools.islice(stream, turns[name]))
+            yield from taken
+            if not taken:
+                del streams[name]
 
 
-def _check_rest(name: str, documents: Iterable[list[str]], hidden: set[str]) -> None:
-    """Refuse a source of which nothing would be learned on. Raises: TextError."""
-    found = False
-    for pieces in documents:
-        if not hidden.issuperset(pieces):
-            return
-        found = found or bool(pieces)
-    if not found:
-        raise TextError(f"{name} holds no text; leave it out, or give another file")
-    raise TextError(
-        f"all of {name} is held out, so nothing of it would be learned on; give more of it, leave it out, "
-        "or set a lower heldout_blocks in a recipe"
-    )
+def hold_out(
+    candidates: Iterable[Document], tokenizer: Any, excerpt_size: int, num_tokens: int
+) -> tuple[Tokens, set[str]]:
+    """Return up to `num_tokens` tokens, one excerpt per document, and all excerpts of these documents."""
+    hidden = set[str]()
+
+    def chosen() -> Iterator[Document]:
+        for document in candidates:
+            excerpts = cut(document, excerpt_size)
+            texts = {excerpt.text for excerpt in excerpts}
+            if not hidden >= texts:  # otherwise it is a copy of a document in another source
+                hidden.update(texts)
+                yield excerpts[hash_of(document.text) % len(excerpts)]
+
+    return pack(chosen(), tokenizer, num_tokens, texts_per_batch=1), hidden
 
 
-def excerpts_of(documents: Any, size: int, seed: int, hidden: set[str]) -> Any:
-    """Return a piece of every document, then another of every one that has more, but none that is hidden.
+def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hidden: set[str]) -> Iterator[Document]:
+    """Yield an excerpt of every document, then another of every longer one, and so on, but no hidden excerpt.
 
-    Documents do not all begin at their beginning. They take turns in thousands, so that each is read once.
+    Each document starts at an excerpt of its own choice, so not all start at their beginning. NEIGHBOURS documents at a
+    time take turns, so each is read once.
     """
-
-    def in_turn(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+    rest = iter(documents)
+    while neighbours := list(itertools.islice(rest, NEIGHBOURS)):
         columns = []
-        for text in batch["text"]:
-            pieces = cut(text, size)
-            start = (hash_of(text) + seed) % max(1, len(pieces))
-            columns.append(pieces[start:] + pieces[:start])
-        across = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-        return {"text": [piece for piece in across if piece is not None and piece not in hidden]}
-
-    return documents.map(in_turn, batched=True, batch_size=NEIGHBOURS)
+        for document in neighbours:
+            excerpts = cut(document, excerpt_size)
+            start = (hash_of(document.text) + seed) % max(1, len(excerpts))
+            columns.append(excerpts[start:] + excerpts[:start])
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*columns))
+        yield from (excerpt for excerpt in in_turn if excerpt and excerpt.text not in hidden)
 
 
-def cut(text: str, size: int) -> list[str]:
-    """Cut a text at blanks into equal pieces of about `size` characters; the empty text into none, a piece into one.
-
-    A piece of a marked text begins with the mark that holds there.
-    """
+def cut(document: Document, size: int) -> list[Document]:
+    """Cut a document at blanks into equal excerpts of about `size` characters; an empty one into none."""
+    text = document.text
     count = max(1, round(len(text) / size))
     starts = (len(text) * number // count for number in range(1, count))
     blanks = ((start, text.find(" ", start, start + size // 5)) for start in starts)
     borders = [0, *(start if blank < 0 else blank for start, blank in blanks), len(text)]
-    pieces = [(start, text[start:stop]) for start, stop in itertools.pairwise(borders) if start < stop]
-    if BEGIN not in text and END not in text:
-        return [piece for _, piece in pieces]
-    says = [BEGIN if text.rfind(BEGIN, 0, start) > text.rfind(END, 0, start) else END for start, _ in pieces]
-    return [piece if piece[0] in (BEGIN, END) else mark + piece for mark, (_, piece) in zip(says, pieces, strict=True)]
+    return [document[start:stop] for start, stop in itertools.pairwise(borders) if start < stop]
 
 
-def pack(texts: Iterable[str], tokenizer: Any, wanted: int) -> np.ndarray:
-    """Return the tokens of texts, EOS after each, up to `wanted`; int32, ~n for a token n that is not scored."""
-    rest, found, stream = iter(texts), 0, [np.empty(0, np.int32)]
-    while found < wanted and (batch := list(itertools.islice(rest, 64))):
-        stream += encode(batch, tokenizer)
-        found += sum(map(len, stream[-len(batch) :]))
-    return np.concatenate(stream)[:wanted]
+def pack(
+    excerpts: Iterable[Document], tokenizer: Any, num_tokens: int, texts_per_batch: int = TEXTS_PER_BATCH
+) -> Tokens:
+    """Return the tokens of excerpts, EOS after each, up to `num_tokens`; the rest of the excerpts is not read."""
+    parts, found = [Tokens(np.empty(0, np.int32), np.empty(0, bool))], 0
+    stream = tokenize(excerpts, tokenizer, texts_per_batch)
+    while found < num_tokens and (tokens := next(stream, None)):
+        parts.append(tokens)
+        found += len(tokens.ids)
+    ids, loss_mask = (np.concatenate(each)[:num_tokens] for each in zip(*parts, strict=True))
+    return Tokens(ids, loss_mask)
 
 
-def encode(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
-    """Return the tokens of each text and EOS, as `pack` joins them."""
-    parts = [re.split(f"([{BEGIN}{END}])", text) for text in texts]  # text, mark, text, …, mark, text
-    tells = getattr(tokenizer, "is_fast", False)  # where in the text its tokens are
-    options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": tells}
-    encoded = tokenizer(["".join(each[::2]) for each in parts], **options)
-    found = []
-    for number, each in enumerate(parts):
-        tokens = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
-        if len(each) > 1 and tells:
-            said = [np.full(len(text), mark == BEGIN) for mark, text in zip([END, *each[1::2]], each[::2], strict=True)]
-            starts, stops = np.asarray(encoded["offset_mapping"][number], np.int64).reshape(-1, 2).T
-            starts = np.minimum(starts, np.append(0, stops)[:-1])  # with blanks before, which offsets may leave out
-            starts = np.minimum(starts, np.maximum(stops - 1, 0))
-            said_C = np.concatenate([*said, [False]])
-            count_C = np.append(0, said_C.cumsum())  # in the characters before each
-            scored = (count_C[stops] > count_C[starts]) | said_C[starts - 1]  # or the first token after an answer
-            tokens = np.where(np.append(scored, False), tokens, ~tokens)
-        found.append(tokens)
-    return found
+def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int = TEXTS_PER_BATCH) -> Iterator[Tokens]:
+    """Yield the tokens of each document, with EOS at the end."""
+    maps_tokens = getattr(tokenizer, "is_fast", False)  # only such tokenizers map tokens to characters
+    options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": maps_tokens}
+    rest = iter(documents)
+    while batch := list(itertools.islice(rest, texts_per_batch)):
+        encoded = tokenizer([document.text for document in batch], **options)
+        for number, document in enumerate(batch):
+            ids = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
+            loss_mask = np.ones(len(ids), bool)
+            if maps_tokens and document.loss_mask is not None:  # the assistant does not generate the EOS between texts
+                loss_mask[:-1] = _of_tokens(document.loss_mask, encoded["offset_mapping"][number])
+                loss_mask[-1] = False
+            yield Tokens(ids, loss_mask)
+
+
+def _of_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> np.ndarray:
+    """Return the loss mask over tokens for one over characters: tokens that contain a character of an answer, and the
+    token after an answer, which ends the turn.
+
+    offsets: [start, stop) of each token, in characters.
+    """
+    starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    starts = np.minimum(starts, np.append(0, stops)[:-1])  # include blanks before the token, which offsets may omit
+    starts = np.minimum(starts, np.maximum(stops - 1, 0))
+    padded = np.append(loss_mask, False)  # also for the character before the first one, at -1
+    count_before = np.append(0, padded.cumsum())
+    return (count_before[stops] > count_before[starts]) | padded[starts - 1]
 
 
 def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
-    """Hash of what the blocks depend on: the files' bytes (a hub dataset's name), the vocabulary, BOS, the sizes."""
+    """Return a hash of all that blocks depend on: bytes of files or names of hub datasets, vocabulary, BOS, sizes."""
     settings = [VERSION, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
     for path in map(Path, sources_of(data)):
         settings.append([path.name, content_of(path)] if path.is_file() else str(path))
@@ -348,22 +363,22 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
     return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
 
 
-def saved_blocks(path: Path) -> np.ndarray | None:
-    """Return what `save_blocks` wrote; None if there is nothing, or it is damaged."""
+def saved_blocks(path: Path) -> Tokens | None:
+    """Return what `save_blocks` wrote; None if there is no such file, or it is damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
         return None
-    return np.load(io.BytesIO(content)) if hashlib.sha256(content).digest() == digest else None
+    return Tokens(**load(content)) if hashlib.sha256(content).digest() == digest else None
 
 
-def save_blocks(path: Path, blocks: np.ndarray) -> None:
+def save_blocks(path: Path, blocks: Tokens) -> None:
+    """Write blocks with a checksum. Raises: OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        np.save(content, blocks.astype(np.int32))
+        content = save(blocks._asdict())
         with atomic_file(path, private=True) as temporary, open(temporary, "wb") as file:
-            file.write(hashlib.sha256(content.getbuffer()).digest())
-            file.write(content.getbuffer())
+            file.write(hashlib.sha256(content).digest())
+            file.write(content)
     except OSError as error:
         raise unwritable_cache(cache_folder(), error) from error

@@ -14,11 +14,12 @@ from accelerate import Accelerator
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.batches import Batches
 from ddp_prune.budget import Pool
-from ddp_prune.devices import SizedModel, fit_activations, fit_attention, from_main, load_run
+from ddp_prune.distributed import broadcast_from_main
 from ddp_prune.gates import GatedModel
+from ddp_prune.memory import SizedModel, fit_activations, fit_attention
 from ddp_prune.recipe import Recipe, RecoveryRecipe
 from ddp_prune.run import Run, Steps
-from ddp_prune.run_state import RunState
+from ddp_prune.run_state import RunState, load_run
 from ddp_prune.trainer import Learned, Trainer
 from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import OutputError, TrainingError
@@ -71,20 +72,20 @@ def train(
     teacher: Any = None,
     family: FamilyCheckpoints = NO_FAMILY,
     make: Callable[..., Trainer] | None = None,
-    scored: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
 ) -> Learned:
     """Train the gates of a model and return them; resumes from `state` if it can.
 
     blocks: int64 [num_blocks, seq_len].
     weights: the model's weights, if they are trained too; `teacher` is then another copy of the model.
     make: makes another trainer than the recipe's controller.
-    scored: the loss mask, as of `Batches`.
+    loss_mask: as of `Batches`.
 
     Raises: as `take_steps`.
     """
     recipe = run.recipe
     model: Any = gated.model
-    batches = Batches(blocks, recipe, accelerator, scored)
+    batches = Batches(blocks, recipe, accelerator, loss_mask)
     stock_attention = model.config._attn_implementation
     fit_batches(gated, batches, recipe, accelerator, state.say)
     trainer = (make or TRAINERS[recipe.controller])(gated, batches, run, pools, accelerator)
@@ -208,7 +209,7 @@ class SaveClock:
         """Tell whether to save after this step; all processes must call it together and get the same answer."""
         if self.save_every:
             return step % self.save_every == 0
-        return from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
+        return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

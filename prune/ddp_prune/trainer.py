@@ -17,10 +17,10 @@ from accelerate import Accelerator
 
 from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import Pool, keep_schedule, kept_share
-from ddp_prune.devices import narrow_layers
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.memory import narrow_layers
 from ddp_prune.run import Run
 from ddp_prune.weights import WARMUP, LearningWeights, highest_rate, rate_of
 from ddp_vllm.errors import TrainingError
@@ -118,8 +118,6 @@ class Trainer:
     def train_weights(self, weights: LearningWeights, teacher: Any) -> None:
         """Also train the weights of the gated model; `teacher` is another copy of it."""
         self.weights = weights
-        if self.narrow:
-            self.narrow.learning = True
         self.teacher = Teacher(teacher, self.batches) if self.recipe.distillation > 0 else None
 
     @property
@@ -194,8 +192,8 @@ class Trainer:
             tokens = self.batches.blocks[numbers].to(self.accelerator.device)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            weights_N = self.batches.weights(step, numbers)
-            found = self._backward(tokens, numbers, weights_N, leaves, parts, routed.get("experts"))
+            loss_mask_N = self.batches.loss_mask_of(step, numbers)
+            found = self._backward(tokens, numbers, loss_mask_N, leaves, parts, routed.get("experts"))
             losses += found * (len(numbers) / size)
             if self.weights:
                 self.weights.collect(len(numbers) / size)
@@ -215,7 +213,7 @@ class Trainer:
         self,
         tokens: torch.Tensor,
         numbers: list[int],
-        weights_N: torch.Tensor | None,
+        loss_mask_N: torch.Tensor | None,
         leaves: Masks,
         squares: Masks,
         counts: torch.Tensor | None,
@@ -228,7 +226,7 @@ class Trainer:
                 student = final_hidden(model, tokens)
             head, labels_N = OutputHead.of(model), tokens[:, 1:].reshape(-1)
             loss, cross_entropy, divergence = distilled_loss(
-                student, teacher, head, labels_N, self.recipe.distillation, weights_N=weights_N
+                student, teacher, head, labels_N, self.recipe.distillation, loss_mask_N=loss_mask_N
             )
             loss.backward()
         return torch.tensor([cross_entropy, divergence], device=tokens.device)
@@ -288,8 +286,9 @@ class Trainer:
         values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in alive.items()}
         for pool in self.pools:
             if pool.name not in alive:
-                cost_GN = pool.join({kind: pool.unit_costs(kind).to(alive[kind].device) for kind in pool.shapes})
-                values[f"{pool.name}_sparsity"] = 1.0 - float(kept_share(pool.join(alive), cost_GN).mean())
+                open_GN = pool.join(alive)
+                share_G = kept_share(open_GN, pool.joined_costs(open_GN.device))
+                values[f"{pool.name}_sparsity"] = 1.0 - float(share_G.mean())
         return values
 
     def learned(self) -> Learned:

@@ -15,6 +15,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from ddp_prune.distributed import local_part
 from ddp_prune.loss import OutputHead
 from ddp_vllm.errors import TrainingError
 from ddp_vllm.remote_code.tensors import LAYERS
@@ -236,11 +237,6 @@ def _low_rank_sums(
         if (key := f"{name}.lora_{{}}.{ADAPTER}.weight").format("A") in factors:
             total = factors[key.format("B")] @ factors[key.format("A")] * module.scaling[ADAPTER]
             yield f"{name}.weight", module.get_base_layer().weight, total
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor that may be cut over processes."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _cut_as(pattern: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,16 @@
-"""One recovery, in the order data flows: pruned checkpoint and dense model → text → weights → checkpoint."""
+"""Train a pruned model on the dense model's outputs: both checkpoints → text → trained weights → checkpoint."""
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -16,100 +18,138 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.batches import Batches
-from ddp_prune.devices import (
-    check_shares,
-    failing_together,
-    fit_attention,
-    fits_learning,
-    from_main,
-    in_turn,
+from ddp_prune.distributed import (
+    broadcast_from_main,
+    check_sharding,
     load,
+    local_part,
+    main_process_first,
     make_accelerator,
+    raise_on_all_ranks,
 )
-from ddp_prune.exam import Exam, bos_warning
-from ddp_prune.export import export_recovered, provenance_of
+from ddp_prune.evaluation import Evaluation, bos_warning
+from ddp_prune.export import Transform, config_of, stored_tensors, write_card, write_masks, write_model
+from ddp_prune.masks_file import provenance_of, read_masks, read_scores
+from ddp_prune.memory import fit_attention, fits_training
 from ddp_prune.model import Source, check_index, check_spares_source, companions, open_pruned, open_source, weight_files
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, counting, load_blocks, load_tokenizer, sources_of
+from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.weights import highest_rate, local_part
+from ddp_prune.weights import LearningWeights, highest_rate
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
-from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.origins import local_provenance
-from ddp_vllm.output import check_output, clear, is_unfinished
-from ddp_vllm.pages.evidence import RECOVERY_FILE
+from ddp_vllm.families import Dimensions
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
+from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
 from ddp_vllm.pages.written import show
+from ddp_vllm.provenance import local_provenance
+
+Say = Callable[[str], None]
 
 
-def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> None:
-    """Do what the verb does."""
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The pruned model, whose weights are trained, and the dense model that teaches it."""
+
+    model: Any
+    teacher: Any
+    sizes: Dimensions
+    """Of the dense model."""
+    tokenizer: Any
+    accelerator: Accelerator
+
+
+class Text(NamedTuple):
+    """Token blocks, int64 [num_blocks, seq_len]."""
+
+    blocks: torch.Tensor
+    """To train on."""
+    loss_mask: torch.Tensor | None
+    """Of these blocks, bool: tokens that contribute to the cross-entropy; None: all."""
+    heldout: Mapping[str, torch.Tensor]
+    """To evaluate on, by the name of the text: first the training text, then a watched text of another kind."""
+
+
+def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
+    """Recover a pruned checkpoint as the verb does, and return what was written."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
     accelerator.end_training()
+    return read_checkpoint(output)
 
 
 def recover(
     recipe: RecoveryRecipe, output: Path, accelerator: Accelerator, *, overwrite: bool, console: Console
 ) -> None:
-    """Train the weights of a pruned checkpoint on the dense model's output, write the result to `output` and show it.
+    """Train the weights of a pruned checkpoint, write the result to `output` and show it.
 
-    What a user can get wrong is checked before a model is loaded, whether the output exists by the command line. A
-    command that was killed after it had written the output, which may be the pruned checkpoint itself, only shows it.
+    User errors are found before a model is loaded. If an earlier call was killed after it had written the output, which
+    may be the pruned checkpoint itself, the output is only shown.
     Raises: a child of DdpError.
     """
     clear(output)
     check_run_folders(output)
-    check_shares(recipe, accelerator.num_processes)
-    if from_main(accelerator, _recovered_before(recipe, output)):
-        run = RunState(output, recipe, writes=accelerator.is_main_process)
-        with failing_together(accelerator), run.locked():
-            _finish(run, output, recipe, console)
+    check_sharding(recipe, accelerator.num_processes)
+    main = accelerator.is_main_process
+    if broadcast_from_main(accelerator, _recovered_before(recipe, output)):
+        run = RunState(output, recipe, writes=main)
+        with raise_on_all_ranks(accelerator), run.locked():
+            if main:
+                show(read_checkpoint(output), recipe.teacher, console)
+                run.remove()
         return
-    with failing_together(accelerator):
-        if accelerator.is_main_process:
+    with raise_on_all_ranks(accelerator):
+        if main:
             check_output(output, overwrite=overwrite)
-    found = in_turn(accelerator, lambda: _open(recipe, output))
+    checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
-    say = partial(console.print, markup=False, soft_wrap=True) if accelerator.is_main_process else lambda _: None
+    say: Say = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
     try:
-        recovery = Recovery(recipe, *found, accelerator, say)
-        recovery.settle(output)
-        recovery.read(output)
+        models = Models(
+            model=load(pruned, recipe, accelerator),
+            teacher=load(dense, recipe, accelerator),
+            sizes=dense.sizes,
+            tokenizer=load_tokenizer(str(pruned.folder)),
+            accelerator=accelerator,
+        )
+        resolved = _resumed(recipe, output, accelerator) or _resolved(recipe, models)
+        weights = LearningWeights(models.model, accelerator, resolved.method, resolved.rank)
+        resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, say)
+        provenance = local_provenance(checkpoint.folder / MASKS_FILE)
+        text = _load_text(resolved, provenance, models, say)
+        fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
+        run = RunState(output, resolved, learned_from=fingerprints, writes=main, say=say)
         with ExitStack() as stack:
-            with failing_together(accelerator):
-                stack.enter_context(recovery.run.locked())
-            recovery.learn(console)
-            with failing_together(accelerator):
-                if accelerator.is_main_process:
-                    recovery.write(output, overwrite=overwrite)
-                _finish(recovery.run, output, recipe, console)
-    except torch.OutOfMemoryError as error:  # a step says it in words of its own
+            with raise_on_all_ranks(accelerator):
+                stack.enter_context(run.locked())
+            evaluation, transform = _train(resolved, models, weights, text, run, console)
+            with raise_on_all_ranks(accelerator):
+                if main:
+                    provenance |= _results(resolved, run, evaluation)
+                    written = _write(checkpoint, transform, run, provenance, overwrite=overwrite)
+                    for line in evaluation.recovery_summary():
+                        say(line)
+                    show(written, recipe.teacher, console)
+                    run.remove()
+    except torch.OutOfMemoryError as error:  # a step reports it itself
         raise TrainingError(
             f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
             "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
         ) from error
 
 
-def _finish(run: RunState, output: Path, recipe: RecoveryRecipe, console: Console) -> None:
-    """Show what was written, and delete the run; in the main process."""
-    if run.writes:
-        show(output, recipe.teacher, console)
-        run.remove()
-
-
 def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:
-    """Tell whether the same command has recovered `output`, and was killed before it had finished."""
+    """Tell whether the same command recovered `output` and was killed before it finished."""
     asked = (saved_header(output).get("learned_from") or {}).get("asked")
     return is_unfinished(output) and asked in (None, decisive(recipe.to_dict())) and "recovery" in provenance_of(output)
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
-    """Find the pruned checkpoint and its teacher, and check that they and the output suit each other."""
+    """Find the pruned and the dense model, and check that they suit each other, the recipe and the output."""
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_spares_source(output, dense)
     check_index(dense.folder)
@@ -118,150 +158,153 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
         raise OutputError(f"{output} and the pruned model are one in the other; choose another folder")
     longest = dense.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
-        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} knows {longest:,}; lower --seq-len")
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")
     if not checkpoint.provenance:
-        raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which says what was removed; copy the folder whole")
-    return checkpoint, dense, open_pruned(checkpoint, dense)
+        raise CheckpointError(f"{recipe.model} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
+    return checkpoint, open_pruned(checkpoint, dense), dense
 
 
-class Recovery:
-    """One recovery on its way: both models, the recipe as far as it is settled, text, and what was found."""
+def _resumed(recipe: RecoveryRecipe, output: Path, accelerator: Accelerator) -> RecoveryRecipe | None:
+    """Return the resolved recipe of an interrupted run of the same command, if there is one."""
+    header, asked = saved_header(output) if accelerator.is_main_process else {}, recipe.to_dict()
+    same = (header.get("learned_from") or {}).get("asked") == decisive(asked)
+    saved = broadcast_from_main(accelerator, decisive(header["recipe"]) if same else None)
+    return RecoveryRecipe(**asked | saved) if saved else None
 
-    def __init__(
-        self,
-        recipe: RecoveryRecipe,
-        checkpoint: Checkpoint,
-        dense: Source,
-        pruned: Source,
-        accelerator: Accelerator,
-        say: Callable[[str], None],
-    ) -> None:
-        """Load both models. `say` takes a line for the user."""
-        self.asked, self.checkpoint, self.accelerator, self.say = recipe, checkpoint, accelerator, say
-        self.provenance = local_provenance(checkpoint.folder / MASKS_FILE)
-        folders = (pruned.folder, dense.folder)
-        self.files = [[file for folder in folders for file in files(folder)] for files in (weight_files, companions)]
-        self.model, self.sizes = load(pruned, recipe, accelerator), dense.sizes
-        self.dense, self.tokenizer = load(dense, recipe, accelerator), load_tokenizer(str(pruned.folder))
 
-    def settle(self, output: Path) -> None:
-        """Choose all that the recipe leaves open; or take what an interrupted run for this output had chosen."""
-        header = saved_header(output) if self.accelerator.is_main_process else {}
-        asked = self.asked.to_dict()
-        same = (header.get("learned_from") or {}).get("asked") == decisive(asked)
-        found = from_main(self.accelerator, decisive(header["recipe"]) if same else None)
-        self.recipe = RecoveryRecipe(**asked | found) if found else self._chosen()
-        self.trainer = WeightTrainer(self.model, self.dense, self.recipe, self.accelerator)
-        if not self.recipe.tokens:
-            self.recipe = self._timed()
+def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
+    """Return the recipe with training method, loss mask and learning rate chosen."""
+    method, learn_from = recipe.method, recipe.learn_from
+    if method == "auto":
+        num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
+        method = "full" if fits_training(num_weights, models.accelerator) else "lora"
+    if learn_from == "auto":
+        learn_from = "assistant" if models.tokenizer.chat_template else "all"
+    rate = recipe.learning_rate or highest_rate(method, models.model.config.hidden_size)
+    return dataclasses.replace(recipe, method=method, learn_from=learn_from, learning_rate=rate)
 
-    def _chosen(self) -> RecoveryRecipe:
-        recipe = self.asked
-        method, source = recipe.method, recipe.learn_from
-        if method == "auto":
-            held = sum(local_part(parameter).numel() for parameter in self.model.parameters())
-            method = "full" if fits_learning(held, self.accelerator) else "lora"
-        if source == "auto":
-            source = "assistant" if self.tokenizer.chat_template else "all"
-        rate = recipe.learning_rate or highest_rate(method, self.model.config.hidden_size)
-        return dataclasses.replace(recipe, method=method, learn_from=source, learning_rate=rate)
 
-    def _timed(self) -> RecoveryRecipe:
-        """Return the recipe with the tokens that its minutes allow, by the time a step on chance text takes."""
-        size = (self.recipe.batch_size, self.recipe.seq_len)
-        chance = torch.Generator().manual_seed(self.recipe.seed)
-        blocks = torch.randint(self.dense.config.vocab_size, size, generator=chance)
-        self._give(blocks, None)
-        steps = max(1, int(60.0 * self.recipe.minutes / self.trainer.seconds_a_step()))
-        return dataclasses.replace(self.recipe, tokens=steps * blocks.numel())
+def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: LearningWeights, say: Say) -> RecoveryRecipe:
+    """Return the recipe with the tokens that its minutes allow, by the time of a step on random tokens."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    shape = (recipe.batch_size, recipe.seq_len)
+    blocks = torch.randint(models.teacher.config.vocab_size, shape, generator=generator)
+    trainer = _trainer(recipe, models, weights, blocks, None, say)
+    steps = max(1, int(60.0 * recipe.minutes / trainer.seconds_a_step()))
+    return dataclasses.replace(recipe, tokens=steps * blocks.numel())
 
-    def read(self, output: Path) -> None:
-        """Load the text to learn on, held-out text of it and of another kind; open the run. Raises: TextError."""
-        recipe = self.recipe
-        watch = self._watched()
-        blocks = self._load(recipe.data, recipe.steps * recipe.batch_size, recipe.batch_size)
-        texts = {recipe.data: blocks.heldout}
-        try:
-            if watch:
-                texts[watch] = self._load(watch, 1, 0).heldout
-        except TextError:
-            if recipe.watch:
-                raise
-        self.exam = Exam(texts, self.tokenizer)
-        self.say(
-            f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
-            f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
-            f"{recipe.method} weights learn at up to {recipe.learning_rate:g}"
-        )
-        if len(texts) == 1:
-            self.say("no text of another kind is watched; --watch names one, to hear if the model gets worse there")
-        self.blocks = blocks.train, counting(blocks, recipe.learn_from, recipe.data, self.say)
-        learned_from = fingerprint([blocks.train, *texts.values()], *self.files)
-        learned_from["asked"] = decisive(self.asked.to_dict())
-        main = self.accelerator.is_main_process
-        self.run = RunState(output, recipe, learned_from=learned_from, writes=main, say=self.say)
 
-    def _watched(self) -> str:
-        """Return the text to watch: what the recipe names, or what masks learned on and weights will not."""
-        mine = {os.path.realpath(name) for name in sources_of(self.recipe.data)}
-        named = self.recipe.watch or str(self.provenance.get("recipe", {}).get("data") or "")
-        others = [name for name in sources_of(named) if os.path.realpath(name) not in mine] if named else []
-        if self.recipe.watch and others != sources_of(named):
-            raise SettingError(f"watch is {named}, of which data learns a part; name text that data does not")
-        return ",".join(others)
+def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, say: Say) -> Text:
+    """Load the text to train on, and held-out text of it and of another kind. Raises: TextError, SettingError."""
 
-    def _load(self, data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
-        recipe = self.recipe
-        same: dict[str, Any] = {
-            name: getattr(recipe, name) for name in ("seq_len", "heldout_blocks", "seed", "text_column")
-        }
-        sizes: dict[str, Any] = {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks}
-        blocks = in_turn(self.accelerator, lambda: load_blocks(data, self.tokenizer, **sizes, **same))
-        check_vocabulary(blocks, self.dense.config.vocab_size, recipe.model)
+    def blocks_of(data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
+        sizes = {name: getattr(recipe, name) for name in ("seq_len", "heldout_blocks", "seed", "text_column")}
+        sizes |= {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks}
+        blocks = main_process_first(models.accelerator, lambda: load_blocks(data, models.tokenizer, **sizes))
+        check_vocabulary(blocks, models.teacher.config.vocab_size, recipe.model)
         return blocks
 
-    def learn(self, console: Console) -> None:
-        """Judge both models, let the pruned one learn, and judge it again."""
-        self.exam.take("dense", self.dense)
-        if warning := bos_warning(self.dense, self.recipe.model, self.tokenizer, next(iter(self.exam.texts.values()))):
-            self.say(warning)
-        self.exam.take("pruned", self.model)
-        self._give(*self.blocks)
-        with StepProgress(console, self.recipe.steps, _phase, self.accelerator.is_main_process) as report:
-            take_steps(self.trainer, self.recipe, self.accelerator, self.run, report)
-        self.become = self.trainer.weights.finish()
-        self.exam.take("recovered", self.model)
+    watched = _watched(recipe, provenance)
+    blocks = blocks_of(recipe.data, recipe.steps * recipe.batch_size, recipe.batch_size)
+    heldout = {recipe.data: blocks.heldout}
+    try:
+        if watched:
+            heldout[watched] = blocks_of(watched, 1, 0).heldout
+    except TextError:
+        if recipe.watch:
+            raise
+    say(
+        f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
+        f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
+        f"training mode {recipe.method}, learning rate up to {recipe.learning_rate:g}"
+    )
+    if len(heldout) == 1:
+        say("no text of another kind is watched; name one with --watch to learn whether the model gets worse there")
+    return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, say), heldout)
 
-    def _give(self, blocks: torch.Tensor, scored: torch.Tensor | None) -> None:
-        """Let the trainer learn from these blocks, as many at once as memory holds."""
-        batches = Batches(blocks, self.recipe, self.accelerator, scored)
-        fit_batches(self, batches, self.recipe, self.accelerator, self.say)
-        fit_attention(self.dense, self.recipe.seq_len, self.accelerator.device)
-        self.trainer.read(batches, self.recipe)
 
-    def write(self, output: Path, *, overwrite: bool) -> None:
-        """Write the checkpoint with what is known of it, and say what came of it."""
-        learned_on, *watched = self.exam.texts
-        metrics = self.run.metrics.read_text(encoding="utf-8")
-        recovery = {
-            "recipe": self.recipe.to_dict(),
-            "texts": sources_of(learned_on),
-            "seconds": sum(json.loads(line)["seconds"] for line in metrics.splitlines()),
-            "watched": {name: self.exam.perplexity(name) for name in watched},
-            **self.exam.said(),
-        }
-        perplexity = self.exam.perplexity(learned_on)
-        export_recovered(
-            self.checkpoint,
-            self.become,
-            output,
-            provenance={**self.provenance, "perplexity": perplexity, "recovery": recovery},
-            extra_files={RECOVERY_FILE: metrics},
-            overwrite=overwrite,
-        )
-        for line in self.exam.sentences():
-            self.say(line)
+def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> str:
+    """Return the text to watch: that of the recipe, or the text of the masks that is not trained on now."""
+    trained_on = {os.path.realpath(name) for name in sources_of(recipe.data)}
+    named = recipe.watch or str(provenance.get("recipe", {}).get("data") or "")
+    others = [name for name in sources_of(named) if os.path.realpath(name) not in trained_on] if named else []
+    if recipe.watch and others != sources_of(named):
+        raise SettingError(f"watch is {named}, but data trains on part of it; name text that data does not")
+    return ",".join(others)
+
+
+def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
+    """Return what identifies a run: hashes of text, weights and configs, and the recipe before it was resolved."""
+    weights, others = ([file for folder in folders for file in files(folder)] for files in (weight_files, companions))
+    return fingerprint([text.blocks, *text.heldout.values()], weights, others) | {"asked": decisive(recipe.to_dict())}
+
+
+def _train(
+    recipe: RecoveryRecipe, models: Models, weights: LearningWeights, text: Text, run: RunState, console: Console
+) -> tuple[Evaluation, Transform]:
+    """Train the pruned model; return the evaluation of dense, pruned and recovered model, and the updated weights."""
+    evaluation = Evaluation(text.heldout, models.tokenizer)
+    evaluation.evaluate("dense", models.teacher)
+    if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
+        run.say(warning)
+    evaluation.evaluate("pruned", models.model)
+    trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.say)
+    with StepProgress(console, recipe.steps, _phase, run.writes) as report:
+        take_steps(trainer, recipe, models.accelerator, run, report)
+    transform = weights.finish()
+    evaluation.evaluate("recovered", models.model)
+    return evaluation, transform
+
+
+def _trainer(
+    recipe: RecoveryRecipe,
+    models: Models,
+    weights: LearningWeights,
+    blocks: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    say: Say,
+) -> WeightTrainer:
+    """Return a trainer on these blocks, with as many at once as fit into memory."""
+    batches = Batches(blocks, recipe, models.accelerator, loss_mask)
+    fit_batches(models, batches, recipe, models.accelerator, say)
+    fit_attention(models.teacher, recipe.seq_len, models.accelerator.device)
+    return WeightTrainer(models.model, models.teacher, weights, batches, recipe)
 
 
 def _phase(metrics: dict[str, float]) -> tuple[str, str]:
     return "recover", f"rate {metrics['learning_rate']:.1e} "
+
+
+def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> dict[str, Any]:
+    """Return the provenance of a recovery: quality before and after, and how it was trained."""
+    trained_on, *watched = evaluation.texts
+    steps = run.metrics.read_text(encoding="utf-8").splitlines()
+    recovery = {
+        "recipe": recipe.to_dict(),
+        "texts": sources_of(trained_on),
+        "seconds": sum(json.loads(step)["seconds"] for step in steps),
+        "watched": {name: evaluation.perplexity(name) for name in watched},
+        **evaluation.samples(),
+    }
+    return {"perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
+
+
+def _write(
+    checkpoint: Checkpoint, transform: Transform, run: RunState, provenance: Mapping[str, Any], *, overwrite: bool
+) -> Checkpoint:
+    """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it was stored in.
+
+    Widths and gates are those of `checkpoint`. Folders inside it, such as its report, are not copied.
+    """
+    source = checkpoint.folder
+    tensors = ((name, transform(name, tensor).to(tensor.dtype)) for name, tensor in stored_tensors(source))
+    gates, scores = read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)
+    head_unit = str(provenance.get("head_unit", "kv-group"))
+    provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
+    with atomic_folder(run.output, overwrite=overwrite) as folder:
+        write_model(folder, source, config_of(checkpoint), tensors)
+        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
+        if (source / METRICS_FILE).exists():
+            shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
+        shutil.copyfile(run.metrics, folder / RECOVERY_FILE)
+        return write_card(folder, run.output)

@@ -1,11 +1,10 @@
-"""One recovery's steps: the weights of a pruned model learn from the dense one."""
+"""One optimizer step of a recovery: the weights of a pruned model, trained on the dense model's outputs."""
 
 import math
 import time
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ddp_prune.batches import Batches, Teacher
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
@@ -15,49 +14,50 @@ from ddp_vllm.errors import TrainingError
 
 
 class WeightTrainer:
-    """One recovery: the pruned model, the dense one it learns from, and the one step that moves its weights."""
+    """Trains the weights of a pruned model to minimize cross-entropy + distillation · KL(dense ‖ pruned), step by step.
 
-    def __init__(self, student: Any, dense: Any, recipe: RecoveryRecipe, accelerator: Accelerator) -> None:
-        """Make the student's weights learn; `read` says on what."""
-        self.student, self.dense, self.recipe, self.accelerator = student, dense, recipe, accelerator
+    student: the pruned model. dense: its teacher. weights: those of the student that are trained. batches: the text,
+    with its loss mask.
+    """
+
+    def __init__(
+        self, student: Any, dense: Any, weights: LearningWeights, batches: Batches, recipe: RecoveryRecipe
+    ) -> None:
+        self.student, self.weights, self.batches = student, weights, batches
+        self.recipe, self.accelerator = recipe, batches.accelerator
         self.head, self.dense_head = OutputHead.of(student), OutputHead.of(dense)
-        self.weights = LearningWeights(student, accelerator, recipe.method, recipe.rank)
-
-    def read(self, batches: Batches, recipe: RecoveryRecipe) -> None:
-        """Learn from these blocks."""
-        self.batches, self.recipe = batches, recipe
-        self.teacher = Teacher(self.dense, batches) if recipe.distillation > 0 else None
+        self.teacher = Teacher(dense, batches) if recipe.distillation > 0 else None
 
     def seconds_a_step(self) -> float:
-        """Return how long a step takes on the batches given; nothing is learned. All processes get the slowest's."""
-        for _ in range(2):  # the first one warms up
+        """Return the seconds per step, of the slowest process; no weight changes."""
+        for _ in range(2):  # the first step warms up
             began = time.perf_counter()
-            if math.isfinite(length := self._gradients(0)[2]):
-                self.weights.move(0.0, length)
+            if math.isfinite(norm := self._gradients(0)[2]):
+                self.weights.move(0.0, norm)
             seconds = time.perf_counter() - began
         self.weights.optimizer.state.clear()
-        self.weights.optimizer.zero_grad()  # of a step that was no number, which a run will meet and say
+        self.weights.optimizer.zero_grad()  # a gradient that is not finite is left; the run will report it
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What a saved run needs beside tensors."""
+        """Plain data that a saved run requires besides tensors."""
         return {}
 
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
         recipe = self.recipe
-        cross_entropy, divergence, length = self._gradients(step)
+        cross_entropy, divergence, norm = self._gradients(step)
         loss = cross_entropy + recipe.distillation * divergence
-        rate = rate_of(step, recipe.steps, recipe.learning_rate, recipe.warmup)
         if not math.isfinite(loss):
             raise TrainingError(f"the loss is {loss} at step {step + 1}")
-        self.weights.move(rate, length)
+        rate = rate_of(step, recipe.steps, recipe.learning_rate, recipe.warmup)
+        self.weights.move(rate, norm)
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | {"learning_rate": rate}
 
     def _gradients(self, step: int) -> tuple[float, float, float]:
-        """Give the masters the gradient of a step; return CE and KL in nats a token, and the gradient's length."""
+        """Compute the gradients of a step; return CE and KL in nats per token, and the gradients' norm."""
         losses = torch.zeros(2, device=self.accelerator.device)
         for numbers in self.batches.step(step):
             losses += self._backward(step, numbers)
@@ -65,15 +65,15 @@ class WeightTrainer:
         return cross_entropy, divergence, self.weights.join()
 
     def _backward(self, step: int, numbers: list[int]) -> torch.Tensor:
-        """Add one micro-batch's part of the step's gradient to the masters'; return its part of [CE, KL]."""
+        """Add a micro-batch, the blocks `numbers`, to the gradients of a step; return its share of [CE, KL]."""
         tokens = self.batches.blocks[numbers].to(self.accelerator.device)
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
         student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
         share = len(numbers) / self.batches.size
-        # every token has something to learn of the teacher, but only those that count of the text itself
-        weights = self.batches.weights(step, numbers)
+        # the loss mask applies to the cross-entropy alone: every token can be learned from the teacher
+        loss_mask_N = self.batches.loss_mask_of(step, numbers)
         loss, cross_entropy, divergence = distilled_loss(
-            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, weights
+            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, loss_mask_N
         )
         (loss * share).backward()
         self.weights.collect()

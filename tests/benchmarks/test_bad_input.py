@@ -1,6 +1,5 @@
 """What a user can get wrong before an engine starts, and what an engine must leave behind: nothing."""
 
-import json
 import os
 import signal
 import socket
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port
@@ -20,7 +21,7 @@ from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.sharegpt import Load, Settings, _schedule, results_file, run_benchmark
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
-from ddp_vllm.facts import describe_model
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_file
 from ddp_vllm.results import read_results
 
@@ -57,8 +58,9 @@ def test_port_in_use() -> None:
 def write_tokenizer(folder: Path, vocab: dict[str, int]) -> str:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    added = [{"id": len(vocab), "content": "<s>"}]
-    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocab}}))
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token="x"))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)
 
 
@@ -70,7 +72,7 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'x' is 0 and 1"):
         check_vocabularies(first, write_tokenizer(tmp_path / "d", {"y": 0, "x": 1}))
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="no tokenizer file"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
         check_vocabularies(first, str(tmp_path / "b"))
 
 
@@ -94,7 +96,7 @@ def test_a_benchmark_says_which_folder_is_none(tmp_path: Path) -> None:
     [
         ({"num_prompts": 0}, "--num-prompts 0 is below 1"),
         ({"pairs": 0}, "--pairs 0 is below 1"),
-        ({"pruned": ()}, "nothing to compare with"),
+        ({"pruned": ()}, "there is no pruned model to compare"),
         ({"loads": (Load(request_rate=0, max_concurrency=None),)}, "sends nothing"),
         ({"loads": (Load(request_rate=float("nan"), max_concurrency=None),)}, "sends nothing"),
         ({"loads": (Load(request_rate=1, max_concurrency=0),)}, "sends nothing"),
@@ -108,10 +110,10 @@ def test_settings_out_of_range(changes: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--request-rate", "4"], "--request-rate does nothing without --mode serve"),
-        (["--goodput", "ttft:500"], "--goodput does nothing without --mode serve"),
-        (["--mode", "serve", "--max-concurrency", "inf"], "--max-concurrency 'inf' is no list of whole numbers"),
-        (["--mode", "serve", "--max-concurrency", "none,2.5"], "--max-concurrency '2.5' is no list of whole numbers"),
+        (["--request-rate", "4"], "--request-rate has no effect without --mode serve"),
+        (["--goodput", "ttft:500"], "--goodput has no effect without --mode serve"),
+        (["--mode", "serve", "--max-concurrency", "inf"], "--max-concurrency 'inf' is not a list of integers"),
+        (["--mode", "serve", "--max-concurrency", "none,2.5"], "--max-concurrency '2.5' is not a list of integers"),
     ],
 )
 def test_options_that_say_nothing(arguments: list[str], reason: str, tmp_path: Path) -> None:
@@ -124,8 +126,8 @@ def test_a_dense_folder_is_not_measured_as_pruned_nor_written_to(tiny: Path, tmp
     before = sorted(tiny.iterdir())
     command = ["bench", "sharegpt", "--dense", str(tiny), "--pruned", str(tiny)]
     for more, code, words in (
-        ([], SettingError.exit_code, "is not pruned; give a folder of ddp-vllm prune, or -o FILE"),
-        (["-o", str(tiny / "out.json")], OutputError.exit_code, "would lie in the folder of a dense model"),
+        ([], SettingError.exit_code, "is not pruned; pass a folder of ddp-vllm prune, or -o FILE"),
+        (["-o", str(tiny / "out.json")], OutputError.exit_code, "would be in the folder of a dense model"),
     ):
         result = CliRunner().invoke(main, [*command, *more])
         assert result.exit_code == code and words in result.stderr, result.output

@@ -33,7 +33,7 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("text", "where", "reason"),
     [
-        ('{"conversations": []}\n{"conversations": [', "line 2", "no JSON"),
+        ('{"conversations": []}\n{"conversations": [', "line 2", "not JSON"),
         ('[\n{"conversations": []},\n{"conversations"', "line 3", "cut off"),
         ('[\n{"conversations": []}\n', "line 3", "the end of the file where a comma or ] belongs"),
         ('[\n{"conversations": []}\n{"conversations": []}]', "line 3", "where a comma or ] belongs"),
@@ -41,8 +41,8 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
         ("[\n1]", "line 2", "int instead of an object"),
         ('{"conversations": [{"from": "human"}]}', "line 1", "turn 1 has no text under the key value"),
         ('{"conversations": [{"value": "a"}, "b"]}', "line 1", "turn 2 has no text"),
-        ('{"conversations": []}\n{"conversations": [{"value": "a \\ud83d"}]}', "line 2", "half a character (\\ud83d)"),
-        ('{"conversations": [], "id": "\\udc00"}', "line 1", "half a character (\\udc00)"),
+        ('{"conversations": []}\n{"conversations": [{"value": "a \\ud83d"}]}', "line 2", "a lone surrogate (\\ud83d)"),
+        ('{"conversations": [], "id": "\\udc00"}', "line 1", "a lone surrogate (\\udc00)"),
     ],
 )
 def test_malformed_files_name_line_and_reason(tmp_path: Path, text: str, where: str, reason: str) -> None:
@@ -76,7 +76,7 @@ def test_sample_keeps_vllms_limits() -> None:
     sample = draw_sample(talks, count_words, num_prompts=10, seed=0)
     assert sorted(entry["id"] for entry in sample.entries) == ["5", "7"]
     assert (sample.prompt_tokens, sample.output_tokens) == (1028, 1028)
-    assert "10 were asked for, but no more are usable" in sample.describe()
+    assert "10 were requested, but no more are usable" in sample.describe()
     shorter = draw_sample(talks, count_words, num_prompts=10, seed=0, max_model_len=100)
     assert [entry["id"] for entry in shorter.entries] == ["7"]
 

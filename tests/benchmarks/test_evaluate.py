@@ -46,7 +46,7 @@ def test_a_task_is_evaluated_once(tiny: Path, piqa: Path, tmp_path: Path) -> Non
     cached = list((tmp_path / "out" / "tasks").iterdir())
     again = run(*arguments, "--against", str(tiny), home=tmp_path / "hf")
     assert again.returncode == 0, again.stderr[-2000:]
-    assert "1 of 1 tasks were evaluated before" in again.stdout
+    assert "reusing 1 of 1 tasks" in again.stdout
     assert "100.0 %" in again.stdout and "between 69.3 points worse and 69.3 better" in again.stdout  # two rows
     assert sorted(results["ddp_vllm"]["answers"]["piqa"]) == [0.0, 1.0] and "answers" not in results
     assert "fatal" not in first.stderr  # git, outside a repository
@@ -96,7 +96,7 @@ def test_a_task_of_a_hub_model_is_found_again(tmp_path: Path, monkeypatch: pytes
             EvalSettings(model="org/tiny", tasks=("piqa",), output=tmp_path / "out"), say=said.append
         )
         assert results["results"] == {"piqa": {"acc_norm,none": 1.0}}
-    assert said == ["org/tiny: 1 of 1 tasks were evaluated before and are reused"]
+    assert said == ["org/tiny: reusing 1 of 1 tasks from the cache"]
 
 
 def test_the_difference_of_means_is_that_of_pairs() -> None:

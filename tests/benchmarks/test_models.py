@@ -7,7 +7,7 @@ import pytest
 
 from ddp_benchmarks.models import max_model_len
 from ddp_benchmarks.sharegpt import _dtype
-from ddp_vllm.facts import describe_model, local_folder
+from ddp_vllm.model_facts import describe_model, local_folder
 
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 64}

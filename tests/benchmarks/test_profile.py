@@ -62,7 +62,7 @@ engine.step = lambda: counts.append(step()) or counts[-1]
 timed = Batch(engine)
 for _ in range(2):
     counts.clear()
-    timed.read(batch, prompt, steps)
+    timed.prefill(batch, prompt, steps)
     prefill = [sum(map(len, counts[:-WARM_UP])), len(counts) - WARM_UP]
     timed.step(steps)
     print("counted", json.dumps([prefill, [len(each) for each in counts[-WARM_UP - steps:]]]))
@@ -148,10 +148,12 @@ def test_a_batch_that_the_kv_cache_does_not_hold_is_refused(tiny: Path, monkeypa
     settings = StepSettings(
         dense=str(tiny), pruned=("other",), workload=work, rounds=1, steps=24, engine_arguments=arguments
     )
-    with pytest.raises(SettingError, match=r"holds 5 sequences of 120 tokens, and a batch of 8 is to be timed; choose"):
+    with pytest.raises(
+        SettingError, match=r"holds 5 sequences of 120 tokens, below the batch of 8 to be timed; choose"
+    ):
         compare_steps(settings, say=lambda line: None)
     many = dataclasses.replace(settings, engine_arguments=(*ENGINE, "--max-num-seqs", "4"))
-    with pytest.raises(SettingError, match="let vLLM run 4 sequences at once, and a batch of 8"):
+    with pytest.raises(SettingError, match="limit vLLM to 4 sequences, below the batch of 8"):
         compare_steps(many, say=lambda line: None)
 
 
@@ -192,11 +194,11 @@ def test_what_is_measured_by_default_is_what_prune_asks_for_by_default() -> None
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
     arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
     for more, said in (
-        (["--batch", "0"], "--batch 0 goes below 1"),
-        (["--context", "10"], "--context 10 goes below 96"),
+        (["--batch", "0"], "--batch 0 has a value below 1"),
+        (["--context", "10"], "--context 10 has a value below 96"),
         (["--rounds", "0"], "--rounds 0 is below 1"),
         (["--steps", "8"], "--steps 8 is below 12"),
-        (["--batch", "many"], "no list of numbers"),
+        (["--batch", "many"], "not a list of numbers"),
     ):
         result = CliRunner().invoke(main, [*arguments, *more])
         assert result.exit_code == SettingError.exit_code and said in result.stderr, result.stderr

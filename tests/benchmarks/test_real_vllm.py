@@ -144,7 +144,7 @@ def test_a_model_against_itself(tiny: Path, tmp_path: Path, start: Callable[...,
     process = start("--num-prompts", "50", "--pairs", "1", "--json")
     printed, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert "50 were asked for, but no more are usable" in " ".join(printed.split())
+    assert "50 were requested, but no more are usable" in " ".join(printed.split())
     output = tmp_path / "results.json"
     found = json.loads(output.read_text())
     assert found["complete"] is True
@@ -172,7 +172,7 @@ def test_a_killed_server_keeps_what_was_measured(
     os.kill(server, signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 8
-    assert "the server died while it was measured; it was killed by signal 9" in errors
+    assert "the server died during the measurement; it was killed by signal 9" in errors
     found = json.loads(output.read_text())
     assert found["complete"] is False
     assert "killed by signal 9" in found["reason"]

@@ -125,10 +125,10 @@ def test_rows_without_a_field_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TextError, match="no field 'sol2'"):
         write_task("piqa", file, tmp_path)
     file.write_text("not json\n")
-    with pytest.raises(TextError, match="line 1: no JSON"):
+    with pytest.raises(TextError, match="line 1: not JSON"):
         write_task("piqa", file, tmp_path)
     file.write_text("")
-    with pytest.raises(TextError, match="no JSON object"):
+    with pytest.raises(TextError, match="not a JSON object"):
         write_task("piqa", file, tmp_path)
 
 

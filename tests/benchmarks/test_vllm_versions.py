@@ -12,7 +12,7 @@ VERSIONED = {  # file of vLLM: what is replaced in it, and what the comparison t
     "v1/core/kv_cache_utils.py": (
         "def get_max_concurrency_for_kv_cache_config",
         "def get_max_concurrency",
-        "vllm.v1.core.kv_cache_utils:get_max_concurrency_for_kv_cache_config is gone",
+        "vllm.v1.core.kv_cache_utils:get_max_concurrency_for_kv_cache_config was removed",
     ),
     "model_executor/layers/fused_moe/expert_map_manager.py": (
         "def is_local_expert(self, global_id: int)",

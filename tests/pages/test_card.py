@@ -9,7 +9,7 @@ import pytest
 from written_folders import write_model, write_weights
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.pages.card import IN_LLAMA_CPP, model_card
+from ddp_vllm.pages.card import model_card
 
 
 @pytest.mark.parametrize(("model", "there", "named"), [
@@ -29,7 +29,9 @@ def test_the_card_states_sizes_and_widths(trained: Path) -> None:
     card, layers = model_card(read_checkpoint(trained), "pruned"), read_checkpoint(trained).layers
     assert "base_model: owner/tiny" in card and "vllm serve ./pruned\n" in card
     heads = " ".join(map(str, layers[1].query_heads_per_kv_head))
-    assert f"| 1 | {heads} | {layers[1].intermediate_size} |" in card and "| 2 | – | 23 |" in card
+    assert (
+        f"| 1 | 4 | 6 ({heads}) | {layers[1].intermediate_size} | 59% |" in card and "| 2 | – | – | 23 | 24% |" in card
+    )
     assert f"| MLP channels | 288 | 173 | {1 - 173 / 288:.1%} |" in card
 
 
@@ -38,13 +40,13 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     quality = {"tokens": 1024, "dense": 2.0, "pruned": 3.0}
     texts = ["/mine/a.jsonl", "/mine/a.jsonl", "owner/b"]
     card = model_card(dataclasses.replace(checkpoint, provenance={"texts": texts, "perplexity": quality}), "pruned")
-    assert "text of a.jsonl, b (1,024 tokens)" in card and "/mine" not in card
+    assert "(1,024 tokens of a.jsonl, owner/b)" in card and "/mine" not in card
     assert "\nits dense model with structure removed" in card and "base_model" not in card
 
 
 def test_the_card_says_how_it_was_measured(trained: Path) -> None:
     card = model_card(read_checkpoint(trained), "pruned")
-    assert "All models read the same 16 blocks, on which nothing was learned" in card
+    assert "in 16 blocks that all models read and none was trained on" in card
     assert re.search(r"\| pruned / dense \| 1\.\d\d \| ± 0\.\d\d \|", card)
 
 
@@ -53,7 +55,7 @@ def test_the_card_says_how_near_it_is_and_on_which_tokens_it_learned(trained: Pa
     near = {"agreement": {"pruned": {"kl": 0.1234, "top1": 0.871}}}
     more = {"learned_from": {"text": "5f"}, "perplexity": {**checkpoint.provenance["perplexity"], **near}}
     card = model_card(dataclasses.replace(checkpoint, provenance={**checkpoint.provenance, **more}), "pruned")
-    assert "held out, have the SHA-256 `5f`." in card
+    assert "have the SHA-256 5f |" in card
     assert re.search(r"\| pruned \| [\d.]+ \| ± [\d.]+ \| 0\.123 \| 87\.1% \|", card)
 
 
@@ -92,15 +94,10 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
     assert named(read_checkpoint(tmp_path / "experts")) == [True, False, True, False]
 
 
-def test_what_fits_llama_cpp_is_what_the_export_takes() -> None:
-    gguf_file = pytest.importorskip("ddp_vllm.gguf_file")
-    assert gguf_file.FITS == IN_LLAMA_CPP
-
-
 @pytest.mark.parametrize(("applied", "recovered", "expected"), [
-    (False, False, "Weights learned with the masks."),
-    (True, False, "The masks were learned while weights trained; this folder holds the dense model's weights."),
-    (True, True, "The masks were learned while weights trained; this folder started from the dense model's weights; "),
+    (False, False, "**weights**: trained together with the masks\n"),
+    (True, False, "**weights**: the dense model's, although the masks were learned while weights were trained\n"),
+    (True, True, "although the masks were learned while weights were trained; then all of them were trained on"),
 ])  # fmt: skip
 def test_the_card_says_whose_weights_a_folder_has(applied: bool, recovered: bool, expected: str, trained: Path) -> None:
     checkpoint = read_checkpoint(trained)

@@ -17,7 +17,7 @@ from written_folders import MACHINE, write_bench, write_evaluation, write_masks,
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.facts import describe_model
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.pages.compare import headline, task_table
 from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
 from ddp_vllm.pages.terminal import SafeConsole
@@ -44,18 +44,12 @@ def edit(path: Path, **facts: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stored", ["resolved", "relative"])
-def test_a_dense_and_a_pruned_folder_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
-    """An older version stored paths as they were given."""
+def test_a_dense_and_a_pruned_folder_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dense = write_dense(Path("dense/llama"), 0.7)
     pruned = write_pruned(Path("pruned/llama"), dense)
-    evaluation = write_evaluation(pruned, 0.5, answers=True)
-    bench = write_bench(pruned / "sharegpt.json", dense, pruned, FASTER)
-    if stored == "relative":
-        edit(evaluation, model=str(pruned))
-        edit(dense / "eval" / "results.json", model=str(dense))
-        edit(bench, model=str(pruned))
+    write_evaluation(pruned, 0.5, answers=True)
+    write_bench(pruned / "sharegpt.json", dense, pruned, FASTER)
     comparison = collect([pruned])
     assert comparison.notes == {}
     assert comparison.dense and comparison.dense.accuracy and comparison.dense.accuracy[0] == pytest.approx(0.7)
@@ -107,15 +101,13 @@ def test_two_folders_of_one_name_in_one_bench(tmp_path: Path) -> None:
     assert [speed["label"] for speed in entry.speeds] == ["pruned (2)"]
 
 
-def test_two_folders_of_one_name_and_unknown_place_are_not_guessed(tmp_path: Path) -> None:
+def test_two_copies_of_one_model_have_the_results_of_their_own_place(tmp_path: Path) -> None:
     dense = write_dense(tmp_path / "base")
-    first, second = (write_pruned(tmp_path / name / "pruned", dense) for name in "ab")
+    first = write_pruned(tmp_path / "a" / "pruned", dense)
+    second = Path(shutil.copytree(first, tmp_path / "b" / "pruned"))
     bench = write_bench_of_two(tmp_path / "bench.json", dense, first, second)
-    content = json.loads(bench.read_text())
-    for model, name in zip(content["models"][1:], "ab", strict=True):
-        model["model"] = f"{name}/pruned"  # as an older version stored it
-    bench.write_text(json.dumps(content))
-    assert collect([second], results=[bench]).pruned[0].speeds == ()
+    for folder, label in ((first, "pruned (1)"), (second, "pruned (2)")):
+        assert [speed["label"] for speed in collect([folder], results=[bench]).pruned[0].speeds] == [label]
 
 
 def test_a_folder_called_dot_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +115,10 @@ def test_a_folder_called_dot_is_found_from_elsewhere(tmp_path: Path, monkeypatch
     pruned = write_pruned(tmp_path / "half", dense)
     monkeypatch.chdir(pruned)
     evaluation = write_evaluation(Path(), 0.6)
-    bench = write_bench(Path("sharegpt.json"), dense, pruned, FASTER)
+    write_bench(Path("sharegpt.json"), dense, pruned, FASTER)
     assert json.loads(evaluation.read_text())["ddp_vllm"]["model"]["model"] == str(pruned)
     assert describe_model(".").name == "half"
     monkeypatch.chdir(tmp_path)
-    assert collect([pruned]).notes == {}
-    edit(pruned / evaluation, model=".")  # as an older version stored it
-    edit(pruned / bench, model=".")
     assert collect([pruned]).notes == {}
 
 
@@ -140,23 +129,25 @@ def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) 
     write_bench(old / "sharegpt.json", dense, old, FASTER)
     renamed = old.rename(tmp_path / "first-try")
     assert collect([renamed]).notes == {}
-    new = write_pruned(tmp_path / "half", dense)
+    new = write_model(tmp_path / "half", widths=[(2, 16), (1, 5)], origin=str(dense))
     kept, fresh = collect([renamed, new]).pruned
     assert kept.quality and kept.speeds
     assert fresh.quality is None and fresh.speeds == ()
 
 
-def test_results_of_another_machine_are_known_by_name(tmp_path: Path) -> None:
+def test_results_of_another_machine_are_known_by_id(tmp_path: Path) -> None:
+    """There the folder had another name and place; without an id, as of a model that was never here, a name counts."""
     dense = write_dense(tmp_path / "base")
     pruned = write_pruned(tmp_path / "half", dense)
     evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
     bench = write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
-    edit(evaluation, model="/gpu/half")
-    edit(bench, model="/gpu/half")
+    for path in (evaluation, bench):
+        edit(path, model="/gpu/other", name="other")
     assert collect([pruned], results=[evaluation, bench]).notes == {}
-    other = write_pruned(tmp_path / "there" / "half", dense)
-    edit(evaluation, model=str(other))  # a folder of that name on this machine, but another
-    assert next(iter(collect([pruned], results=[evaluation, bench]).notes)) == "half was not evaluated"
+    edit(evaluation, id="0" * 64, name="half", model=str(pruned))
+    assert next(iter(collect([pruned], results=[evaluation, bench]).notes)).startswith("results of half are left out")
+    edit(evaluation, id=None, model="/gpu/half")
+    assert collect([pruned], results=[evaluation, bench]).notes == {}
 
 
 def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
@@ -220,14 +211,12 @@ def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -
     pruned = write_model(tmp_path / "half", widths=[(2, 16), (1, 5)], origin=str(dense))
     write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
     evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
-    before = describe_model(str(pruned)).parameters
     shutil.rmtree(pruned)
     write_pruned(pruned, dense)
     comparison = collect([pruned], results=[tmp_path / "bench.json", evaluation])
     (entry,) = comparison.pruned
     assert entry.speeds == () and entry.quality is None and comparison.benches == ()
-    now = describe_model(str(pruned)).parameters
-    note = f"results of half with {before:,} parameters are left out: it has {now:,} now"
+    note = "results of half are left out, because it has changed since they were measured"
     assert note in comparison.notes and any("was not measured" in each for each in comparison.notes)
 
 

@@ -11,7 +11,6 @@ from written_folders import write_masks
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.pages.page import Table, markdown_table
-from ddp_vllm.pages.report import _csv
 from ddp_vllm.pages.summary import removed_parameters, units
 
 
@@ -23,12 +22,13 @@ def _inspect(folder: Path) -> str:
 
 def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
     text = _inspect(trained)
-    for index, (kv_heads, query_heads, channels) in enumerate([("4", "8", "93"), ("4", "6", "57"), ("–", "–", "23")]):
+    widths = [("4", "8", "93"), ("4", r"6 \(1 2 2 1\)", "57"), ("–", "–", "23")]
+    for index, (kv_heads, query_heads, channels) in enumerate(widths):
         assert re.search(rf"{index} │ +{kv_heads} │ +{query_heads} │ +{channels} │", text), text
     for label, dense, left in units(read_checkpoint(trained)):
         assert re.search(rf"{label} +{left:,} of +{dense:,} +{100 * (1 - left / dense):.1f}% removed", text)
-    assert re.search(r"held-out perplexity +dense \d+\.\d\d → pruned \d+\.\d\d \(256 tokens\)", text)
-    assert "sparsity was 25.0% before; 115 more dropped, 2 revived" in text
+    assert re.search(r"held-out perplexity +dense \d+\.\d\d → pruned \d+\.\d\d \(256 tokens of a.jsonl\)", text)
+    assert "sparsity was 25.0% before; 115 more units dropped, 2 revived" in text
 
 
 def test_what_is_gone_is_counted_with_its_norms(trained: Path) -> None:
@@ -58,7 +58,6 @@ def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: 
 
 
 def test_cells_stay_cells() -> None:
-    """No tags or lines of their own in Markdown, no formula in a spreadsheet."""
+    """No tags or lines of their own in Markdown."""
     table = Table(headings=["a"], rows=[["<img src=x>\n| b"], ["\x1b]0;evil\x07"]])
     assert markdown_table(table).splitlines()[2:] == ["| &lt;img src=x> \\| b |", r"| \\x1b]0;evil\\x07 |"]
-    assert _csv(Table(headings=["=a"], rows=[["=cmd()"], ["@x"], [-1.5]])) == b"'=a\r\n'=cmd()\r\n'@x\r\n-1.5\r\n"

@@ -64,16 +64,13 @@ def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None
         assert text in page, text
     assert "/mine/" not in page.partition("<summary>")[0]
     assert page.index("dense says") < page.index("<h2>Size")  # answers come first
-    assert 'id="recovery"' in page and (recovered / "report" / "answers.csv").read_text().startswith("prompt,dense")
-    rows = (recovered / "report" / "perplexity.csv").read_text().splitlines()
-    assert rows[:2] == ["block,dense_loss,pruned_loss,recovered_loss", "0,2.0,2.5,2.3"]
+    assert 'id="recovery"' in page
 
 
 def test_card_and_inspect_say_what_was_learned_and_what_it_gave(recovered: Path) -> None:
     card = model_card(read_checkpoint(recovered), "recovered")
     values = " → ".join(f"{name} {quality()[name]:.2f}" for name in MODELS)
-    assert values in card and "then the weights that stay learned from the dense model on 960 tokens" in card
-    assert "frozen throughout" not in card
+    assert values in card and "then all of them were trained on the dense model's outputs, on 960 tokens" in card
     output = CliRunner().invoke(main, ["inspect", str(recovered)]).output
     assert values in " ".join(output.split())
 

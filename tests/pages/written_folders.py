@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from ddp_vllm.facts import describe_model
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.results import FORMAT, verdicts
 
 MACHINE = {"hardware": {"gpus": [], "cores": 2, "cpu": "a CPU"}, "versions": {"torch": "2.13"}}
@@ -19,7 +19,8 @@ Layer = Mapping[str, Any]
 def write_weights(folder: Path, config: Mapping[str, Any], layers: Sequence[Layer]) -> None:
     """Write config and zero weights of a model of these widths, of Llama's or Qwen3-MoE's tensors."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    known_by = {"_name_or_path": str(folder)}  # models of the same sizes are different models
+    (folder / "config.json").write_text(json.dumps({**config, **known_by, "tie_word_embeddings": True}))
     tensors = {"model.embed_tokens": (16, config["hidden_size"]), "model.norm": (config["hidden_size"],)}
     for index, layer in enumerate(layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in _shapes(config, layer)}

@@ -58,7 +58,7 @@ def num_held(config: Any) -> float:
     specs = {}
     for index, (kind, layer) in enumerate(zip(fields["layer_types"], parse_layers(fields), strict=True)):
         sizes = {"num_kv_heads": layer.num_kv_heads, "head_size": head_dim(fields), "dtype": torch.bfloat16}
-        if kind == limits.SLIDING:
+        if kind == "sliding_attention":
             specs[f"layers.{index}"] = SlidingWindowSpec(BLOCK, sliding_window=fields["sliding_window"], **sizes)
         else:
             specs[f"layers.{index}"] = FullAttentionSpec(BLOCK, **sizes)

@@ -60,11 +60,11 @@ BROKEN: dict[str, tuple[Any, str]] = {  # how to break a checkpoint, and what th
     ),
     "other width": (
         lambda folder: edit_config(folder, lambda c: c["ddp_layers"][1].update(intermediate_size=18)),
-        r"tensor model.layers.1.mlp.\w+.\w+ has shape \[.*17.*\], but ddp_layers asks for 18 along axis",
+        r"tensor model.layers.1.mlp.\w+.\w+ has shape \[.*17.*\], but ddp_layers requires 18 along axis",
     ),
     "removed block": (
         lambda folder: edit_config(folder, lambda c: c["ddp_layers"][5].update(intermediate_size=0)),
-        r"tensor model.layers.5.mlp.\w+.\w+ belongs to a block that ddp_layers says is gone",
+        r"tensor model.layers.5.mlp.\w+.\w+ is of a block that ddp_layers removes",
     ),
     "missing weight": (  # vLLM alone would serve noise: q and v already count as the fused qkv_proj
         lambda folder: edit_weights(folder, lambda w: w.pop("model.layers.4.self_attn.k_proj.weight")),

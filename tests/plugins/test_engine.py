@@ -34,14 +34,14 @@ NUM_DRAFTS, NUM_LONGER = 3, 25  # one token after the prompt, then 6 steps of 3 
 REFUSED = {  # what cannot be served, and what the user reads before any worker starts
     "five ranks": r"size 5 does not divide the 12 query heads .*; valid sizes: 1, 2, 3, 4, 6, 12; choose one of them",
     "adapters on two ranks": r"size 2 does not split layer 1 .*; valid sizes: 1; .* LoRA adapters cannot be padded",
-    "int8 on two ranks": r"size 2 does not split layer 1 .*; valid sizes: 1; .* quantised weights cannot be padded",
+    "int8 on two ranks": r"size 2 does not split layer 1 .*; valid sizes: 1; .* quantized weights cannot be padded",
     "int4 of odd widths": (
         r"takes compressed-tensors weights of model.layers.1 \(4 query heads, 2 KV heads, intermediate_size 17\): .*"
         r"multiples of 32; prune again with --align"
     ),
 }
 FOREIGN = {  # adapters that were trained on another model
-    "narrower": r"model.layers.3.mlp.down_proj.lora_A has shape \[4, 32\], and this layer asks for \[4, 64\]",
+    "narrower": r"model.layers.3.mlp.down_proj.lora_A has shape \[4, 32\], and this layer requires \[4, 64\]",
     "another block": r"the adapter changes model.layers.0.mlp.down_proj, a block that was pruned away",
     "deeper": r"tensor model.layers.7.mlp.down_proj.weight is of layer 7, but ddp_layers has 7 entries",
 }

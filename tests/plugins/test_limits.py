@@ -89,7 +89,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["V1, Hopper", "V1, Hopper, FlashAttention"])
 def test_flash_attention_3_planned_for_other_query_heads_is_refused(name: str, planned: dict[str, Any]) -> None:
-    message = r"layers of 2 KV heads have 4, 6 query heads, .* pass --attention-backend TRITON_ATTN, or leave out"
+    message = r"layers of 2 KV heads have 4, 6 query heads, .* pass --attention-backend TRITON_ATTN, or omit"
     assert re.search(message, planned[name]["error"]), planned[name]
 
 
@@ -103,7 +103,7 @@ def test_what_is_planned_rightly_is_not_refused(name: str, planned: dict[str, An
 
 @pytest.mark.parametrize("name", ["LMCache", "LMCache among several"])
 def test_lmcache_is_refused_for_other_kv_heads_than_the_dense_models(name: str, planned: dict[str, Any]) -> None:
-    message = r"LMCacheConnectorV1 takes every layer for one of 4 KV heads, and this model has layers of 1, 2; serve it"
+    message = r"LMCacheConnectorV1 requires 4 KV heads in every layer, and this model has layers of 1, 2; serve it"
     assert re.search(message, planned[name]["error"]), planned[name]
 
 
@@ -111,7 +111,7 @@ def test_a_padded_cache_is_told_with_the_flag(planned: dict[str, Any]) -> None:
     """By vLLM's own counting: pruned heads make no room, the flag does for short sequences, and not for long ones."""
     for length in ("long", "short"):
         (told,) = planned[length]["warnings"]
-        assert "they have 3, 4 KV heads: vLLM fills the KV cache of each up to 4. --disable-hybrid-kv-cache" in told
+        assert "layers have 3, 4 KV heads: vLLM pads the KV cache of each layer to 4. --disable-hybrid-kv" in told
     held = {name: result.get("held") for name, result in planned.items()}
     assert held["long"] == pytest.approx(held["long, nothing pruned"], rel=0.01)
     assert held["short, flag"] > 1.1 * held["short"] and held["long, flag"] < held["long"]

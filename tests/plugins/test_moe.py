@@ -49,12 +49,12 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
     "other width": (
         lambda folder: edit_config(folder, widen),
         {},
-        rf"tensor {EXPERT}.\w+.weight has shape \[.*17.*\], but ddp_layers asks for 18 along axis",
+        rf"tensor {EXPERT}.\w+.weight has shape \[.*17.*\], but ddp_layers requires 18 along axis",
     ),
     "other hidden size": (
         lambda folder: edit_weights(folder, lambda w: w.update({f"{EXPERT}.up_proj.weight": torch.ones(17, 63)})),
         {},
-        r"experts.4.up_proj.weight has shape \[17, 63\], but config.json asks for \[17, 64\]",
+        r"experts.4.up_proj.weight has shape \[17, 63\], but config.json requires \[17, 64\]",
     ),
     "missing expert": (
         lambda folder: edit_weights(folder, lambda w: [w.pop(name) for name in [*w] if EXPERT in name]),
@@ -79,7 +79,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
     "quantised": (
         lambda folder: edit_config(folder, lambda c: c.update(quantization_config=QUANTISED)),
         {},
-        r"mixture of experts is quantised; .* supported in bfloat16, float16 and float32",
+        r"mixture of experts is quantized; .* supported in bfloat16, float16 and float32",
     ),
     "quantised while it is loaded": (
         lambda folder: None,

@@ -87,13 +87,13 @@ def test_that_experts_run_one_by_one_is_said_once_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    moe_cpu_rows._tell_loop.cache_clear()
+    moe_cpu_rows._warn_of_loop.cache_clear()
     for _ in range(2):
         draw(CASES["one token"], torch.float32).finished()
         draw(CASES["hidden size our CPU kernel refuses"], torch.bfloat16).finished()
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("experts run one by one in PyTorch, which is slower: ") and "torch.float32" in first
-    assert second.endswith("hidden sizes in steps of 32, and this is 80")
+    assert second.endswith("a hidden size in multiples of 32, and it is 80")
 
 
 def test_the_operator_keeps_its_promises_to_the_compiler() -> None:

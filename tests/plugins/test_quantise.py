@@ -52,12 +52,14 @@ def test_what_no_kernel_takes_is_refused_before_anything_runs(tmp_path: Path) ->
     """It names layers, one projection and the cure, if there is one."""
     make_checkpoint(tmp_path / "ragged", "Llama", RAGGED_LAYERS, hidden_size=96)
     words = (
-        "no kernel takes W4A16 weights of layers 1, 4, 5: mlp.gate_proj of layer 1 is 17 × 96, and both must be "
-        "multiples of 32; ddp-vllm apply or prune with --align 32 cures it, before this"
+        "vLLM has no W4A16 kernel for layers 1, 4, 5: mlp.gate_proj of layer 1 is 17 × 96, and both must be multiples "
+        "of 32; run ddp-vllm apply or prune with --align 32 first"
     )
     assert_refused(quantize(tmp_path / "ragged", "W4A16", tmp_path / "out"), 2, words)
     make_checkpoint(tmp_path / "heads", "Llama", ALIGNED_LAYERS, hidden_size=96, head_dim=16)
-    assert_refused(quantize(tmp_path / "heads", "W4A16", tmp_path / "out"), 2, "no --align cures heads of this size")
+    assert_refused(
+        quantize(tmp_path / "heads", "W4A16", tmp_path / "out"), 2, "--align does not change the size of heads"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -66,7 +68,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "plain"), 5, "exists")
     make_checkpoint(tmp_path / "int8", "Llama", RAGGED_LAYERS)
     quantise(tmp_path / "int8", 8)
-    assert_refused(quantize(tmp_path / "int8", "FP8", tmp_path / "out"), 7, "is quantised already")
+    assert_refused(quantize(tmp_path / "int8", "FP8", tmp_path / "out"), 7, "is quantized already")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config | {"model_type": "ddp_llma"}))
     assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "out"), 7, "'ddp_llma' is unknown")
@@ -151,4 +153,4 @@ def test_sizes_and_the_card_stay_those_of_the_pruned_model(made: Path) -> None:
     for scheme, name in (("W8A8", "ragged"), ("W4A16", "aligned")):
         before, after = read_checkpoint(made / name), read_checkpoint(made / scheme)
         assert (after.num_parameters, after.layers) == (before.num_parameters, before.layers)
-        assert "weights were quantised" in (made / scheme / "README.md").read_text()
+        assert "| quantization | weights in" in (made / scheme / "README.md").read_text()

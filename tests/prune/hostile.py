@@ -1,4 +1,4 @@
-"""Folders whose every file tries to run code: what they hold is shown to all verbs, and the canary must stay alive."""
+"""Model folders whose files try to run code when a verb reads them; the code would create a file."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,9 @@ def generate(model, *args, **kwargs): raise AssertionError
 """
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}{{% for m in messages %}}{{{{ m.content }}}}"
 TEMPLATE += "{{% endfor %}}"
-ATTACKS = ("config", "tokenizer", "tokenizer class", "generation", "chat template", "index")
+LOADABLE = ("config", "tokenizer", "generation")
+"""Attacks on a model that loads without its code; the others may keep it from being loaded."""
+ATTACKS = (*LOADABLE, "tokenizer class", "chat template", "index")
 
 
 def make_hostile(folder: Path, attack: str, ran: Path) -> Path:

@@ -1,6 +1,6 @@
 """Runs on tiny models, in this process and by the command line; and what a refusal of the command line looks like."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--train", "masks"]
 
 
-def pools_of(gated: GatedModel, recipe: Recipe) -> list[Pool]:
+def pools_of(gated: GatedModel, recipe: Recipe) -> Sequence[Pool]:
     """Return the pools of a recipe for a loaded model."""
     model: Any = gated.model
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A tokenizer that leaves out the BOS token which the model needs: what a run prints, and that the remedy works."""
+"""A tokenizer that omits the BOS token which the model needs: the warning of a run, and its remedy."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ import torch
 from runs import prune
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.exam import bos_warning
+from ddp_prune.evaluation import bos_warning
 from ddp_prune.text import load_tokenizer
 
 BOS, VOCABULARY = 7, 320
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture(scope="module")
 def leaning(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model trained on text after BOS, and on chance tokens without it."""
+    """A model trained on text after BOS, and on random tokens without it."""
     folder = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("bos") / "model"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
     text = torch.tensor(tokenizer(tiny_text.read_text(), verbose=False)["input_ids"])
@@ -43,7 +43,8 @@ def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(leaning: Path, tiny_t
     warned = prune(leaning, tiny_text, tmp_path / "out")
     assert warned.exit_code == 0, warned.output
     found = re.search(
-        r"warning: the tokenizer of .* leaves out BOS.* at perplexity ([\d.]+) instead of ([\d.]+); (.*)", warned.output
+        r"warning: the tokenizer of .* omits BOS.* on held-out text is ([\d.]+) instead of ([\d.]+); (.*)",
+        warned.output,
     )
     assert found and float(found[1]) < 0.9 * float(found[2])
     remedy = found[3].removeprefix("add it: ")
@@ -51,13 +52,13 @@ def test_a_run_warns_of_a_missing_bos_and_its_remedy_works(leaning: Path, tiny_t
     exec(f"import transformers; {remedy}".replace(str(leaning), str(mended)))  # the line that users are told
     assert load_tokenizer(str(mended))("fox")["input_ids"][0] == BOS
     silent = prune(mended, tiny_text, tmp_path / "after")
-    assert silent.exit_code == 0 and "leaves out BOS" not in silent.output, silent.output
+    assert silent.exit_code == 0 and "omits BOS" not in silent.output, silent.output
 
 
-def test_a_model_that_needs_no_bos_is_not_warned_of(
+def test_there_is_no_warning_for_a_model_that_needs_no_bos(
     tiny_model: Path, tokenizer: Any, load: Callable[..., Any], tiny_text: Path
 ) -> None:
-    """Many configs name one that no text begins with, as Qwen's."""
+    """Many configs name a BOS token that no text begins with, such as Qwen's."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     heldout = load(tiny_text).heldout
     for bos in (None, BOS, VOCABULARY):

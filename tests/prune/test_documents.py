@@ -1,6 +1,6 @@
-"""Rows of any file as documents: every format, conversations by the chat template, bad text refused in one line.
+"""Rows of any file as documents: every format, conversations by the chat template, bad text rejected in one line.
 
-A conversation that a template refuses is made to alternate if that helps, and is plain text if not, never a run's end.
+A conversation that a template rejects is made to alternate if that helps, and otherwise becomes plain text.
 The templates are short forms of published ones, with the conditions that raise.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_prune.documents import documents, open_rows
-from ddp_prune.templates import BEGIN, END, Templates
+from ddp_prune.documents import Document, as_documents, open_rows
+from ddp_prune.templates import Templates
 from ddp_vllm.errors import OutputError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
@@ -35,13 +35,15 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 }  # fmt: skip
 
 
-def document(row: dict[str, Any], tokenizer: Any, data: str) -> str:
+def document(row: dict[str, Any], tokenizer: Any, data: str) -> Document:
     with Templates(tokenizer) as templates:
-        return documents([row], templates, data)[0]
+        return as_documents([row], templates, data)[0]
 
 
-def _plain(text: str) -> str:
-    return text.replace(BEGIN, "").replace(END, "")
+def in_loss(document: Document) -> str:
+    """Return the characters that contribute to the loss, with | for the others."""
+    assert document.loss_mask is not None
+    return "".join(each if mask else "|" for each, mask in zip(document.text, document.loss_mask, strict=True))
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -215,16 +217,18 @@ CASES: dict[str, tuple[str, list[tuple[str, str]], str]] = {  # template, turns,
 def test_a_conversation_under_a_template(case: str, tokenizer: Any) -> None:
     tokenizer.chat_template, turns, expected = CASES[case]
     row = {"conversations": [{"from": speaker, "value": value} for speaker, value in turns]}
-    assert _plain(document(row, tokenizer, "chat.jsonl")) == expected
+    assert document(row, tokenizer, "chat.jsonl").text == expected
 
 
 def test_a_conversation_is_the_same_in_either_format(tokenizer: Any) -> None:
     sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     openai = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    assert [document(row, tokenizer, "chat") for row in (sharegpt, openai)] == ["a\n\nb"] * 2  # it has no template
-    tokenizer.chat_template = LENIENT
-    marked = f"{END}<user>a<assistant>{BEGIN}b{END}"
-    assert [document(row, tokenizer, "chat") for row in (sharegpt, openai)] == [marked] * 2
+    for row in (sharegpt, openai):
+        tokenizer.chat_template = None
+        assert document(row, tokenizer, "chat") == Document("a\n\nb")
+        tokenizer.chat_template = LENIENT
+        found = document(row, tokenizer, "chat")
+        assert found.text == "<user>a<assistant>b" and in_loss(found) == "|" * 18 + "b"
 
 
 def test_a_turn_of_several_parts_says_what_is_text(tokenizer: Any) -> None:
@@ -233,7 +237,7 @@ def test_a_turn_of_several_parts_says_what_is_text(tokenizer: Any) -> None:
     picture = {"role": "user", "content": [{"type": "image_url", "url": "dog.png"}]}
     answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
     row = {"messages": [{"role": "user", "content": parts}, picture, answer]}
-    assert _plain(document(row, tokenizer, "chat.jsonl")) == "<user>a\n\nb<assistant>c"
+    assert document(row, tokenizer, "chat.jsonl").text == "<user>a\n\nb<assistant>c"
 
 
 def test_conversations_of_a_file_go_through_the_chat_template(
@@ -260,16 +264,16 @@ def test_conversations_of_a_file_go_through_the_chat_template(
 def test_an_instruction_and_its_answer_are_a_conversation(row: dict[str, Any], tokenizer: Any) -> None:
     tokenizer.chat_template = LENIENT
     found = document(row, tokenizer, "asked.jsonl")
-    assert found == f"{END}<user>add\n\n2 and 3<assistant>{BEGIN}5{END}"
+    assert found.text == "<user>add\n\n2 and 3<assistant>5" and in_loss(found).strip("|") == "5"
     bare = {name: text for name, text in row.items() if name not in ("context", "input")}
-    assert _plain(document(bare, tokenizer, "asked.jsonl")).endswith("<assistant>5")
+    assert document(bare, tokenizer, "asked.jsonl").text.endswith("<assistant>5")
 
 
 @pytest.mark.parametrize(
     "row", [{"text": None, "id": 1}, {"conversations": None}, {"messages": []}, {"prompt": "a", "response": ""}]
 )
 def test_a_row_may_be_empty(row: dict[str, Any], tokenizer: Any) -> None:
-    assert document(row, tokenizer, "a.jsonl") == ""
+    assert document(row, tokenizer, "a.jsonl") == Document("")
 
 
 def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path) -> None:

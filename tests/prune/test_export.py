@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -17,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_prune import export as export_module
-from ddp_prune.export import apply_masks, export, read_evidence, read_masks
+from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.masks_file import apply_masks, read_masks, read_scores
 from ddp_prune.model import Source, load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -256,9 +258,9 @@ def test_the_model_card_states_the_widths(pruned: Path) -> None:
     card = (pruned / "README.md").read_text()
     layers = read_checkpoint(pruned).layers
     assert "base_model: owner/tiny" in card and "vllm serve ./pruned\n" in card
-    assert f"| 0 | – | {layers[0].intermediate_size} |" in card and "| 1 | – | – |" in card
-    heads = " ".join(map(str, layers[2].query_heads_per_kv_head))
-    assert f"| 2 | {heads} | {layers[2].intermediate_size} |" in card
+    assert f"| 0 | – | – | {layers[0].intermediate_size} |" in card and "| 1 | – | – | – | 0% |" in card
+    heads = layers[2].query_heads_per_kv_head
+    assert re.search(rf"\| 2 \| {len(heads)} \| {sum(heads)}[ ()\d]* \| {layers[2].intermediate_size} \|", card)
     channels = sum(layer.intermediate_size for layer in layers)
     assert f"| MLP channels | 288 | {channels} | {1 - channels / 288:.1%} |" in card
 
@@ -284,13 +286,11 @@ def test_masks_alone_cut_the_same_checkpoint(pruned: Path, tiny_model: Path, tmp
 def test_applied_masks_keep_what_aligning_needs(tiny_model: Path, tmp_path: Path) -> None:
     source = open_source(str(tiny_model))
     gates = _gates(source, "query-head", "")
-    evidence = {
-        name: {kind: values + add for kind, values in gates.items()} for name, add in (("z", 1), ("saliency", 2))
-    }
-    export(source, gates, tmp_path / "first", head_unit="query-head", provenance={}, evidence=evidence, overwrite=False)
+    scores = {name: {kind: values + add for kind, values in gates.items()} for name, add in (("z", 1), ("saliency", 2))}
+    export(source, gates, tmp_path / "first", head_unit="query-head", provenance={}, scores=scores, overwrite=False)
     apply_masks(str(tiny_model), tmp_path / "first" / MASKS_FILE, tmp_path / "again", overwrite=False)
-    kept = read_evidence(tmp_path / "again" / MASKS_FILE)
-    for name, masks in evidence.items():
+    kept = read_scores(tmp_path / "again" / MASKS_FILE)
+    for name, masks in scores.items():
         for kind, values in masks.items():
             assert torch.equal(kept[name][kind], values), (name, kind)
 
@@ -313,12 +313,11 @@ def test_masks_that_are_no_gates_are_refused(pruned: Path, tiny_model: Path, tmp
     for value in (float("nan"), float("inf"), -0.5):
         gates["mlp.gates"][2, 3] = value
         save_file(gates, tmp_path / "masks.safetensors", {"ddp": "{}"})
-        with pytest.raises(CheckpointError, match=r"mlp gates.*learn them again"):
+        with pytest.raises(CheckpointError, match=r"mlp gates.*prune again"):
             apply_masks(str(tiny_model), tmp_path / "masks.safetensors", tmp_path / "out", overwrite=False)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("more", [[], ["--align", "32"]], ids=["", "aligned"])
 @pytest.mark.parametrize(
     ("provenance", "words"),
     [
@@ -328,11 +327,11 @@ def test_masks_that_are_no_gates_are_refused(pruned: Path, tiny_model: Path, tmp
     ],
 )
 def test_masks_that_say_nonsense_of_their_making_are_refused(
-    provenance: str, words: str, more: list[str], pruned: Path, tiny_model: Path, tmp_path: Path
+    provenance: str, words: str, pruned: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     masks = tmp_path / "masks.safetensors"
     save_file(load_file(pruned / MASKS_FILE), masks, {"ddp": provenance})
-    arguments = ["apply", str(tiny_model), "--masks", str(masks), "-o", str(tmp_path / "out"), *more]
+    arguments = ["apply", str(tiny_model), "--masks", str(masks), "-o", str(tmp_path / "out")]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 7, (result.output, result.exception)
     assert result.stderr.startswith(f"ddp-vllm: {masks} is no masks file (") and result.stderr.count("\n") == 1
@@ -346,7 +345,7 @@ def test_an_existing_output_is_refused_and_replaced_on_request(
     gates, before = _gates(source, "kv-group", ""), (pruned / "model.safetensors").read_bytes()
     with pytest.raises(OutputError, match="--overwrite"):
         export(source, gates, pruned, head_unit="kv-group", provenance={})
-    monkeypatch.setattr(export_module.Slicer, "cut", lambda *_: 1 / 0)
+    monkeypatch.setattr(export_module.UnitSlicer, "slice", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(source, gates, pruned, head_unit="kv-group", provenance={}, overwrite=True)
     assert (pruned / "model.safetensors").read_bytes() == before

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from latency_profiles import written
 from runs import SMALL, assert_refused, prune, weights
 
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
 from ddp_prune.pipeline import Pruning
 from ddp_prune.read_recipe import load_recipes
 from ddp_prune.recipe import Recipe
@@ -229,7 +229,7 @@ def test_speedups_are_a_family_too(profile: Path, tiny_model: Path, tiny_text: P
         latency = checkpoint.provenance["latency"]
         assert asked <= latency["speedup"] < 1.05 * asked
         assert all(layer.intermediate_size % 16 == 0 for layer in checkpoint.layers)
-        assert f"predicted to run at {latency['speedup']:.2f}" in (checkpoint.folder / "README.md").read_text()
+        assert f"**predicted**: {latency['speedup']:.2f}" in (checkpoint.folder / "README.md").read_text()
 
 
 def test_a_profile_of_another_machine_or_model_is_refused(

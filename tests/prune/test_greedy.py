@@ -1,4 +1,4 @@
-"""The one greedy selection: exact counts, aligned widths, costs of different sizes, against every choice there is."""
+"""The greedy selection, compared with all possible choices: exact counts, aligned widths, costs of different sizes."""
 
 import itertools
 
@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from ddp_prune.budget import keep_schedule
 from ddp_prune.selection import (
-    Lists,
-    best_first,
+    Rows,
     best_support,
-    cut_lists,
+    cut_rows,
     evenly,
     exact_support,
     greedy,
-    keeping_worth,
+    open_first,
 )
 
 
@@ -25,75 +24,77 @@ def _whole(budget: float) -> torch.Tensor:
     return torch.tensor([budget], dtype=torch.float64)
 
 
-def _aligned(worth: torch.Tensor, kept: int, block: int, places: int = 1) -> torch.Tensor:
+def _aligned(importance: torch.Tensor, kept: int, block: int, groups: int = 1) -> torch.Tensor:
     """Round one module type whose units all cost 1."""
-    lists = cut_lists(worth, best_first(worth), torch.ones(len(worth)), block=block)
-    return best_support([lists], torch.full((places,), kept / places, dtype=torch.float64))[0]
+    rows = cut_rows(importance, block=block)
+    return best_support([rows], torch.full((groups,), kept / groups, dtype=torch.float64))[0]
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
 def test_support_has_exactly_the_count_even_with_ties(kept: int, seed: int) -> None:
-    worth = torch.randint(0, 3, (5, 8), generator=torch.Generator().manual_seed(seed)).float()
-    support = exact_support(worth, kept)
+    importance = torch.randint(0, 3, (5, 8), generator=torch.Generator().manual_seed(seed)).float()
+    support = exact_support(importance, kept)
     assert int(support.sum()) == kept
     if kept < 40:
-        assert worth[support].min() >= worth[~support].max()
-    assert torch.equal(_aligned(worth, kept, 1), support)  # the general rule, where every unit costs 1
+        assert importance[support].min() >= importance[~support].max()
+    assert torch.equal(_aligned(importance, kept, 1), support)  # the general rule, where every unit costs 1
 
 
 def test_support_per_layer_is_even() -> None:
-    assert _aligned(torch.ones(5, 8), 22, 1, places=5).sum(1).tolist() == [5, 5, 4, 4, 4]
+    assert _aligned(torch.ones(5, 8), 22, 1, groups=5).sum(1).tolist() == [5, 5, 4, 4, 4]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_left_over_goes_to_the_layers_where_it_is_worth_most(seed: int) -> None:
-    worth = torch.rand(5, 8, generator=torch.Generator().manual_seed(seed))
-    counts = _aligned(worth, 22, 1, places=5).sum(1)
-    fifth = worth.sort(1, descending=True).values[:, 4]
+def test_the_remaining_budget_goes_to_the_layers_with_the_most_important_next_unit(seed: int) -> None:
+    importance = torch.rand(5, 8, generator=torch.Generator().manual_seed(seed))
+    counts = _aligned(importance, 22, 1, groups=5).sum(1)
+    fifth = importance.sort(1, descending=True).values[:, 4]
     assert counts.sum() == 22 and counts.min() == 4
     assert set(fifth.topk(2).indices.tolist()) == set((counts == 5).nonzero().flatten().tolist())
 
 
 @given(st.data())
-def test_aligned_support_has_multiples_only_and_the_highest_worth(data: st.DataObject) -> None:
+def test_aligned_support_has_only_multiples_and_the_highest_importance(data: st.DataObject) -> None:
     """`align` often does not divide the units of a row."""
     rows, units = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 7))
     align, kept = data.draw(st.integers(1, units)), data.draw(st.integers(1, rows * units))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    worth = torch.randint(0, 6, (rows, units), generator=generator).float()  # ties too
+    importance = torch.randint(0, 6, (rows, units), generator=generator).float()  # ties too
     possible = [
         choice
         for choice in itertools.product(range(0, units + 1, align), repeat=rows)
         if sum(choice) == min(kept // align, rows * (units // align)) * align
     ]
-    support = _aligned(worth, kept, align)
+    support = _aligned(importance, kept, align)
     assert tuple(support.sum(1).tolist()) in possible and support.dtype == torch.bool
-    ranked = worth.sort(1, descending=True).values
+    ranked = importance.sort(1, descending=True).values
     best = max(sum(float(row[:n].sum()) for row, n in zip(ranked, choice, strict=True)) for choice in possible)
-    assert float(worth[support].sum()) == best
-    for row, keep in zip(worth, support, strict=True):  # in a row the best ones stay
+    assert float(importance[support].sum()) == best
+    for row, keep in zip(importance, support, strict=True):  # a row keeps its best units
         assert not keep.any() or keep.all() or row[keep].min() >= row[~keep].max()
 
 
-def test_experts_are_lists_and_layers_of_experts_are_places() -> None:
-    worth = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])[:, None, None]
-    lists = worth.flatten(0, 1)
-    assert _aligned(lists, 24, 4).sum(-1).tolist() == [0, 0, 0, 8, 8, 8]
-    by_layer = _aligned(lists, 24, 4, places=2).sum(-1)
+def test_experts_are_rows_and_layers_of_experts_are_budget_groups() -> None:
+    importance = (
+        torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])[:, None, None]
+    )
+    rows = importance.flatten(0, 1)
+    assert _aligned(rows, 24, 4).sum(-1).tolist() == [0, 0, 0, 8, 8, 8]
+    by_layer = _aligned(rows, 24, 4, groups=2).sum(-1)
     assert by_layer.view(2, 3).sum(1).tolist() == [12, 12] and not (by_layer % 4).any()
-    assert (_aligned(lists, 24, 4, places=6).sum(-1) == 4).all()
+    assert (_aligned(rows, 24, 4, groups=6).sum(-1) == 4).all()
 
 
 HEADS, CHANNELS, HEAD_COST, CHANNEL_COST = 3, 4, 7.0, 2.0
 
 
-def _costs_of_choices(lists: list[Lists]) -> list[tuple[float, float]]:
-    """Return (cost, worth) of every choice of a number of blocks in every list."""
+def _costs_of_choices(rows: list[Rows]) -> list[tuple[float, float]]:
+    """Return (cost, importance) of every choice of a number of blocks in every row."""
     totals = []
-    for part in lists:
-        for units, worth, cost in zip(part.units, part.worth, part.cost, strict=True):
+    for part in rows:
+        for units, importance, cost in zip(part.units, part.importance, part.cost, strict=True):
             real = units > 0
-            steps = zip(worth[real].cumsum(0).tolist(), cost[real].cumsum(0).tolist(), strict=True)
+            steps = zip(importance[real].cumsum(0).tolist(), cost[real].cumsum(0).tolist(), strict=True)
             totals.append([(0.0, 0.0), *((c, w) for w, c in steps)])
     return [(sum(c for c, _ in choice), sum(w for _, w in choice)) for choice in itertools.product(*totals)]
 
@@ -101,19 +102,19 @@ def _costs_of_choices(lists: list[Lists]) -> list[tuple[float, float]]:
 @settings(max_examples=50)
 @given(st.integers(0, 60), st.integers(0, 2**31))
 def test_costs_of_different_sizes_share_one_budget(budget: int, seed: int) -> None:
-    """Never above it, nothing left out that fits, and at most one unit's worth below the best of all choices."""
+    """Never above the budget, nothing left out that fits, at most one unit below the best of all choices."""
     generator = torch.Generator().manual_seed(seed)
     heads = torch.randint(0, 50, (2, HEADS), generator=generator).double()
     channels = torch.randint(0, 20, (2, CHANNELS), generator=generator).double()
-    lists = [
-        cut_lists(values, best_first(values), torch.full((2,), cost))
+    rows = [
+        cut_rows(values, cost_R=torch.full((2,), cost))
         for values, cost in ((heads, HEAD_COST), (channels, CHANNEL_COST))
     ]
-    kept = best_support(lists, _whole(budget))
+    kept = best_support(rows, _whole(budget))
     spent = HEAD_COST * int(kept[0].sum()) + CHANNEL_COST * int(kept[1].sum())
-    worth = float(heads[kept[0]].sum() + channels[kept[1]].sum())
-    best = max(worth for cost, worth in _costs_of_choices(lists) if cost <= budget)
-    assert spent <= budget and worth > best - max(float(heads.max()), float(channels.max()), 1e-9)
+    importance = float(heads[kept[0]].sum() + channels[kept[1]].sum())
+    best = max(importance for cost, importance in _costs_of_choices(rows) if cost <= budget)
+    assert spent <= budget and importance > best - max(float(heads.max()), float(channels.max()), 1e-9)
     assert spent + HEAD_COST > budget or kept[0].all()
     assert spent + CHANNEL_COST > budget or kept[1].all()
 
@@ -123,27 +124,27 @@ def test_costs_of_different_sizes_share_one_budget(budget: int, seed: int) -> No
 def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int) -> None:
     """Four KV heads with three query heads each: against every number of query heads for every KV head."""
     generator = torch.Generator().manual_seed(seed)
-    worth = torch.randint(0, 20, (4, 3), generator=generator).double()
+    importance = torch.randint(0, 20, (4, 3), generator=generator).double()
     own, shared = torch.full((4,), 2.0), torch.full((4,), 5.0)
-    lists = cut_lists(worth, best_first(worth), own, opening_R=shared)
-    (kept,) = best_support([lists], _whole(budget))
+    rows = cut_rows(importance, cost_R=own, fixed_R=shared)
+    (kept,) = best_support([rows], _whole(budget))
     spent = 2.0 * int(kept.sum()) + 5.0 * int(kept.any(1).sum())
-    ranked = worth.sort(1, descending=True).values
+    ranked = importance.sort(1, descending=True).values
     best = max(
         sum(float(row[:n].sum()) for row, n in zip(ranked, choice, strict=True))
         for choice in itertools.product(range(4), repeat=4)
         if 2.0 * sum(choice) + 5.0 * sum(n > 0 for n in choice) <= budget
     )
     assert spent <= budget
-    assert float(worth[kept].sum()) >= best - float(worth.sum(1).max())
+    assert float(importance[kept].sum()) >= best - float(importance.sum(1).max())
 
 
-def test_units_that_cost_nothing_stay() -> None:
-    worth = torch.rand(2, 3)
-    priced, free = (cut_lists(worth, best_first(worth), torch.full((2,), cost)) for cost in (4.0, 0.0))
+def test_rows_without_cost_are_kept() -> None:
+    importance = torch.rand(2, 3)
+    priced, free = (cut_rows(importance, cost_R=torch.full((2,), cost)) for cost in (4.0, 0.0))
     heads, channels = best_support([priced, free], _whole(9.0))
     assert channels.all() and int(heads.sum()) == 2
-    shared = cut_lists(worth, best_first(worth), torch.zeros(2), opening_R=torch.ones(2))
+    shared = cut_rows(importance, cost_R=torch.zeros(2), fixed_R=torch.ones(2))
     assert best_support([shared], _whole(1.0))[0].sum(1).sort().values.tolist() == [
         0,
         3,
@@ -151,71 +152,73 @@ def test_units_that_cost_nothing_stay() -> None:
 
 
 @pytest.mark.parametrize("queries_per_kv", [1, 2, 4])
-def test_heads_that_leave_evenly_leave_every_kv_head_as_many(queries_per_kv: int) -> None:
-    worth = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    order, kv_heads = evenly(worth, queries_per_kv), 8 // queries_per_kv
-    lists = cut_lists(worth, order, torch.ones(3), block=kv_heads)
-    (kept,) = best_support([lists], _whole(13))
+def test_query_heads_removed_evenly_leave_every_kv_head_equally_many(queries_per_kv: int) -> None:
+    importance = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    order, kv_heads = evenly(importance, queries_per_kv), 8 // queries_per_kv
+    rows = cut_rows(importance, order_RU=order, block=kv_heads)
+    (kept,) = best_support([rows], _whole(13))
     counts = kept.unflatten(1, (kv_heads, queries_per_kv)).sum(-1)
     assert (counts == counts[:, :1]).all() and int(kept.sum()) == 13 // kv_heads * kv_heads
-    for heads, keep in zip(worth.view(-1, queries_per_kv), kept.view(-1, queries_per_kv), strict=True):
+    for heads, keep in zip(importance.view(-1, queries_per_kv), kept.view(-1, queries_per_kv), strict=True):
         assert not keep.any() or keep.all() or heads[keep].min() >= heads[~keep].max()
 
 
 @given(st.integers(0, 2**31))
-def test_open_gates_are_worth_more_than_closed_ones_in_the_order_of_saliency(seed: int) -> None:
+def test_open_gates_rank_before_closed_ones_in_the_order_of_saliency(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     saliency = torch.rand(40, generator=generator).clamp_min(0.1).pow(12)  # over more than float32 can add up
-    alive = torch.rand(40, generator=generator) < 0.5
-    worth = keeping_worth(saliency, alive)
-    for part in (alive, ~alive):
-        assert torch.equal(worth[part].argsort(stable=True), saliency[part].argsort(stable=True))
-    if alive.any() and not alive.all():
-        assert worth[alive].min() > worth[~alive].max()
+    is_open = torch.rand(40, generator=generator) < 0.5
+    importance = open_first(saliency, is_open)
+    for part in (is_open, ~is_open):
+        assert torch.equal(importance[part].argsort(stable=True), saliency[part].argsort(stable=True))
+    if is_open.any() and not is_open.all():
+        assert importance[is_open].min() > importance[~is_open].max()
 
 
-def test_a_layer_worth_little_goes() -> None:
-    worth = torch.cat([torch.ones(2, 8), torch.full((1, 8), 0.1)])
-    assert _aligned(worth, 17, 4).sum(1).tolist() == [8, 8, 0]
+def test_an_unimportant_layer_is_removed() -> None:
+    importance = torch.cat([torch.ones(2, 8), torch.full((1, 8), 0.1)])
+    assert _aligned(importance, 17, 4).sum(1).tolist() == [8, 8, 0]
 
 
 @given(st.floats(0.05, 1.0), st.booleans(), st.integers(0, 2**31))
-def test_what_stays_while_searching_is_within_the_budget(keep_ratio: float, priced: bool, seed: int) -> None:
-    """One place: never above the budget, nothing left out that fits, worth most for its cost first."""
+def test_the_units_that_stay_open_in_the_search_are_within_the_budget(
+    keep_ratio: float, priced: bool, seed: int
+) -> None:
+    """One group: never above the budget, nothing left out that fits, best importance per cost first."""
     generator = torch.Generator().manual_seed(seed)
-    worth = torch.rand(1, 200, generator=generator).pow(8)
+    importance = torch.rand(1, 200, generator=generator).pow(8)
     cost = torch.where(torch.rand(1, 200, generator=generator) < 0.1, 7.0, 1.0) if priced else torch.ones(1, 200)
     budget = keep_ratio * cost.double().sum(1)
-    kept = greedy(worth, cost, budget)
+    kept = greedy(importance, cost, budget)
     spent = (cost.double() * kept).sum(1)
     assert (spent <= budget + 1e-6).all()
     assert kept.all() or spent + cost[~kept].min() > budget - 1e-6
     alike = cost == 1.0
     if (kept & alike).any() and (~kept & alike).any():
-        assert worth[kept & alike].min() >= worth[~kept & alike].max()
+        assert importance[kept & alike].min() >= importance[~kept & alike].max()
 
 
-def test_what_costs_nothing_stays() -> None:
+def test_units_without_cost_are_kept() -> None:
     kept = greedy(torch.tensor([[0.0, 1.0, 5.0, 2.0]]), torch.tensor([[0.0, 1.0, 10.0, 1.0]]), _whole(2.0))
     assert kept.tolist() == [[True, True, False, True]]
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 2**31))
-def test_places_share_what_is_left_over(places: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
+def test_groups_share_the_remaining_budget(groups: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    worth = torch.randint(0, 5, (places, units), generator=generator).float()  # ties too
-    cost = torch.where(torch.rand(places, units, generator=generator) < 0.3, 7.0, 1.0) if priced else torch.ones(1)
-    cost = cost.expand(places, units)
+    importance = torch.randint(0, 5, (groups, units), generator=generator).float()  # ties too
+    cost = torch.where(torch.rand(groups, units, generator=generator) < 0.3, 7.0, 1.0) if priced else torch.ones(1)
+    cost = cost.expand(groups, units)
     budget = keep_ratio * cost.double().sum(1)
-    own = torch.cat([greedy(worth[i : i + 1], cost[i : i + 1], budget[i : i + 1]) for i in range(places)])
-    kept = greedy(worth, cost, budget)
+    own = torch.cat([greedy(importance[i : i + 1], cost[i : i + 1], budget[i : i + 1]) for i in range(groups)])
+    kept = greedy(importance, cost, budget)
     more = kept & ~own
     assert (kept >= own).all() and (more.sum(1) <= 1).all()
     assert float((cost * kept).sum()) <= float(budget.sum()) + 1e-6
     if not priced:
-        assert int(kept.sum()) == int((keep_ratio + 1e-9) * places * units)
-        passed = worth.masked_fill(own, -1.0).amax(1)[~more.any(1)]
-        assert not more.any() or not len(passed) or worth[more].min() >= passed.max()
+        assert int(kept.sum()) == int((keep_ratio + 1e-9) * groups * units)
+        passed = importance.masked_fill(own, -1.0).amax(1)[~more.any(1)]
+        assert not more.any() or not len(passed) or importance[more].min() >= passed.max()
 
 
 def test_keep_schedule_falls_from_1_to_the_ratio() -> None:
@@ -224,16 +227,16 @@ def test_keep_schedule_falls_from_1_to_the_ratio() -> None:
     assert all(a >= b for a, b in itertools.pairwise(values))
 
 
-def test_many_places_spend_no_more_than_there_is() -> None:
-    """6,144 experts of 768 channels: a tolerance a place would add up."""
-    worth = torch.rand(6144, 768, generator=torch.Generator().manual_seed(0))
+def test_many_groups_together_stay_within_the_budget() -> None:
+    """6,144 experts of 768 channels: a tolerance per group would add up."""
+    importance = torch.rand(6144, 768, generator=torch.Generator().manual_seed(0))
     budget = torch.full((6144,), 0.8 * 768, dtype=torch.float64)
-    assert int(greedy(worth, torch.ones(1).expand_as(worth), budget).sum()) == int(0.8 * 768 * 6144)
+    assert int(greedy(importance, torch.ones(1).expand_as(importance), budget).sum()) == int(0.8 * 768 * 6144)
 
 
-def test_what_one_place_cannot_use_another_can() -> None:
-    """Three places of 3 each; two have nothing but blocks of 10, and the third a block of 7 beside one of 2."""
+def test_a_group_can_use_the_budget_that_another_cannot() -> None:
+    """Three groups with 3 each: two have only blocks that cost 10, the third has blocks that cost 7 and 2."""
     cost = torch.tensor([[10.0, 10.0], [10.0, 10.0], [2.0, 7.0]])
-    worth = torch.tensor([[50.0, 40.0], [60.0, 30.0], [4.0, 7.0]])
-    kept = greedy(worth, cost, torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64))
+    importance = torch.tensor([[50.0, 40.0], [60.0, 30.0], [4.0, 7.0]])
+    kept = greedy(importance, cost, torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64))
     assert kept.tolist() == [[False, False], [False, False], [True, True]]

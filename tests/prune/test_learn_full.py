@@ -14,7 +14,7 @@ from runs import prune
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import devices, gates
+from ddp_prune import distributed, gates, memory
 from ddp_prune.loss import losses
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_prune.trainer import Trainer
@@ -40,7 +40,7 @@ def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
     scales, full = (read_checkpoint(tmp_path / name) for name in ("scales", "full"))
     assert full.provenance["perplexity"]["pruned"] < 0.9 * scales.provenance["perplexity"]["pruned"]
     assert full.provenance["perplexity"]["dense"] == scales.provenance["perplexity"]["dense"]
-    assert "Weights learned with the masks." in (tmp_path / "full" / "README.md").read_text()
+    assert "trained together with the masks" in (tmp_path / "full" / "README.md").read_text()
     blocks = load_blocks(
         str(tiny_text), load_tokenizer(str(tmp_path / "full")), seq_len=16, train_blocks=2, heldout_blocks=16,
         min_train_blocks=2, seed=0,
@@ -104,7 +104,7 @@ def test_weights_learn_where_memory_holds_it(
     controller: str, share: float, chosen: str, tiny_model: Path, tiny_text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(devices, "LEARNING_SHARE", share)
+    monkeypatch.setattr(memory, "TRAINING_SHARE", share)
     options = ["--train", "auto", "--controller", controller]
     assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code == 0
     assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen
@@ -124,14 +124,14 @@ def test_a_run_keeps_what_it_chose(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", die)
         prune(tiny_model, tiny_text, tmp_path / "out", *options)
-    monkeypatch.setattr(devices, "LEARNING_SHARE", 0.0)
+    monkeypatch.setattr(memory, "TRAINING_SHARE", 0.0)
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
-    assert "resuming after step 2" in result.output and "all weights learn" in result.output, result.output
+    assert "resuming after step 2" in result.output and "masks and weights are trained" in result.output, result.output
 
 
 @pytest.mark.parametrize(
     ("options", "alive"),
-    [(["--distillation", "2"], [0, 1, 0, 1] * 2), (["--distillation", "0"], [0, 0, 1] * 2)],
+    [(["--distillation", "2"], [0, 1, 0, 1] * 2), (["--distillation", "0"], [0, 0, 0, 1, 0, 1])],
     ids=["distilled", "not distilled"],
 )
 def test_the_models_of_a_size_are_freed_before_the_next(
@@ -139,7 +139,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """How many models are in memory when one is loaded: to prune, a teacher if it has something to say; to recover."""
-    load_model, models, found = devices.load_model, list[weakref.ref[Any]](), []
+    load_model, models, found = distributed.load_model, list[weakref.ref[Any]](), []
 
     def load(*arguments: Any) -> Any:
         found.append(sum(each() is not None for each in models))
@@ -147,7 +147,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(devices, "load_model", load)
+    monkeypatch.setattr(distributed, "load_model", load)
     options = ["--train", "weights", "--recover", "0.001", *options]
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4")
     assert result.exit_code == 0, result.output
@@ -183,8 +183,8 @@ def test_masks_of_joint_training_are_applied_without_what_weights_learned(
     write_report(checkpoint, tmp_path / "again")
     card, page = (unescape((tmp_path / "again" / name).read_text()) for name in ("README.md", "report.html"))
     for text in (card, page):
-        assert "The masks were learned while weights trained; this folder holds the dense model's weights" in text
-        assert "Weights learned with the masks" not in text
+        assert "the dense model's, although the masks were learned while weights were trained" in text
+        assert "trained together with the masks" not in text
     stated = read_checkpoint(tmp_path / "full").provenance["perplexity"]
     assert stated["pruned"] == pytest.approx(math.exp(pruned), rel=1e-3)
     assert "perplexity" not in checkpoint.provenance and f"{stated['pruned']:.2f}" not in card + page
@@ -196,6 +196,6 @@ def test_masks_of_frozen_weights_are_applied_without_a_warning(pruned: Path, tin
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0 and result.stderr == ""
     card = (tmp_path / "again" / "README.md").read_text()
-    assert "Weights were frozen throughout." in card and "`ddp-vllm eval ./again --text FILE`" in card
+    assert "frozen while the masks were learned" in card and "ddp-vllm eval --text FILE" in card
     assert "perplexity" in read_checkpoint(pruned).provenance
     assert "perplexity" not in read_checkpoint(tmp_path / "again").provenance

@@ -21,8 +21,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # what the config says
     "unsupported family": ({"model_type": "gpt2"}, ["'gpt2'", *FAMILIES]),
     "no family": ({"model_type": None}, ["None", *FAMILIES]),
     "not exact": ({"model_type": "olmo2"}, ["olmo2", "norm spans all heads"]),
-    "pruned already": ({"model_type": "ddp_llama"}, ["pruned already", "dense model it came from"]),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, ["quantised", "unquantised"]),
+    "pruned already": ({"model_type": "ddp_llama"}, ["pruned already", "its dense model"]),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "unquantized"]),
     "no width": ({"intermediate_size": None}, ["intermediate_size", "None"]),
     "uneven groups": ({"num_key_value_heads": 3}, ["num_attention_heads", "8", "3"]),
 }

@@ -16,6 +16,7 @@ from runs import SMALL, assert_refused, prune
 from ddp_prune import cli, read_recipe
 from ddp_prune.read_recipe import load_recipes
 from ddp_prune.recipe import CHOICES, Recipe, kind_of
+from ddp_recover import cli as recovery
 from ddp_study.cli import study
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -32,18 +33,18 @@ FLAGS = {
         "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker", "--train",
         "--whole-experts", "-o",
     ],
-    cli.recover: [
+    recovery.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
         "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
         "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
         "--tokens", "--warmup", "--watch", "-o",
     ],
     study: [
-        "--batch-size", "--data", "--detokenise", "--methods", "--output", "--polish", "--recipe", "--samples",
+        "--batch-size", "--data", "--detokenize", "--methods", "--output", "--polish", "--recipe", "--samples",
         "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
-    cli.quantize: ["--output", "--overwrite", "--scheme", "-o"],
+    recovery.quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip
 FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.NO_OPTION]
 
@@ -81,7 +82,7 @@ def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
 def test_what_is_not_given_overrides_nothing() -> None:
     for command, words, said in (
         (cli.prune, ["--steps", "1000", "--shard"], {"steps": 1000, "shard": True}),
-        (cli.recover, ["--minutes", "10"], {"minutes": 10.0}),
+        (recovery.recover, ["--minutes", "10"], {"minutes": 10.0}),
     ):
         with command.make_context(command.name, ["model", "-o", "out", *words]) as context:
             settings = {name: value for name, value in context.params.items() if name not in ("model", "output")}
@@ -168,17 +169,17 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
     "flops": (["--budget", "flops", "--sparsity", "0.3"],
               r"30.0% of what can be pruned = 29.3% of the model: .* flops a"),
     "a share of parameters": (["--budget", "params", "--sparsity", "0.3"], r"= 24.4% of the model: 113.1K →"),
-    "a target in flops": (["--target-flops", "250K"], r"^budget: [\d,]+ flops of attn, mlp stay"),
+    "a target in flops": (["--target-flops", "250K"], r"^budget: keep [\d,]+ of [\d,]+ flops of attn, mlp"),
     "KV cache": (["--budget", "kv-bytes", "--sparsity", "0.5"], r"= 50.0% of the model: 384 → 192 kv-bytes a token"),
     "a target in KV cache": (["--target-kv-bytes", "192"], r"= 50.0% of the model: 384 → 192 kv-bytes a token"),
-    "each layer": (["--sparsity", "30%", "--scope", "layer"], r"^budget: 202 of 288 mlp units stay$"),
-    "attention": (["--sparsity", "30%", "--attention-sparsity", "0.5"], r"^budget: 6 of 12 attn units stay$"),
+    "each layer": (["--sparsity", "30%", "--scope", "layer"], r"^budget: keep 202 of 288 mlp units \(70.1%\)$"),
+    "attention": (["--sparsity", "30%", "--attention-sparsity", "0.5"], r"^budget: keep 6 of 12 attn units \(50.0%\)$"),
     "MLPs only": (["--sparsity", "30%", "--attention-sparsity", "0"],
-                  r"^budget: 12 of 12 attn units stay\n(.*\n)*17.9% of what can be pruned = 14.6% of the model"),
+                  r"^budget: keep 12 of 12 attn units .*\n(.*\n)*17.9% of what can be pruned = 14.6% of the model"),
     "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
-    "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: [\d,]+ µs of a step in attn, mlp stay"),
-    "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *PREFILL],
-                            r"^budget: [\d,]+ µs of a step in attn, mlp stay, 80.0%"),
+    "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
+    "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *MEASURED],
+                            r"^budget: keep .* µs per step of attn, mlp \(80.0%\)"),
 }  # fmt: skip
 
 

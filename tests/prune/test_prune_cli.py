@@ -15,7 +15,7 @@ from runs import SMALL, assert_refused, prune
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
 from ddp_prune.read_recipe import load_recipe
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -59,7 +59,7 @@ def test_prune_says_what_it_read_did_and_what_to_do_next(pruned: tuple[Path, Res
 def test_aligned_widths_reach_the_checkpoint(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     result = prune(tiny_model, tiny_text, tmp_path / "out", "--align", "32")
     assert result.exit_code == 0, result.output
-    assert "173 of 288 mlp units stay, rounded down to 160 in blocks of 32" in result.stdout
+    assert "budget: keep 173 of 288 mlp units (60.1%), mlp in blocks of 32" in result.stdout
     widths = [layer.intermediate_size for layer in read_checkpoint(tmp_path / "out").layers]
     assert sum(widths) == 160 and not any(width % 32 for width in widths)
 
@@ -70,7 +70,7 @@ def test_attention_that_is_not_pruned_stays_whole(
 ) -> None:
     result = prune(tiny_model, tiny_text, tmp_path / "out", "--attention-sparsity", "0", "--train", train)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "budget: 12 of 12 attn units stay" in result.stdout
+    assert "budget: keep 12 of 12 attn units" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "out")
     assert [layer.query_heads_per_kv_head for layer in checkpoint.layers] == [(2, 2, 2, 2)] * 3
     assert sum(layer.intermediate_size for layer in checkpoint.layers) == 173  # round(0.6·3·96)
@@ -117,7 +117,7 @@ def test_apply_cuts_the_same_model_from_the_masks(
     result = CliRunner().invoke(main, ["apply", str(other), "--masks", masks, "-o", str(tmp_path / "cut")])
     assert result.exit_code == 0, result.output
     card = (tmp_path / "cut" / "README.md").read_text()
-    assert "\nother with structure removed" in card and "Quality was not measured" in card
+    assert "\nother with structure removed" in card and "not measured; ddp-vllm eval" in card
 
 
 def test_apply_aligns_by_the_saliency_of_the_masks(
@@ -252,11 +252,11 @@ def test_a_target_in_parameters_is_that_of_the_checkpoint(
     assert checkpoint.provenance["recipe"]["budget"] == "params"
     page, card = ((tmp_path / "out" / name).read_text() for name in ("report.html", "README.md"))
     for text in (result.stdout, page, card):  # all four, always
-        for words in ("KV heads", "MLP channels", "parameters", "FLOPs a token at 2,048", "KV-cache bytes a token"):
+        for words in ("KV heads", "MLP channels", "parameters", "FLOPs per token at 2,048", "KV-cache bytes per token"):
             assert words in text, words
     curves = page.partition('<figure id="curves">')[2].partition("</figure>")[0]
     assert ">sparsity<" in curves and ">target<" not in curves  # no line at 0 %: the recipe states no share
-    row = next(line for line in result.stdout.splitlines() if "KV-cache bytes a token" in line)
+    row = next(line for line in result.stdout.splitlines() if "KV-cache bytes per token" in line)
     kv_heads = sum(layer.num_kv_heads for layer in checkpoint.layers)
     assert f"{kv_heads * 2 * 8 * 2:,} of" in row and f"{12 * 2 * 8 * 2:,}" in row
 
@@ -267,7 +267,7 @@ def test_widths_that_split_over_devices(tiny_model: Path, tiny_text: Path, tmp_p
     assert result.exit_code == 0, (result.output, result.exception)
     checkpoint = read_checkpoint(tmp_path / "out")
     assert 2 in tensor_parallel_sizes(checkpoint.config, checkpoint.layers)
-    assert re.search(r"without padding: 1, 2", (tmp_path / "out" / "README.md").read_text())
+    assert re.search(r"--tensor-parallel-size 1, 2", (tmp_path / "out" / "README.md").read_text())
 
 
 def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:

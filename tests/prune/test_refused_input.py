@@ -50,7 +50,7 @@ def _no_tokenizer(folder: Path) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "unsupported family": (_config(model_type="gpt2"), ["'gpt2'", "supported: llama"]),
-    "quantised": (_config(quantization_config={"quant_method": "awq"}), ["quantised"]),
+    "quantised": (_config(quantization_config={"quant_method": "awq"}), ["quantized"]),
     "tokenizer missing": (_no_tokenizer, ["no tokenizer", "tokenizer.json"]),
     "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), [".safetensors"]),
     "index missing": (
@@ -168,7 +168,7 @@ def test_a_tokenizer_of_another_model(tiny_model: Path, tiny_text: Path, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("where", ["load", "Exam"])
+@pytest.mark.parametrize("where", ["load", "Evaluation"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +190,7 @@ def test_an_index_that_points_outside_is_not_followed(tiny_model: Path, tiny_tex
     names = load_file(weights)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, f"../{weights.name}")}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "'../model-1.safetensors', no file of this folder")
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "'../model-1.safetensors', not a file of its folder")
 
 
 def test_more_layers_than_the_config_states_are_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

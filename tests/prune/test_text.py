@@ -1,4 +1,4 @@
-"""Blocks of tokens: what is in them, what they begin with, where they are kept, and which text is refused."""
+"""Blocks of tokens: their content, their first token, their cache, and the text that is rejected."""
 
 import itertools
 import json
@@ -12,7 +12,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from ddp_prune import text
-from ddp_prune.text import leading_bos, load_tokenizer, pack
+from ddp_prune.documents import Document
+from ddp_prune.text import Tokens, leading_bos, load_tokenizer, pack
 from ddp_vllm.errors import ModelError, OutputError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
@@ -53,13 +54,13 @@ def test_documents_are_whole_shuffled_and_joined_by_eos(jsonl: Path, load: Calla
 def test_texts_are_joined_by_eos_whatever_the_tokenizer_takes_at_a_time(count: int, tokenizer: Any) -> None:
     texts = [f"{i} fox" for i in range(count)]
     expected = [id for text in texts for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    assert pack(iter(texts), tokenizer, 10**9).tolist() == expected
-    assert pack(iter(texts), tokenizer, 100).tolist() == expected[:100]
+    for limit in (10**9, 100):
+        assert pack(map(Document, texts), tokenizer, limit).ids.tolist() == expected[:limit]
 
 
 def test_reading_stops_when_the_run_has_enough(tokenizer: Any) -> None:
     rest = iter(DOCUMENTS * 5)
-    assert len(pack(rest, tokenizer, 4 * SEQ_LEN)) == 4 * SEQ_LEN
+    assert len(pack(map(Document, rest), tokenizer, 4 * SEQ_LEN).ids) == 4 * SEQ_LEN
     assert len(list(rest)) == len(DOCUMENTS) * 5 - 64  # the tokenizer takes 64 at a time
 
 
@@ -119,7 +120,7 @@ def test_the_cache_is_keyed_by_content(
 ) -> None:  # fmt: skip
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
-    text.save_blocks(file, np.flipud(stored(file)))  # a second load that tokenised would not see this
+    text.save_blocks(file, Tokens(*map(np.ascontiguousarray, map(np.flipud, stored(file)))))  # tokenizing would undo it
     again = load(jsonl)
     assert torch.equal(torch.cat([again.heldout, again.train]), torch.cat([first.heldout, first.train]).flipud())
     assert again.found == first.found
@@ -133,7 +134,7 @@ def test_the_cache_is_keyed_by_content(
     assert len(list((cache / "tokens").iterdir())) == 4
 
 
-def stored(file: Path) -> np.ndarray:
+def stored(file: Path) -> Tokens:
     found = text.saved_blocks(file)
     assert found is not None
     return found
@@ -156,7 +157,7 @@ def test_half_a_file_in_the_cache_is_made_again(left: int, jsonl: Path, load: Ca
     (file,) = (cache / "tokens").iterdir()
     file.write_bytes(file.read_bytes()[:left])
     assert torch.equal(load(jsonl).train, first.train)
-    assert len(stored(file)) == len(first.train) + len(first.heldout)
+    assert len(stored(file).ids) == len(first.train) + len(first.heldout)
 
 
 def test_all_of_the_cache_is_in_its_folder(jsonl: Path, load: Callable[..., Any], cache: Path) -> None:

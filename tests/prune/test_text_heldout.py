@@ -1,4 +1,4 @@
-"""What is held out depends on the documents alone, and is not learned on; something of every source is learned on."""
+"""Held-out text depends on the documents alone and is not trained on; some of every source is trained on."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_prune.text import cut, excerpts_of, hash_of, hold_out
+from ddp_prune.documents import Document
+from ddp_prune.text import Tokens, cut, excerpts_of, hash_of, hold_out
 from ddp_vllm.errors import TextError
 
 Write = Callable[[str, list[str]], Path]
@@ -21,8 +22,16 @@ def _texts(name: str, count: int, words: int = 30) -> list[str]:
     return [" ".join(f"{name}{i}.{j}" for j in range(words)) for i in range(count)]
 
 
+def _cut(text: str, size: int) -> list[str]:
+    return [excerpt.text for excerpt in cut(Document(text), size)]
+
+
+def _hold_out(texts: list[str], tokenizer: Any, size: int, wanted: int) -> tuple[Tokens, set[str]]:
+    return hold_out(map(Document, texts), tokenizer, size, wanted)
+
+
 def _found(tokenizer: Any, tokens_BT: torch.Tensor) -> set[str]:
-    """Return the documents that have a word of their own in these blocks, but for the words that are cut."""
+    """Return the documents of which a whole word is in these blocks."""
     return set(re.findall(r"\b([a-z]\d+)\.", tokenizer.decode(tokens_BT.flatten())))
 
 
@@ -51,47 +60,47 @@ def test_more_of_it_is_the_same_and_then_other_documents(load: Callable[..., Any
 
 def test_it_is_an_excerpt_of_each_document_of_lowest_hash(tokenizer: Any) -> None:
     texts = sorted(_texts("a", 20, 300), key=hash_of)
-    tokens, hidden = hold_out(iter(texts), tokenizer, 80, 100)
-    assert len(tokens) == 100
-    excerpts = tokenizer.decode(tokens).split("<eos>")
+    tokens, hidden = _hold_out(texts, tokenizer, 80, 100)
+    assert len(tokens.ids) == 100
+    excerpts = tokenizer.decode(tokens.ids).split("<eos>")
     assert len(excerpts) >= 2
     for text, excerpt in zip(texts, excerpts, strict=False):
-        assert excerpt.strip() in text and hidden >= set(cut(text, 80))
-    assert len(hidden) == sum(len(cut(text, 80)) for text in texts[: len(excerpts)])
+        assert excerpt.strip() in text and hidden >= set(_cut(text, 80))
+    assert len(hidden) == sum(len(_cut(text, 80)) for text in texts[: len(excerpts)])
 
 
 def test_copies_are_held_out_once(tokenizer: Any) -> None:
     texts = _texts("a", 3, 5)
-    once, twice = (hold_out(iter(given), tokenizer, 80, 10_000) for given in (texts, [*texts[:2], *texts]))
-    assert once[0].tolist() == twice[0].tolist() and once[1] == twice[1]
+    once, twice = (_hold_out(given, tokenizer, 80, 10_000) for given in (texts, [*texts[:2], *texts]))
+    assert once[0].ids.tolist() == twice[0].ids.tolist() and once[1] == twice[1]
 
 
 @pytest.mark.parametrize("heldout_blocks", [1, 10, 60])
-def test_no_document_is_both_held_out_and_learned_on(
+def test_no_document_is_both_held_out_and_trained_on(
     heldout_blocks: int, load: Callable[..., Any], tokenizer: Any, write_texts: Write
 ) -> None:
     data = ",".join(str(write_texts(f"{name}.jsonl", _texts(name, 100))) for name in "abc")
     blocks = load(data, heldout_blocks=heldout_blocks)
-    heldout, learned = (_found(tokenizer, part) for part in (blocks.heldout, blocks.train))
-    assert heldout and not heldout & learned
-    assert {document[0] for document in learned} == set("abc")
+    heldout, trained = (_found(tokenizer, part) for part in (blocks.heldout, blocks.train))
+    assert heldout and not heldout & trained
+    assert {document[0] for document in trained} == set("abc")
     assert heldout_blocks < 60 or {document[0] for document in heldout} == set("abc")
 
 
 def test_a_copy_in_another_source_is_held_out_too(load: Callable[..., Any], tokenizer: Any, write_texts: Write) -> None:
-    """Also where one source is so short that its pieces count as documents, and the other is not."""
+    """This also holds if one source is so short that its excerpts count as documents, and the other is not."""
     texts = _texts("a", 6, 300)
     short, long = write_texts("a.jsonl", texts), write_texts("b.jsonl", texts + _texts("b", 200))
     for data in (f"{short},{long}", f"{long},{short}"):
         blocks = load(data, heldout_blocks=9)
-        heldout, learned = (
+        heldout, trained = (
             set(re.findall(r"\b[a-z]\d+\.\d+ ", tokenizer.decode(part.flatten())))
             for part in (blocks.heldout, blocks.train)
         )
-        assert any(word.startswith("a") for word in heldout) and not heldout & learned
+        assert any(word.startswith("a") for word in heldout) and not heldout & trained
 
 
-def test_pieces_of_a_book_count_as_documents(load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
+def test_excerpts_of_a_book_count_as_documents(load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text(_texts("a", 1, 1000)[0])
     first, second = (load(book, seed=seed) for seed in (0, 1))
@@ -107,7 +116,7 @@ def test_pieces_of_a_book_count_as_documents(load: Callable[..., Any], tokenizer
 def test_many_short_documents_do_not_keep_a_book_from_being_held_out(
     load: Callable[..., Any], write_texts: Write
 ) -> None:
-    """An excerpt of each is less than the held-out text, so it is the book's pieces that count."""
+    """One excerpt of each document is less than the held-out text, so all excerpts count as documents."""
     file = write_texts("a.jsonl", [*(f"{i}" for i in range(100)), *_texts("book", 2, 2000)])
     blocks = load(file, heldout_blocks=100)
     assert len(blocks.heldout) == 100 and len(blocks.train) > 100
@@ -115,15 +124,15 @@ def test_many_short_documents_do_not_keep_a_book_from_being_held_out(
 
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_a_source_that_is_held_out_whole_is_named(count: int, load: Callable[..., Any], write_texts: Write) -> None:
-    """Eight blocks take more of either than it has."""
+    """Eight blocks are more than either source has."""
     few = write_texts("few.jsonl", [f"cat {number}" for number in range(count)])
     many = write_texts("many.jsonl", [f"fox {number}" for number in range(500)])
     for data in (f"{few},{many}", f"{many},{few}"):
-        with pytest.raises(TextError, match=r"all of \S*few.jsonl is held out"):
+        with pytest.raises(TextError, match=r"few\.jsonl holds no text, or all of it is held out"):
             load(data, heldout_blocks=8)
 
 
-def test_a_source_of_which_something_is_left_to_learn_on_is_taken(
+def test_a_source_that_leaves_text_to_train_on_is_accepted(
     load: Callable[..., Any], tokenizer: Any, write_texts: Write
 ) -> None:
     few = write_texts("few.jsonl", [f"cat {number}" for number in range(8)])
@@ -135,13 +144,13 @@ def test_a_source_of_which_something_is_left_to_learn_on_is_taken(
 def test_of_a_stream_it_is_chosen_among_the_first_documents(
     load: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 times what is needed is read for it, not all; what is learned on may come from anywhere."""
+    """Only 16 times as much as needed is read for it; training text may come from anywhere."""
     rows = datasets.Dataset.from_dict({"text": _texts("a", 5000)}).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     blocks = load("owner/name", train_blocks=400)
-    heldout, learned = (_found(tokenizer, part) for part in (blocks.heldout, blocks.train))
-    assert heldout and max(int(document[1:]) for document in heldout) < 60 < max(int(name[1:]) for name in learned)
-    assert not heldout & learned
+    heldout, trained = (_found(tokenizer, part) for part in (blocks.heldout, blocks.train))
+    assert heldout and max(int(document[1:]) for document in heldout) < 60 < max(int(name[1:]) for name in trained)
+    assert not heldout & trained
 
 
 @given(
@@ -150,10 +159,10 @@ def test_of_a_stream_it_is_chosen_among_the_first_documents(
     wanted=st.integers(1, 60),
     seed=st.integers(0, 3),
 )
-def test_what_is_held_out_and_the_rest_are_all_there_is(
+def test_each_excerpt_is_either_held_out_or_trained_on(
     corpora: list[list[str]], size: int, wanted: int, seed: int
 ) -> None:
-    """With a tokenizer of characters."""
+    """The tokenizer is one of characters."""
 
     class Characters:
         eos_token_id = 0
@@ -162,11 +171,8 @@ def test_what_is_held_out_and_the_rest_are_all_there_is(
             return {"input_ids": [[ord(character) for character in text] for text in texts]}
 
     documents = sorted({text for corpus in corpora for text in corpus}, key=hash_of)
-    tokens, hidden = hold_out(iter(documents), Characters(), size, wanted)
-    assert len(tokens) == wanted or hidden == {piece for text in documents for piece in cut(text, size)}
+    tokens, hidden = _hold_out(documents, Characters(), size, wanted)
+    assert len(tokens.ids) == wanted or hidden == {excerpt for text in documents for excerpt in _cut(text, size)}
     for corpus in corpora:
-        rows = datasets.Dataset.from_dict({"text": corpus or [""]}).to_iterable_dataset()
-        learned = [row["text"] for row in excerpts_of(rows, size, seed, hidden)]
-        assert sorted(learned) == sorted(p for text in corpus for p in cut(text, size) if p not in hidden)
-        held = [text for text in corpus if text and hidden.issuperset(cut(text, size))]
-        assert not set(learned) & {piece for text in held for piece in cut(text, size)}
+        trained = [excerpt.text for excerpt in excerpts_of(map(Document, corpus), size, seed, hidden)]
+        assert sorted(trained) == sorted(each for text in corpus for each in _cut(text, size) if each not in hidden)

@@ -1,4 +1,4 @@
-"""Documents of a source, and sources beside each other, take turns; what `datasets` promises of that comes first."""
+"""Documents of a source take turns, and so do several sources."""
 
 import itertools
 import re
@@ -12,117 +12,67 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_prune.documents import Document
 from ddp_prune.text import cut, excerpts_of, sources_of, take_turns
 from ddp_vllm.errors import TextError
-from ddp_vllm.origins import bare_name
-
-COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
-
-
-def _stream(texts: list[str], **others: list[Any]) -> Any:
-    """A local source: an Arrow table that is read as a stream."""
-    return datasets.Dataset.from_dict({"text": texts, **others}).to_iterable_dataset()
-
-
-def _lazy(texts: list[str]) -> Any:
-    """A source as a streamed one is: a generator, whose columns are not known before it is read."""
-
-    def rows() -> Iterator[dict[str, str]]:
-        yield from ({"text": text} for text in texts)
-
-    return datasets.IterableDataset.from_generator(rows)
-
-
-def _in_turn(columns: list[list[str]]) -> list[str]:
-    return [text for row in itertools.zip_longest(*columns) for text in row if text is not None]
-
-
-def _interleaved(streams: list[Any]) -> list[str]:
-    mixed = datasets.interleave_datasets(streams, stopping_strategy="all_exhausted_without_replacement")
-    return [row["text"] for row in mixed]
+from ddp_vllm.provenance import bare_name
 
 
 @settings(max_examples=25)
-@given(counts=COUNTS)
-def test_datasets_takes_strict_turns_until_all_are_exhausted(counts: list[int]) -> None:
-    """Each text once, the same order every time, and the turns of one that has no more go to the others."""
-    texts = [[f"{source}.{number}" for number in range(count)] for source, count in enumerate(counts)]
-    assert _interleaved([_stream(text) for text in texts]) == _in_turn(texts)
-    assert _interleaved([_stream(text) for text in texts]) == _in_turn(texts)
-
-
-def test_datasets_interleaves_local_and_streamed_sources(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
-    texts = [[f"a{i}" for i in range(5)], [f"b{i}" for i in range(2)], [f"a{i}" for i in range(5)]]
-    assert _interleaved([_stream(texts[0]), _lazy(texts[1]), _stream(texts[2])]) == _in_turn(texts)
-    with pytest.raises(ValueError, match="Unable to interleave"):  # why a file is read as a stream
-        _interleaved([datasets.Dataset.from_dict({"text": texts[0]}), _lazy(texts[1])])
-
-
-def test_datasets_wants_the_same_columns(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why `take_turns` states them, and why it is given texts alone."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
-    with pytest.raises(ValueError, match="features can't be aligned"):
-        _interleaved([_stream(["a", "b"], id=[1, 2]), _stream(["c"], id=["x"])])
-    streams = {"a": _stream(["a", "b"], id=[1, 2]), "c": _stream(["c"], id=["x"]), "d": _lazy(["d"])}
-    texts = {name: stream.select_columns(["text"]) for name, stream in streams.items()}
-    assert list(take_turns(texts, {"a": 1, "c": 1, "d": 1})) == ["a", "c", "d", "b"]
-
-
-@settings(max_examples=25)
-@given(counts=COUNTS, data=st.data())
-def test_a_source_gives_as_many_texts_in_a_row_as_it_has_turns(counts: list[int], data: st.DataObject) -> None:
+@given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
+def test_a_source_gives_as_many_documents_in_a_row_as_it_has_turns(counts: list[int], data: st.DataObject) -> None:
+    """A source that is exhausted leaves its turns to the others, and no document is lost or repeated."""
     turns = data.draw(st.lists(st.integers(1, 3), min_size=len(counts), max_size=len(counts)))
     texts = {str(source): [f"{source}.{number}" for number in range(count)] for source, count in enumerate(counts)}
-    given_at_once = [
-        ["|".join(column[start : start + count]) for start in range(0, len(column), count)]
+    columns = [
+        [column[start : start + count] for start in range(0, len(column), count)]
         for column, count in zip(texts.values(), turns, strict=True)
     ]
-    expected = [text for several in _in_turn(given_at_once) for text in several.split("|")]
-    streams = {name: _stream(column) for name, column in texts.items()}
-    assert list(take_turns(streams, dict(zip(texts, turns, strict=True)))) == expected
+    expected = [text for row in itertools.zip_longest(*columns, fillvalue=[]) for several in row for text in several]
+    sources = {name: map(Document, column) for name, column in texts.items()}
+    found = take_turns(sources, dict(zip(texts, turns, strict=True)))
+    assert [document.text for document in found] == expected
 
 
 @given(text=st.text(st.sampled_from("ab \n")), size=st.integers(1, 12))
-def test_cut_texts_are_their_pieces(text: str, size: int) -> None:
-    """Also where blanks are further apart than a piece is long; and a piece is not cut again."""
-    pieces = cut(text, size)
-    assert "".join(pieces) == text and all(pieces)
-    assert len(pieces) == (max(1, round(len(text) / size)) if text else 0)
-    assert all(cut(piece, size) == [piece] for piece in pieces if len(piece) < 1.5 * size)
-    assert size < 5 or all(cut(piece, size) == [piece] for piece in pieces)
+def test_a_document_consists_of_its_excerpts(text: str, size: int) -> None:
+    """This also holds if blanks are further apart than an excerpt is long; and an excerpt is not cut again."""
+    excerpts = cut(Document(text), size)
+    assert "".join(excerpt.text for excerpt in excerpts) == text and all(excerpt.text for excerpt in excerpts)
+    assert len(excerpts) == (max(1, round(len(text) / size)) if text else 0)
+    assert all(cut(each, size) == [each] for each in excerpts if size >= 5 or len(each.text) < 1.5 * size)
 
 
 def test_documents_take_turns() -> None:
-    """Two thirds are long. All give one excerpt before one gives a second, and they do not all begin at the beginning.
-
-    Every excerpt is given once.
-    """
+    """Each gives an excerpt before any gives a second. Not all start at their beginning. No excerpt is repeated."""
     texts = [f"{i} " + " ".join(f"{i}.{j}" for j in range(100 if i % 3 else 3)) for i in range(60)]
-    found = [row["text"] for row in excerpts_of(_stream(texts), 80, 0, set())]
+    found = [excerpt.text for excerpt in excerpts_of(map(Document, texts), 80, 0, set())]
     numbers = [int(re.findall(r"\d+", excerpt)[0]) for excerpt in found]
     long = [number for number in range(60) if number % 3]
     assert numbers[:60] == list(range(60)) and numbers[60:100] == long
     assert sum(excerpt.startswith(f"{i} ") for i, excerpt in enumerate(found[:60])) < 40  # 20 are short and whole
-    assert sorted(found) == sorted(piece for text in texts for piece in cut(text, 80))
-    again = [row["text"] for row in excerpts_of(_stream(texts), 80, 1, set())]
+    assert sorted(found) == sorted(excerpt.text for text in texts for excerpt in cut(Document(text), 80))
+    again = [excerpt.text for excerpt in excerpts_of(map(Document, texts), 80, 1, set())]
     assert again != found and sorted(again) == sorted(found)
 
 
 def test_a_document_is_read_once() -> None:
-    """A streamed one would be downloaded twice. Turns are taken among a thousand, so more are not needed in memory."""
+    """A streamed one would be downloaded twice. At most a thousand documents take turns and are in memory."""
     read: list[str] = []
 
-    def count(row: dict[str, str]) -> dict[str, str]:
-        read.append(row["text"])
-        return row
+    def documents() -> Iterator[Document]:
+        for text in texts:
+            read.append(text)
+            yield Document(text)
 
     texts = [f"{i} " + "fox " * (40 if i % 100 == 0 else 1) for i in range(2500)]
-    excerpts = iter(excerpts_of(_stream(texts).map(count), 80, 0, set()))
-    first = [next(excerpts)["text"] for _ in range(1000)]
+    excerpts = excerpts_of(documents(), 80, 0, set())
+    first = [next(excerpts).text for _ in range(1000)]
     assert len(first) == len(read) == 1000
-    rest = [row["text"] for row in excerpts]
-    assert read == texts and sorted(first + rest) == sorted(piece for text in texts for piece in cut(text, 80))
+    rest = [excerpt.text for excerpt in excerpts]
+    assert read == texts and sorted(first + rest) == sorted(
+        excerpt.text for text in texts for excerpt in cut(Document(text), 80)
+    )
 
 
 def _long_texts(name: str, count: int) -> list[str]:
@@ -174,7 +124,7 @@ def test_a_missing_name_of_a_source_is_refused(data: str, load: Callable[..., An
 
 def test_a_source_without_text_is_named(load: Callable[..., Any], write_texts: Callable[..., Path]) -> None:
     full, empty = write_texts("a.jsonl", _long_texts("a", 90)), write_texts("b.jsonl", [""] * 9)
-    with pytest.raises(TextError, match=r"b\.jsonl holds no text; "):
+    with pytest.raises(TextError, match=r"b\.jsonl holds no text, or all of it is held out"):
         load(f"{full},{empty}")
 
 
@@ -219,7 +169,8 @@ def test_a_hub_dataset_that_breaks_off_is_named(
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(TextError, match=r"owner/name cannot be read as text \(no hub in this test\); give a hub"):
         load("owner/name")
-    rows = _stream(_long_texts("h", 400)).map(lambda row, place: row if place < 300 else refuse(), with_indices=True)
+    texts = datasets.Dataset.from_dict({"text": _long_texts("h", 400)})
+    rows = texts.to_iterable_dataset().map(lambda row, place: row if place < 300 else refuse(), with_indices=True)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     with pytest.raises(TextError, match=r"owner/name cannot be read as text \(no hub in this test\); give a hub"):
         load("owner/name", heldout_blocks=1)

@@ -64,7 +64,7 @@ def _deepseek(tiny_model: Path, folder: Path) -> Path:
 FRESH = """
 import json, sys
 from pathlib import Path
-from ddp_prune.export import apply_masks
+from ddp_prune.masks_file import apply_masks
 from ddp_prune.model import open_source
 from ddp_prune.text import load_tokenizer
 dense, masks, pruned, text = sys.argv[1:]

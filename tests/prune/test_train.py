@@ -12,8 +12,8 @@ import torch
 from runs import BLOCKS, STEPS, Lab, assert_same
 
 from ddp_prune import batches as batches_module
-from ddp_prune import devices
 from ddp_prune import gates as gates_module
+from ddp_prune import memory
 from ddp_prune import run_state as run_state_module
 from ddp_prune import train as train_module
 from ddp_prune import trainer as trainer_module
@@ -342,7 +342,7 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
     narrow = lab.run("narrow")
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
     assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
-    monkeypatch.setattr(devices, "USABLE", 0.0)
+    monkeypatch.setattr(memory, "USABLE", 0.0)
     for kind in widths:
         widths[kind].clear()
     whole = lab.run("whole")

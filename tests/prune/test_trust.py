@@ -1,4 +1,4 @@
-"""No verb runs code that came with a model, and none hands it on."""
+"""No verb runs code that came with a model, and none copies it into its output."""
 
 import ast
 import json
@@ -9,19 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hostile import ATTACKS, make_hostile
+from hostile import ATTACKS, LOADABLE, make_hostile
 from runs import SMALL, assert_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_prune.templates import Templates
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
-from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages.evidence import METRICS_FILE
+from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.remote_code import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -81,52 +82,66 @@ def test_whoever_reads_a_model_says_that_its_code_is_not_trusted() -> None:
     assert loading and not [each for each in loading if "trust_remote_code=False" not in each[1]]
 
 
+REFUSING = ("verify", "push", "export", "quantize")  # changed folders; no form in GGUF; no llm-compressor here
+
+
+@pytest.fixture
+def hostile(tiny_model: Path, pruned: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path, Path]]:
+    """Make a dense and a pruned folder with some attacks; return them and the file that their code would create."""
+
+    def make(*attacks: str) -> tuple[Path, Path, Path]:
+        dense, folder = (
+            Path(shutil.copytree(each, tmp_path / name / "model")) for name, each in (("d", tiny_model), ("p", pruned))
+        )
+        for attack in attacks:
+            for each in (dense, folder):
+                make_hostile(each, attack, tmp_path / "ran")
+        return dense, folder, tmp_path / "ran"
+
+    return make
+
+
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("attack", ATTACKS)
 def test_no_verb_runs_code_that_came_with_a_model(
-    attack: str, verb: str, tiny_model: Path, pruned: Path, conversations: Path, tmp_path: Path, cache: Path
+    verb: str, hostile: Callable[..., tuple[Path, Path, Path]], conversations: Path, tmp_path: Path, cache: Path
 ) -> None:
-    ran = tmp_path / "ran"
-    dense, folder = (
-        make_hostile(Path(shutil.copytree(each, tmp_path / name / "model")), attack, ran)
-        for name, each in (("dense", tiny_model), ("pruned", pruned))
-    )
+    """The model is read without its code, and the output holds none of it."""
+    dense, folder, ran = hostile(*LOADABLE)
     result = CliRunner().invoke(main, verbs(dense, folder, conversations, tmp_path / "out")[verb])
     assert not ran.exists()
-    if result.exit_code:
+    if verb in REFUSING:
         assert_refused(result, result.exit_code)
-    refusing = {"verify", "push"} | {"export", "quantize"}  # a changed folder; no form in GGUF, no llm-compressor here
-    if attack in ("config", "generation") and verb not in refusing:
-        assert result.exit_code == 0, result.stderr  # code that nobody runs does not stand in the way
+    else:
+        assert result.exit_code == 0, result.stderr
     for path in (tmp_path / "out").rglob("*.py"):
         assert path.read_bytes() in [file.read_bytes() for file in FILES]
     if (tmp_path / "out" / "config.json").exists():
         assert not (tmp_path / "out" / "custom_generate").exists()
+        for name in ("config.json", "tokenizer_config.json"):
+            assert "evil" not in (tmp_path / "out" / name).read_text()
         AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
         AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
         assert not ran.exists()
 
 
-@pytest.fixture
-def all_at_once(tiny_model: Path, pruned: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
-    """A dense and a pruned folder, hostile in every way that loads, and the file that their code makes."""
-    ran = tmp_path / "ran"
-    found = [
-        Path(shutil.copytree(each, tmp_path / name / "model")) for name, each in (("d", tiny_model), ("p", pruned))
-    ]
-    for folder in found:
-        for attack in ("config", "tokenizer", "generation"):
-            make_hostile(folder, attack, ran)
-    return found[0], found[1], ran
+@pytest.mark.parametrize("attack", ATTACKS[len(LOADABLE) :])
+def test_code_that_keeps_a_model_from_being_loaded_does_not_run(
+    attack: str, hostile: Callable[..., tuple[Path, Path, Path]], conversations: Path, tmp_path: Path, cache: Path
+) -> None:
+    dense, folder, ran = hostile(attack)
+    result = CliRunner().invoke(main, verbs(dense, folder, conversations, tmp_path / "out")["prune"])
+    assert not ran.exists()
+    if result.exit_code:
+        assert_refused(result, result.exit_code)
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("verb", ["bench steps", "profile"])
 def test_benchmarks_run_no_code_that_came_with_a_model(
-    verb: str, all_at_once: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, hostile: Callable[..., tuple[Path, Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to the start of vLLM, which does not know the last word."""
-    dense, folder, ran = all_at_once
+    dense, folder, ran = hostile(*LOADABLE)
     monkeypatch.setenv("PYTHONPATH", PATH)
     models = ["--dense", str(dense), "--pruned", str(folder)] if verb == "bench steps" else [str(dense)]
     arguments = [*verb.split(), *models, "--context", "128", "-o", str(tmp_path / "out.json"), "--", "--no-such-word"]
@@ -186,17 +201,6 @@ def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path,
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in pruned.iterdir()} - OF_A_RUN
 
 
-@pytest.mark.parametrize("attack", ["config", "tokenizer"])
-def test_recovery_hands_on_our_code_alone(
-    attack: str, tiny_model: Path, pruned: Path, conversations: Path, tmp_path: Path, cache: Path
-) -> None:
-    folder = make_hostile(Path(shutil.copytree(pruned, tmp_path / "pruned")), attack, tmp_path / "ran")
-    result = CliRunner().invoke(main, verbs(tiny_model, folder, conversations, tmp_path / "out")["recover"])
-    assert result.exit_code == 0, result.output
-    for name in ("config.json", "tokenizer_config.json"):
-        assert "evil" not in (tmp_path / "out" / name).read_text()
-
-
 NESTED = "{% set n = namespace(a=[], b=[]) %}{% for i in range(40) %}{% set n.a = [n.a, n.a] %}"
 NESTED += "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
 TIME, MEMORY = "it takes more than .* s", "it takes more than 512 MB of memory"
@@ -218,7 +222,7 @@ def test_a_chat_template_that_never_ends_its_first_step_is_an_error(
     template: str, said: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No handler of a signal runs before a step ends, so the process that renders is killed; the limit is its own."""
-    monkeypatch.setattr("ddp_prune.templates.LONGEST_RENDERING", 0.9)
+    monkeypatch.setattr("ddp_prune.templates.RENDERING_SECONDS", 0.9)
     tokenizer.chat_template = template
     limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
     with Templates(tokenizer) as templates, pytest.raises(TextError) as caught:
@@ -235,13 +239,18 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
     (model / "chat_template.jinja").write_text(f"{{% if messages[0].content == 'hang' %}}{NESTED}{{% endif %}}")
     code = (
         "import sys\nfrom ddp_prune import templates\nfrom ddp_prune.text import load_tokenizer\n"
-        "templates.LONGEST_RENDERING = 900\nwith templates.Templates(load_tokenizer(sys.argv[1])) as each:\n"
+        "templates.RENDERING_SECONDS = 900\nwith templates.Templates(load_tokenizer(sys.argv[1])) as each:\n"
         "    for word in ('start', 'hang'):\n"
         "        each.render([[{'role': 'user', 'content': word}]])\n"
         "        print(each.process.pid, flush=True)\n"
     )
     command = [sys.executable, "-c", code, str(model)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    streams = {
+        "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATH}, **streams) as reader:  # type: ignore[call-overload]
         rendering = int(reader.stdout.readline())
         reader.send_signal(signal.SIGINT)
@@ -253,7 +262,7 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
 def test_a_template_may_say_two_stars(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = "**{{ messages[0].content }}** {{ '**' }}"
     with Templates(tokenizer) as templates:
-        assert templates.render([HELLO]) == ["**hello** **"]
+        assert templates.render([HELLO]) == [("**hello** **", None)]
 
 
 @pytest.mark.parametrize("loop", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"])
@@ -262,8 +271,8 @@ def test_a_chat_template_that_does_not_end_is_an_error(
     verb: str, loop: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path,
     conversations: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It meets conversations where text is read, and else prompts in the exam."""
-    monkeypatch.setattr("ddp_prune.templates.LONGEST_RENDERING", 0.2)
+    """It fails where conversations are read, or else where the prompts of the evaluation are rendered."""
+    monkeypatch.setattr("ddp_prune.templates.RENDERING_SECONDS", 0.2)
     dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
     for each in (dense, folder):
         (each / "chat_template.jinja").write_text(loop)

@@ -15,16 +15,17 @@ from safetensors.torch import load_file, save_file
 from test_experts import CASES, CHANNELS, LOAD, NUM_EXPERTS, TOKENS
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.export import apply_masks, export, read_masks
+from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.masks_file import apply_masks, read_masks
 from ddp_prune.model import load_model, open_source
 from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_study.scores import choose
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.facts import is_pruned
-from ddp_vllm.pages.evidence import gather
+from ddp_vllm.model_facts import is_pruned
+from ddp_vllm.pages.metrics import gather
 from ddp_vllm.pages.summary import footprint, removed_parameters, units
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
@@ -161,7 +162,7 @@ def test_prune_recover_and_prune_channels_too(
     """Of 5 experts 3 stay in each layer, which is all that 70 % allow."""
     result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--train", train)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "3 of 5 experts of each layer stay, whole" in result.stdout
+    assert "budget: keep 3 of 5 whole experts of each layer" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
@@ -265,7 +266,7 @@ def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="do not keep whole experts"):
             export(source, gates, tmp_path / "out", head_unit="expert", provenance={})
     masks = made / "olmoe" / "ddp_masks.safetensors"
-    with pytest.raises(SettingError, match="whose channels all stay; leave --align out"):
+    with pytest.raises(SettingError, match="with all their channels; leave --align out"):
         apply_masks(str(source.folder), masks, tmp_path / "out", overwrite=False, align=8)
     with pytest.raises(SettingError, match=r"2 of 8 experts .* 3 to 7 stay"):
         export(source, whole_gates((3, 8, CHANNELS), 2), tmp_path / "out", head_unit="expert", provenance={})

@@ -24,23 +24,24 @@ from runs import pools_of
 from safetensors.torch import save_file
 
 from ddp_prune import train as train_module
-from ddp_prune.devices import failing_together, forget_peak, free_memory, load_run, load_sharded, peak_bytes
+from ddp_prune.distributed import load_sharded, local_part, raise_on_all_ranks
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.memory import free_memory, peak_bytes, reset_peak
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.run_state import RunState
+from ddp_prune.run_state import RunState, load_run
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
-from ddp_prune.weights import LearningWeights, local_part
+from ddp_prune.weights import LearningWeights
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": 12, "batch_size": 4, "seq_len": 16, "save_every": 3, "micro_batch_size": 1,
 }  # fmt: skip
-SLOW_TO_IMPORT = ["ddp_recover.pipeline", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
+SLOW_TO_IMPORT = ["ddp_recover.recover", "datasets", "matplotlib.pyplot", "transformers.models.llama.modeling_llama"]
 PATIENCE = 1200  # seconds, for a busy machine
 
 
@@ -137,7 +138,7 @@ def learn(model: str, folder: Path) -> None:
         name: getattr(parameter, "_local_tensor", parameter).nbytes for name, parameter in cut_model.named_parameters()
     }
     try:
-        with failing_together(accelerator):
+        with raise_on_all_ranks(accelerator):
             if rank == 1:
                 raise TextError("only process 1 cannot read its text")
     except TextError as error:
@@ -181,7 +182,7 @@ def keep_weights(model: str, folder: Path) -> None:
     source, peaks = open_source(model), dict[str, Any]()
 
     def measured(work: Callable[[], Any]) -> float:
-        before = forget_peak(device)
+        before = reset_peak(device)
         work()
         return peak_bytes(device) - before
 
@@ -210,7 +211,7 @@ def keep_weights(model: str, folder: Path) -> None:
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
         finishing = measured(weights.finish)
         peaks[name] = {"save": saving, "resume": resuming - moments, "finish": finishing, "same": all(same)}
-    with patch("ddp_prune.devices.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
+    with patch("ddp_prune.memory.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()

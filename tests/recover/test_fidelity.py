@@ -1,4 +1,4 @@
-"""How near a model is to the dense one: KL and agreement against the whole vocabulary, on a user's own text."""
+"""`eval --text`: perplexity, KL divergence and top-1 agreement with the dense model on a user's own text."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from runs import assert_refused, prune
 
-from ddp_prune.exam import Exam
+from ddp_prune.evaluation import Evaluation
 from ddp_prune.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
@@ -20,7 +20,7 @@ from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import text_table
 from ddp_vllm.pages.measurements import collect
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 
 
 def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,19 +38,19 @@ def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def pruned(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
-    """Made anew for each test, for where the dense model is stands in the cache."""
+    """Pruned for each test, because the cache of that test holds the path of the dense model."""
     assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
     return tmp_path / "pruned"
 
 
 def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """In conversations only what the assistant says counts, and what was found stands on the page of compare.
+    """Of conversations only the assistant's turns are evaluated, and `compare` shows the results.
 
-    What `prune` found on the text that it held out stands in the folder.
+    The report shows what `prune` found on its held-out text.
     """
     near = api.inspect(pruned)["perplexity"]["agreement"]["pruned"]
     assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
-    assert "same likeliest token" in (pruned / "report.html").read_text()
+    assert "same likeliest token" in api.report(pruned).read_text()
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
     chats.write_text((json.dumps({"conversations": turns}) + "\n") * 400)
@@ -69,20 +69,20 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_p
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
 
 
-def test_only_scored_tokens_count(tiny_model: Path) -> None:
+def test_only_tokens_in_the_loss_mask_are_evaluated(tiny_model: Path) -> None:
     from ddp_prune.model import load_model, open_source
 
     model = load_model(open_source(str(tiny_model)), "float32")
     blocks = torch.randint(1, 320, (2, 16), generator=torch.Generator().manual_seed(1))
-    scored = torch.zeros_like(blocks, dtype=torch.bool)
-    scored[:, 5] = True
-    exam = Exam({"a": blocks}, None, {"a": scored})
-    exam.read("dense", model)
+    loss_mask = torch.zeros_like(blocks, dtype=torch.bool)
+    loss_mask[:, 5] = True
+    evaluation = Evaluation({"a": blocks}, None, {"a": loss_mask})
+    evaluation.evaluate_texts("dense", model)
     with torch.no_grad():
         logits = model(blocks).logits[:, 4]
     wanted = F.cross_entropy(logits, blocks[:, 5], reduction="none").tolist()
-    assert exam.losses["a"]["dense"] == pytest.approx(wanted, rel=1e-4)
-    assert exam.perplexity("a")["tokens"] == 2 and math.isfinite(exam.perplexity("a")["dense"])
+    assert evaluation.losses["a"]["dense"] == pytest.approx(wanted, rel=1e-4)
+    assert evaluation.perplexity("a")["tokens"] == 2 and math.isfinite(evaluation.perplexity("a")["dense"])
 
 
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
@@ -91,18 +91,18 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
 
     model = load_model(open_source(str(tiny_model)), "float32")
     blocks = torch.randint(1, 320, (3, 64), generator=torch.Generator().manual_seed(1))
-    scored = torch.ones_like(blocks, dtype=torch.bool)
-    scored[0] = scored[1] = False
-    scored[0, 5] = scored[1, 20] = True
-    exam = Exam({"a": blocks}, None, {"a": scored})
-    exam.read("dense", model)
+    loss_mask = torch.ones_like(blocks, dtype=torch.bool)
+    loss_mask[0] = loss_mask[1] = False
+    loss_mask[0, 5] = loss_mask[1, 20] = True
+    evaluation = Evaluation({"a": blocks}, None, {"a": loss_mask})
+    evaluation.evaluate_texts("dense", model)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
-    exam.read("pruned", model)
+    evaluation.evaluate_texts("pruned", model)
     with torch.no_grad():
         logits = model(blocks).logits[:, :-1]
-    each = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")[scored[:, 1:].flatten()]
-    quality = exam.perplexity("a")
+    each = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")[loss_mask[:, 1:].flatten()]
+    quality = evaluation.perplexity("a")
     assert quality["tokens"] == len(each) == sum(quality["block_tokens"]) == 65
     assert quality["pruned"] == pytest.approx(each.mean().exp().item(), rel=1e-4)
     ratio = perplexity_ratio(quality)
@@ -146,7 +146,7 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     twin = tmp_path / "elsewhere" / short.name
     for words, reason in (
         ([str(pruned), "--text", str(short)], "give more text, or lower --max-length"),
-        ([str(tiny_model), "--text", str(short)], "name one with --against"),
+        ([str(tiny_model), "--text", str(short)], "pass that model with --against"),
         ([str(pruned), "--text", str(short), "--max-length", "3"], "below 16"),
         ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
         ([str(pruned), "--text", str(short), "--limit", "3"], "--limit does nothing without --tasks beside --text"),

@@ -190,6 +190,8 @@ def _report(_checkpoint: Any, folder: Path) -> Path:
 
 
 def _remove(run: RunState) -> None:
+    if not run.folder.exists():
+        return
     os.replace(run.folder, run.deleted)
     for name in ("lock", "metrics.jsonl", "state.safetensors"):
         (run.deleted / name).unlink()
@@ -294,7 +296,7 @@ def test_what_is_watched_is_nothing_that_weights_learn_on(
     result = recover(pruned, tmp_path / "out", "--data", f"{tiny_text},{numbers}")
     assert "no text of another kind is watched" in result.output
     again = os.path.relpath(tiny_text)
-    assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data learns")
+    assert_refused(recover(pruned, tmp_path / "again", "--watch", again), 2, "watch", "data trains on part of it")
     short = write_texts("short.jsonl", ["a fox"])
     assert_refused(recover(pruned, tmp_path / "again", "--watch", str(short)), 4, str(short), "more text")
 
@@ -352,6 +354,6 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_if_nothing_had_learned(
 def test_auto_learns_all_weights_where_memory_holds_the_optimizer(
     free: int, method: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_prune.devices.free_memory", lambda _: free)
+    monkeypatch.setattr("ddp_prune.memory.free_memory", lambda _: free)
     assert recover(pruned, tmp_path / "out").exit_code == 0
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["method"] == method

@@ -134,7 +134,7 @@ def test_llm_pruner(mixed: bool, gated: GatedModel) -> None:
 def test_loraprune_at_its_first_step(gated: GatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """B is 0 then, so the estimate is s·g·Aᵀ·A; of an A that is the identity it is the gradient itself."""
 
-    def identity(weight: torch.Tensor, _: torch.Generator) -> gradient_scores.Addition:
+    def identity(weight: torch.Tensor, _: torch.Generator) -> gradient_scores.Adapter:
         return nn.Parameter(torch.zeros_like(weight)), nn.Parameter(torch.eye(weight.shape[1]))
 
     def value(name: str, dim: int, num_units: int) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_loraprune_at_its_first_step(gated: GatedModel, monkeypatch: pytest.Monk
         sums = (weight * weight_gradients(gated, name, BLOCKS[:1])[0]).abs().sum(dim).view(num_units, -1).sum(1)
         return sums / sums.norm()  # of heads or channels, as LoRAPrune's code
 
-    monkeypatch.setattr(gradient_scores, "_addition", identity)
+    monkeypatch.setattr(gradient_scores, "_adapter", identity)
     scores = loraprune(gated, BLOCKS[:1])
     channels = sum(value(f"mlp.{name}_proj", dim, CHANNELS) for name, dim in (("gate", 1), ("up", 1), ("down", 0)))
     torch.testing.assert_close(scores["mlp"][0], channels, rtol=1e-4, atol=1e-7)

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from runs import BLOCKS, Lab, assert_refused
 
 from ddp_prune.batches import Batches
-from ddp_prune.export import read_masks
+from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run_state import RunState
 from ddp_prune.text import load_tokenizer
@@ -175,9 +175,9 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {  # options, exit code, 
     "unknown setting": (["--methods", "ours+magic=1"], 2, ["'magic'", "scope"]),
     "setting of a score": (["--methods", "fisher+steps=5"], 2, ["'steps'", "data, scope"]),
     "no number of steps": (["--methods", "ours+steps=few"], 2, ["steps=few", "int"]),
-    "weights that are not kept": (["--methods", "lorap+recovered+scales"], 2, ["which are not kept"]),
+    "weights that are not kept": (["--methods", "lorap+recovered+scales"], 2, ["which are not saved"]),
     "unknown scope": (["--methods", "paper+scope=head"], 2, ["scope is 'head'"]),
-    "learns on the test text": (["--methods", "ours+data=test.txt"], 2, ["test.txt is learned on"]),
+    "learns on the test text": (["--methods", "ours+data=test.txt"], 2, ["test.txt is training text"]),
     "no text of a row": (["--methods", "ours+data=none.txt"], 4, ["none.txt"]),
     "texts that take turns in a row": (["--data", "a.txt,b.txt"], 2, ["'a.txt,b.txt'"]),
     "missing masks": (["--methods", "none.safetensors"], 2, ["'none.safetensors'"]),
@@ -207,7 +207,7 @@ def test_bad_input(
 
 
 def test_windows_of_any_length_hold_the_same_tokens(tiny_model: Path, test_text: Path) -> None:
-    read = partial(study.read_test_blocks, test_text, load_tokenizer(str(tiny_model)), detokenise=False)
+    read = partial(study.read_test_blocks, test_text, load_tokenizer(str(tiny_model)), detokenize=False)
     default, short = read(), read(length=128)
     assert short.shape[1] == 128 and torch.equal(short.flatten()[: default.numel()], default.flatten())
 
@@ -216,7 +216,7 @@ def test_a_folder_holds_one_study(tiny_model: Path, tiny_text: Path, test_text: 
     out, options = tmp_path / "out", ("--sparsity", "0.4", "--methods", "random")
     assert methods(tiny_model, tiny_text, test_text, out, *options).exit_code == 0
     again = methods(tiny_model, tiny_text, test_text, out, *options, "--steps", "5")
-    assert_refused(again, 2, "holds a study with another steps")
+    assert_refused(again, 2, "has a study with another steps")
     test_text.write_text("Another text, as long as the first one was. " * 200)
     assert_refused(methods(tiny_model, tiny_text, test_text, out, *options), 2, "another text and weights")
 
@@ -239,7 +239,7 @@ def test_the_papers_recipe_is_not_that_of_our_search(tmp_path: Path) -> None:
     assert all(each.alm == alm and (each.sparsity, each.seed) == (0.3, 1) for each in recipes.values())
     assert [(each.controller, each.polish, each.steps) for each in recipes.values()] == [
         ("alm", 0.0, 1000), ("gradual", 0.35, 1000), ("alm", 0.35, 1000), ("alm", 0.0, 500),
-        ("gradual", study.SUPPORT_STAYS, 7),
+        ("gradual", study.FIXED_SUPPORT, 7),
     ]  # fmt: skip
 
 
@@ -313,7 +313,7 @@ def test_tables_share_cells_and_each_shows_its_own(
     result = run_table("shapes", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4")
     assert result.exit_code == 0 and result.output.count("measured before") == 2 and cells(tmp_path) == before
     said = (tmp_path / "shapes.md").read_text()
-    assert "experts the more the less they are chosen in " in said and "scope=layer" not in said
+    assert "experts lose more the less often they are chosen in " in said and "scope=layer" not in said
 
 
 def test_text_given_again_makes_rows_of_its_own(
@@ -322,7 +322,7 @@ def test_text_given_again_makes_rows_of_its_own(
     other = tmp_path / "other.txt"
     other.write_text(tiny_text.read_text()[::-1])
     small = (tiny_model, tiny_text, test_text, tmp_path / "out", "--sparsity", "0.4", "--methods", "ours,fisher")
-    assert_refused(run_table("data", *small[:4]), 2, "give --data several times")
+    assert_refused(run_table("data", *small[:4]), 2, "pass --data several times")
     result = run_table("data", *small, "--data", str(other))
     assert result.exit_code == 0, (result.output, result.exception)
     found = {str(cell["method"]): cell for cell in cells(tmp_path / "out").values()}

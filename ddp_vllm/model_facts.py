@@ -1,8 +1,9 @@
-"""What is known about a model without loading it: its size, its KV cache, and where it lies.
+"""What is known about a model without loading it: its size, its KV cache, its id, and the folder it is in.
 
 A model is a folder, or a name on the Hugging Face hub.
 """
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,11 +16,11 @@ from ddp_vllm.errors import ModelError
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code.files import WidthsError, folder_tensors, index_map
 from ddp_vllm.remote_code.widths import head_dim
-from ddp_vllm.schema import COUNT, TEXT, Number, SchemaError, check
+from ddp_vllm.schema import COUNT, NAME, TEXT, Number, SchemaError, check
 
 FACTS = {  # a `ModelFacts` in a results file
-    "model": TEXT, "name": TEXT, "pruned": bool, "parameters?": (None, COUNT), "weight_bytes?": (None, COUNT),
-    "kv_bytes_per_token?": (None, COUNT),
+    "model": TEXT, "name": TEXT, "pruned": bool, "id?": (None, NAME), "parameters?": (None, COUNT),
+    "weight_bytes?": (None, COUNT), "kv_bytes_per_token?": (None, COUNT),
 }  # fmt: skip
 
 _SIZES = {  # of a dense model of any family, some of which have none of them
@@ -36,10 +37,12 @@ class ModelFacts:
     """One model of a comparison; None where a model has never been on this machine."""
 
     model: str
-    """What tells it from every other model: its resolved folder, or its name on the hub."""
+    """Where it is: its resolved folder, or its name on the hub."""
     name: str
     """Last part of that folder, or the whole hub name."""
     pruned: bool
+    id: str | None = None
+    """A hash of its config and weights, by which results find it again wherever it is; see `model_id`."""
     parameters: int | None = None
     """Numbers on disk; tied embeddings count once."""
     weight_bytes: int | None = None
@@ -82,10 +85,28 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
         model=identify(model),
         name=name,
         pruned=is_pruned(folder),
+        id=model_id(folder),
         parameters=parameters,
         weight_bytes=weight_bytes,
         kv_bytes_per_token=_kv_bytes(config, kv_heads, size=4 if dtype in ("float32", "float") else 2),
     )
+
+
+def model_id(folder: Path) -> str:
+    """Return a hash of a model's config and of samples of its weights; the same wherever the folder is.
+
+    Of each file of weights, its size and 64 pieces of 4 KiB are read, evenly spaced, the header among them.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    for path in sorted(filter(Path.is_file, weights)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for piece in range(64):
+                file.seek(size * piece // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def is_pruned(folder: Path) -> bool:

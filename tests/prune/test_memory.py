@@ -1,7 +1,6 @@
-"""Fitting a device: checkpointed layers, narrow copies, what memory is free, and weights cut over processes."""
+"""Fitting a device: checkpointed layers, narrow copies, estimates of memory, and free memory."""
 
 import math
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from runs import pools_of
-from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -25,31 +21,27 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ddp_prune import devices
-from ddp_prune.devices import (
+from ddp_prune import memory
+from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.memory import (
     EAGER_TOKENS,
     USABLE,
     activation_bytes,
-    bytes_to_come,
-    check_shares,
     checkpoint_layers,
     fit_activations,
     fit_attention,
     free_memory,
     gate_bytes,
-    load_sharded,
     narrow_layers,
     pass_bytes,
+    pending_bytes,
 )
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import LearningWeights
-from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -143,7 +135,7 @@ def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
     layers, needed = gated.model.get_decoder().layers, 1000 * 64 * activation_bytes(gated, 64)
 
     def runs_again(setting: str, free: int) -> bool:
-        monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": free})
+        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": free})
         fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True))
         switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
         assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
@@ -159,7 +151,7 @@ def test_fewer_sequences_a_pass_where_memory_is_short(
     setting: str, gated: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fitting(free: float) -> int:
-        monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": int(free)})
+        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": int(free)})
         return fit_activations(gated, setting, 16, 64, Accelerator(cpu=True))
 
     assert fitting(10**15) == 16
@@ -206,7 +198,7 @@ def test_narrow_weights_must_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) 
     for num_sequences in (1, 100):
         enough = math.ceil((copies + pass_bytes(gated, num_sequences, 64)) / USABLE)
         for free, fits in ((enough + 1, True), (enough - 2, False)):
-            monkeypatch.setattr(devices, "get_max_memory", lambda free=free: {"cpu": free})
+            monkeypatch.setattr(memory, "get_max_memory", lambda free=free: {"cpu": free})
             narrow = narrow_layers(gated, Accelerator(cpu=True), num_sequences, 64)
             assert (narrow is not None) == fits
 
@@ -218,13 +210,13 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
     """Before the first step of weights that learn: what fits then must fit in the second step too."""
     gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype))
     fit_attention(gated.model, 64, torch.device("cpu"))
-    assert bytes_to_come(gated.model) == 0
+    assert pending_bytes(gated.model) == 0
     copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
     weights = LearningWeights(gated.model, Accelerator(cpu=True))
-    later = bytes_to_come(gated.model)
+    later = pending_bytes(gated.model)
 
     def chosen(needed: float) -> tuple[int, bool]:
-        monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": later + math.ceil(needed / USABLE) + 2})
+        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": later + math.ceil(needed / USABLE) + 2})
         narrow = narrow_layers(gated, Accelerator(cpu=True), 1, 64)
         return fit_activations(gated, "off", 4, 64, Accelerator(cpu=True)), narrow is not None
 
@@ -253,7 +245,7 @@ def test_where_memory_is_short_a_step_is_cut_into_more_passes(tmp_path: Path, mo
         return max(sizes)
 
     assert largest("usual") == 4  # no more than a step has, though 1,024 tokens would be 16
-    monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": 1000})
+    monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": 1000})
     assert largest("short") == 1
     assert largest("asked for", micro_batch_size=4) == 4
 
@@ -271,9 +263,9 @@ def test_a_run_learns_the_same(gated: GatedModel, tmp_path: Path) -> None:
 
 def test_free_memory_where_host_and_device_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What accelerate answers on a Mac, and elsewhere."""
-    monkeypatch.setattr(devices, "CONTROL_GROUP", Path("/nowhere"))
+    monkeypatch.setattr(memory, "CONTROL_GROUP", Path("/nowhere"))
     for answer in ({"mps": 1000}, {"cpu": 1000}, {0: 5, "cpu": 1000}):
-        monkeypatch.setattr(devices, "get_max_memory", lambda answer=answer: answer)
+        monkeypatch.setattr(memory, "get_max_memory", lambda answer=answer: answer)
         assert free_memory(Accelerator(cpu=True)) == 1000
 
 
@@ -282,49 +274,6 @@ def test_free_memory_in_a_container(limit: str, free: int, tmp_path: Path, monke
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("300\n")
     (tmp_path / "memory.stat").write_text("anon 200\ninactive_file 100\n")
-    monkeypatch.setattr(devices, "CONTROL_GROUP", tmp_path)
-    monkeypatch.setattr(devices, "get_max_memory", lambda: {"cpu": 1000})
+    monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": 1000})
     assert free_memory(Accelerator(cpu=True)) == free
-
-
-def test_weights_are_cut_over_several_processes_with_equal_batches() -> None:
-    with pytest.raises(SettingError, match="there is one; start with: accelerate launch"):
-        check_shares(Recipe(model="m", sparsity=0.2, shard=True), 1)
-    with pytest.raises(SettingError, match=r"batch_size is 10, which 4 processes .* make it 12"):
-        check_shares(Recipe(model="m", sparsity=0.2, shard=True, batch_size=10), 4)
-    check_shares(Recipe(model="m", sparsity=0.2, shard=True), 8)
-
-
-@pytest.fixture
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_cut_model_is_the_model_that_is_loaded_whole(group_of_one: None, tmp_path: Path) -> None:
-    """Gemma-2's cap on scores, so tight that it shows, and float16, which is learned on in bfloat16."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=8, attn_logit_softcapping=0.5, initializer_range=0.5, query_pre_attn_scalar=1,
-    )  # fmt: skip
-    Gemma2ForCausalLM(config).half().save_pretrained(tmp_path / "gemma")
-    source = open_source(str(tmp_path / "gemma"))
-    for dtype, used in (("auto", torch.bfloat16), ("float32", torch.float32)):
-        whole, cut = load_model(source, dtype), load_sharded(source, dtype, torch.device("cpu"), 1)
-        assert cut.config._attn_implementation == whole.config._attn_implementation == "eager"
-        assert {parameter.dtype for parameter in cut.parameters()} == {used} == {whole.dtype}
-        layer = sum(parameter.nbytes for parameter in whole.get_decoder().layers[0].parameters())
-        assert bytes_to_come(cut) == 2 * layer  # gathered for a pass, and the next one ahead of it
-        with torch.no_grad():
-            capped = whole(TOKENS).logits
-            assert torch.equal(cut(TOKENS).logits, capped)
-    whole.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        assert (whole(TOKENS).logits - capped).abs().max() > 0.1
-    weights = load_file(tmp_path / "gemma" / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight.*1 weights in all"):
-        load_sharded(open_source(str(tmp_path / "gemma")), "auto", torch.device("cpu"), 1)

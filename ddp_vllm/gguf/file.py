@@ -21,8 +21,9 @@ from gguf.utility import LocalTensor, SafetensorsLocal
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.costs import attended
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.facts import is_pruned
-from ddp_vllm.gguf_tokenizer import add_tokenizer
+from ddp_vllm.gguf.graphs import missing_parts
+from ddp_vllm.gguf.tokenizer import add_tokenizer
+from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
 from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
@@ -32,15 +33,6 @@ TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 """What the package gguf can write; llama.cpp's own tool makes the others from F16."""
 BLOCK = 32
 """Numbers of a row that share a scale in all quantised types of `TYPES`."""
-FITS = ("llama", "mistral", "qwen2")
-UNFIT = {  # model_type -> what those graphs have no place for
-    "qwen3": "norms of queries and keys",
-    "smollm3": "layers without rotary positions",
-    "granite": "factors on embeddings, residuals and logits",
-    "gemma2": "norms after the blocks and soft caps",
-    "gemma3_text": "norms after the blocks and of queries and keys",
-    "phi3": "fused projections",
-}
 _SIZE, _FACTOR = Number(1, 1e12, whole=True), Number(1e-9, 1e12)
 ROPE = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _FACTOR)
 _STATED = {"rope_theta?": _FACTOR, "rope_type?": NAME, "type?": NAME, "partial_rotary_factor?": Number(0, 1)}
@@ -126,8 +118,8 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
             )
         return "it has no graph for experts of different widths; serve the model with vLLM"
     lacks = None
-    if model_type not in FITS:
-        lacks = f"{UNFIT.get(model_type, 'what is special')} in models of type {model_type}"
+    if missing := missing_parts(model_type):
+        lacks = f"{missing} in models of type {model_type}"
     elif min(attended(config, length)) < length:
         lacks = f"a sliding window of {config['sliding_window']} tokens"
     elif (activation := config.get("hidden_act", "silu")) != "silu":

@@ -1,11 +1,12 @@
-"""What a checkpoint says of the models and texts it was made of: their names, never where they lie.
+"""Names of the models and texts that a checkpoint was made from, without their paths.
 
-A folder that is published tells nothing of the machine it was made on. Where things are is kept in the cache of that
-machine, by the hash of the masks, so that `recover` and `compare` find the dense model and the text again.
+A published folder reveals nothing about the machine it was made on. The paths are kept in the cache of that machine, by
+the hash of the masks, so that `recover` and `compare` find the dense model and the text again.
 """
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,19 +18,34 @@ from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import read_provenance
 from ddp_vllm.output import write_text
 
-PLACES = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths, `data` and `watch` several
+PLACES = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths; `data` and `watch` several
+
+
+def split_sources(data: str) -> list[tuple[str, int]]:
+    """Return each name in a comma-separated list of texts with its number of turns: 3 for `NAME:3`, 1 for `NAME`.
+
+    The name of an existing file may itself contain commas and colons.
+    """
+    names = [data] if os.path.exists(data) else [name.strip() for name in data.split(",")]
+    found = []
+    for name in names:
+        plain, _, turns = name.rpartition(":")
+        has_turns = plain and re.fullmatch("[1-9][0-9]?", turns) and not os.path.exists(name)
+        found.append((plain, int(turns)) if has_turns else (name, 1))
+    return found
 
 
 def is_hub_name(name: str) -> bool:
-    """Tell whether this is a name on the hub, OWNER/NAME, and no path; either may have turns, `:3`."""
-    here = any(map(os.path.exists, (name, name.rpartition(":")[0])))
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not here
+    """Tell whether this is a name on the hub, OWNER/NAME, and not a path."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not os.path.exists(name)
 
 
 def bare_name(name: str) -> str:
-    """Return the last part of a path; a name on the hub as it is. Of several by commas, each."""
-    names = [name] if os.path.exists(name) else name.split(",")
-    return ",".join(each if is_hub_name(each) else each.rstrip("/").rpartition("/")[2] for each in names)
+    """Return names as given, separated by commas, but paths without their folders."""
+    return ",".join(
+        (plain if is_hub_name(plain) else plain.rstrip("/").rpartition("/")[2]) + (f":{turns}" if turns > 1 else "")
+        for plain, turns in split_sources(name)
+    )
 
 
 def published_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +71,7 @@ def published(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
-    """Keep where the models and texts of a masks file are, unless it says so itself or nothing can be kept."""
+    """Keep the paths of a masks file's models and texts, unless it contains them or the cache cannot be written."""
     places = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
     if places != published(places):
         with suppress(OutputError):
@@ -63,7 +79,7 @@ def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
 
 
 def local_provenance(masks: Path) -> dict[str, Any]:
-    """Return what a masks file says about its making, with paths where this machine knows them."""
+    """Return the provenance in a masks file, with paths where this machine knows them."""
     provenance = read_provenance(masks)
     with suppress(OSError, ValueError, OutputError):
         return provenance | json.loads(_kept(masks).read_text(encoding="utf-8"))

@@ -1,0 +1,83 @@
+"""The verbs profile, bench and evaluate as functions of `ddp_vllm`. Each imports what it needs when it is called."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.errors import line_printer
+from ddp_vllm.evaluations import default_output
+from ddp_vllm.latency import Profile, read_profile
+from ddp_vllm.results import results_folder
+
+
+def profile(
+    model: str | Path,
+    *,
+    output: str | Path = "machine.json",
+    overwrite: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> Profile:
+    """Measure in vLLM how long a step of a model takes here by the widths of its layers, for `prune(speedup=…)`.
+
+    settings: any field of `ProfileSettings` (`batches`, `contexts`, `steps`, `rounds`, `engine_arguments`). Returns the
+    `Profile` that was written.
+    """
+    from ddp_benchmarks.profile import ProfileSettings, run_profile
+
+    chosen, file = ProfileSettings(model=str(model), **settings), Path(output)
+    run_profile(chosen, file, overwrite=overwrite, say=line_printer(verbose))
+    return read_profile(file)
+
+
+def bench(
+    dense: str | Path,
+    pruned: str | Path | Iterable[str | Path],
+    *,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Replay ShareGPT prompts through real vLLM, with the dense model and the pruned ones in turn.
+
+    settings: any field of `Settings` (`mode`, `num_prompts`, `pairs`, `engine_arguments`, …). Returns the results as
+    they are written to `output`, by default `sharegpt-MODE.json` in the pruned folder; `["verdicts"]` states how much
+    faster each pruned model is.
+    """
+    from ddp_benchmarks.sharegpt import Settings, results_file, run_benchmark
+
+    if settings.get("dataset"):
+        settings["dataset"] = Path(settings["dataset"])
+    chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **settings)
+    file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
+    return dict(run_benchmark(chosen, file, say=line_printer(verbose)))
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    tasks: str = "paper",
+    output: str | Path | None = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's results.
+
+    tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`. output: a folder, by default `eval`
+    in the model's. settings: any field of `EvalSettings` (`limit`, `data`, `backend`, …).
+    `["ddp_vllm"]["mean_accuracy"]` is the mean.
+    """
+    from ddp_benchmarks import evaluate as evaluating
+    from ddp_benchmarks.tasks import choose_tasks
+
+    folder = Path(output) if output else default_output(str(model))
+    data = tuple(map(Path, _several(settings.pop("data", ()))))
+    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, data=data, **settings)
+    chosen.check()
+    with results_folder(folder):
+        return dict(evaluating.evaluate(chosen, say=line_printer(verbose)))
+
+
+def _several(paths: str | Path | Iterable[str | Path]) -> Iterable[str | Path]:
+    return (paths,) if isinstance(paths, str | Path) else paths

@@ -1,0 +1,173 @@
+"""Evaluate the dense, pruned and recovered model: perplexity on held-out text, and answers to ten fixed prompts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import GenerationConfig
+
+from ddp_prune.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
+from ddp_prune.memory import checkpoint_layers
+from ddp_prune.templates import Templates
+from ddp_prune.text import leading_bos
+from ddp_vllm.evaluations import mean_loss
+
+PROMPTS = (  # one question of each common kind, written before any model had answered
+    "What are the three primary colors?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "What is 17 + 25?",
+    "Translate into French: Good morning, how are you?",
+    "Write a Python function that reverses a string.",
+    "Name the capital of Japan and one thing it is famous for.",
+    "Give me three tips for staying healthy.",
+    "Who wrote Romeo and Juliet, and what is it about?",
+    "Rewrite this politely: Send me the report now.",
+)
+SAMPLE_TOKENS = 64  # of an answer
+STAGES = ("dense", "pruned", "recovered")
+BOS_BLOCKS = 4  # held-out blocks that are read with and without BOS
+BOS_GAIN = 0.05  # nats per token; models that rely on BOS lose far more without it
+
+
+class Evaluation:
+    """Losses on texts, agreement with the first model, and samples, model by model."""
+
+    def __init__(
+        self, texts: Mapping[str, torch.Tensor], tokenizer: Any, loss_masks: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Choose the texts.
+
+        texts: blocks by the name of the text, int64 [num_blocks, seq_len].
+        loss_masks: bool as `texts`, the tokens whose loss is taken; None: all of them.
+        """
+        self.texts, self.tokenizer = texts, tokenizer
+        masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
+        self.loss_masks = {name: mask[:, 1:] for name, mask in masks.items()}  # of predicted tokens
+        self.block_tokens: dict[str, list[int]] = {name: mask.sum(1).tolist() for name, mask in self.loss_masks.items()}
+        self.num_tokens = {name: int(mask[:, 1:].sum()) if loss_masks else mask.numel() for name, mask in masks.items()}
+        self.losses: dict[str, dict[str, list[float]]] = {name: {} for name in texts}
+        self.agreements: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
+        self.answers: dict[str, list[str]] = {}
+        self.first: tuple[OutputHead, dict[str, list[torch.Tensor]]] | None = None
+
+    def evaluate(self, who: str, model: Any) -> None:
+        """Take the losses and samples of a model, in its dtype and with the attention that serving uses."""
+        checkpoint_layers(model, False)
+        if not model.config.to_dict().get("attn_logit_softcapping"):
+            model.set_attn_implementation("sdpa")
+        self.evaluate_texts(who, model)
+        self.answers[who] = sample(model, self.tokenizer)
+
+    @torch.no_grad()
+    def evaluate_texts(self, who: str, model: Any) -> None:
+        """Take the losses of a model, and its agreement with the first model."""
+        head, hidden = OutputHead.of(model), dict[str, list[torch.Tensor]]()
+        for name, blocks in self.texts.items():
+            self.losses[name][who], hidden[name] = losses_of(model, blocks, self.loss_masks[name])
+        if self.first is None:
+            self.first = head, {name: [each.cpu() for each in states] for name, states in hidden.items()}
+            return
+        first_head, first_hidden = self.first
+        for name, states in hidden.items():
+            pairs = zip(states, first_hidden[name], strict=True)
+            sums = [agreement(here, head, first.to(here), first_head) for here, first in pairs]
+            divergence, agreed = (sum(values) / sum(map(len, states)) for values in zip(*sums, strict=True))
+            self.agreements[name][who] = {"kl": max(0.0, divergence), "top1": agreed}
+
+    def perplexity(self, text: str) -> dict[str, Any]:
+        """Return each model's perplexity on a text, its losses by block, and its agreement with the first model."""
+        losses, block_tokens = self.losses[text], self.block_tokens[text]
+        found: dict[str, Any] = {who: perplexity_of(values, block_tokens) for who, values in losses.items()}
+        found |= {"tokens": self.num_tokens[text], "block_losses": losses, "block_tokens": block_tokens}
+        return found | {"agreement": self.agreements[text]}
+
+    def samples(self) -> dict[str, Any]:
+        """Return the prompts, and the answers of each model."""
+        return {"prompts": list(PROMPTS), "answers": self.answers}
+
+    def recovery_summary(self) -> Iterator[str]:
+        """Yield a line per text on what recovery gained, and a warning where the model became worse."""
+        for name, losses in self.losses.items():
+            block_tokens = self.block_tokens[name]
+            dense, pruned, recovered = (mean_loss(losses[who], block_tokens)[0] for who in STAGES)
+            share = f", {(pruned - recovered) / (pruned - dense):.0%} of what was lost" if pruned > dense + 0.01 else ""
+            values = " → ".join(f"{who} {perplexity_of(losses[who], block_tokens):.2f}" for who in losses)
+            yield f"perplexity on held-out text of {name}: {values}{share}"
+            rises = [after - before for after, before in zip(losses["recovered"], losses["pruned"], strict=True)]
+            rise, error = mean_loss(rises, block_tokens)
+            if rise > 2 * (error or 0.0):
+                yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
+
+
+@torch.no_grad()
+def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tuple[list[float], list[torch.Tensor]]:
+    """Return a model's mean loss on each block in nats per token, and the hidden states of the predicted tokens.
+
+    blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1], the predicted tokens to take.
+    """
+    head, losses, hidden = OutputHead.of(model), list[float](), list[torch.Tensor]()
+    for tokens, mask in zip(blocks.to(head.weight.device), loss_mask.to(head.weight.device), strict=True):
+        states, labels = final_hidden(model, tokens[None])[mask], tokens[1:][mask]
+        losses.append(negative_log_likelihood(states, head, labels) / len(labels))
+        hidden.append(states)
+    return losses, hidden
+
+
+@torch.no_grad()
+def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> str:
+    """Return a warning if the tokenizer omits the BOS token of the model's config and the model needs it; else "".
+
+    name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; the same tokens are predicted both times.
+    """
+    bos = model.config.get_text_config().bos_token_id
+    head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1]
+    if type(bos) is not int or not 0 <= bos < len(head.weight) or leading_bos(tokenizer) or not kept[:, 1:].numel():
+        return ""
+    losses = list[tuple[float, float]]()
+    for tokens in kept.to(head.weight.device):
+        states = final_hidden(model, tokens[None]), final_hidden(model, F.pad(tokens, (1, 0), value=bos)[None])[1:]
+        without, after = (negative_log_likelihood(each, head, tokens[1:]) / len(tokens[1:]) for each in states)
+        losses.append((without, after))
+    gain, error = mean_loss([without - after for without, after in losses])
+    if gain < max(BOS_GAIN, 2 * (error or 0.0)):
+        return ""
+    without, after = (perplexity_of(values) for values in zip(*losses, strict=True))
+    token = tokenizer.convert_ids_to_tokens(bos)
+    return (
+        f"warning: the tokenizer of {name} omits BOS, with which the model's perplexity on held-out text is "
+        f"{after:.2f} instead of {without:.2f}; add it: t = transformers.AutoTokenizer.from_pretrained({name!r}, "
+        f"bos_token={token!r}); t.add_bos_token = True; t.save_pretrained({name!r})"
+    )
+
+
+def sample(model: Any, tokenizer: Any) -> list[str]:
+    """Return a model's greedy answers to PROMPTS, which are rendered by the chat template if there is one."""
+    prompts, is_rendered = list(PROMPTS), False
+    if tokenizer.chat_template:
+        with Templates(tokenizer) as templates:
+            questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            rendered = templates.render(questions, add_generation_prompt=True)
+        texts = [each.text for each in rendered if each]
+        if len(texts) == len(prompts):  # else the template rejects a single question
+            prompts, is_rendered = texts, True
+    answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS, add_special_tokens=not is_rendered)
+    return [answer.strip() for answer in answers]
+
+
+@torch.no_grad()
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *, add_special_tokens: bool = True
+) -> list[str]:
+    """Return a model's greedy continuation of each prompt."""
+    tokenizer.pad_token = tokenizer.eos_token  # its own may be one that the model has no embedding of
+    options = {"add_special_tokens": add_special_tokens, "padding": True, "padding_side": "left"}
+    tokens = tokenizer(list(prompts), return_tensors="pt", **options).to(model.device)
+    ends = model.generation_config.eos_token_id or []
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    model.generation_config = GenerationConfig(  # the model's own may ask for penalties, beams or sampling
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
+    )
+    output = model.generate(**tokens)[:, tokens["input_ids"].shape[1] :]
+    return list(tokenizer.batch_decode(output, skip_special_tokens=True))

@@ -1,0 +1,222 @@
+"""What fits into the memory of a device: activations, narrow layers, micro-batches, weights that are trained.
+
+Frozen linear layers keep nothing between forward and backward; norms, attention, activation functions and gates do.
+A checkpointed layer keeps only its input, and runs forward again in backward. All sizes are bytes.
+"""
+
+import ctypes
+import gc
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import get_max_memory
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ddp_prune.distributed import local_part
+from ddp_prune.gates import GatedModel, NarrowLayers
+from ddp_prune.loss import head_bytes
+from ddp_vllm.families import Dimensions
+from ddp_vllm.remote_code.tensors import LAYERS
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
+USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fragments
+ACTIVATION_SHARE = 0.5  # of free memory for activations; if they need more, layers are checkpointed
+TRAINING_BYTES = 18  # on top of a trained 16-bit weight: its gradient, a float32 master with gradient, two moments
+TRAINING_SHARE = 0.7  # of free memory for these; the rest is for activations
+EAGER_TOKENS = 512  # longest sequence for which eager attention is faster than SDPA on a CPU
+
+
+class SizedModel(Protocol):
+    """A model, and the dimensions of it or of the dense model it was cut from."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def sizes(self) -> Dimensions: ...
+
+
+def fit_activations(sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator) -> int:
+    """Choose attention and checkpointing, and return how many sequences fit into a forward and backward pass.
+
+    setting: checkpoint layers `on` or `off`; `auto` checkpoints if the activations of `num_sequences` need more than
+        ACTIVATION_SHARE of the free memory.
+    The number of sequences is halved until a pass fits, down to 1, which may still not fit. All processes choose alike.
+    """
+    fit_attention(sized.model, seq_len, accelerator.device)
+    free = free_memory(accelerator) - pending_bytes(sized.model)
+    if setting == "auto":
+        needed = num_sequences * seq_len * activation_bytes(sized, seq_len)
+        setting = "on" if needed > ACTIVATION_SHARE * free else "off"
+    checkpoint_layers(sized.model, setting == "on")
+    while num_sequences > 1 and pass_bytes(sized, num_sequences, seq_len) > USABLE * free:
+        num_sequences //= 2
+    return num_sequences
+
+
+def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
+    """Use eager attention for short bfloat16 sequences on a CPU, where SDPA's backward is slow.
+
+    Models whose keys have a bias, such as Qwen2, keep SDPA: their large products lose too much precision in bfloat16.
+    """
+    short = device.type == "cpu" and model.dtype == torch.bfloat16 and seq_len <= EAGER_TOKENS
+    biased = any(name.endswith("k_proj.bias") for name, _ in model.named_parameters())
+    if short and not biased and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
+def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
+    """Switch checkpointing of the decoder layers on or off.
+
+    transformers checkpoints layers in training mode only. The modules inside stay in eval mode, so dropout stays off.
+    Reentrant checkpointing would lose gradients, because the gates are not arguments of the layers.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = layer.training = wanted
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int) -> NarrowLayers | None:
+    """Return narrow layers if their copies fit next to a pass; None for experts and sharded weights.
+
+    A run that resumes with less memory also computes closed units: its sums round differently.
+    """
+    if gated.sizes.num_experts:
+        return None
+    narrow = NarrowLayers(gated)
+    copies, needed = narrow.copied_bytes(), pass_bytes(gated, num_sequences, seq_len)
+    free = free_memory(accelerator) - pending_bytes(gated.model)
+    fits = copies is not None and copies + needed <= USABLE * free
+    return narrow if fits else None
+
+
+def fits_training(num_weights: int, accelerator: Accelerator, bytes_each: int = TRAINING_BYTES) -> bool:
+    """Tell whether the memory of every process suffices to train `num_weights` weights."""
+    fits = bytes_each * num_weights <= TRAINING_SHARE * free_memory(accelerator)
+    return bool(accelerator.gather(torch.tensor([fits], device=accelerator.device)).all())
+
+
+def pass_bytes(sized: SizedModel, num_sequences: int, seq_len: int) -> int:
+    """Estimate the bytes of a forward and backward pass on top of the weights, with layers checkpointed as they are."""
+    num_tokens, num_layers = num_sequences * seq_len, sized.sizes.num_layers
+    kept = num_tokens * activation_bytes(sized, seq_len)
+    if any(getattr(layer, "gradient_checkpointing", False) for layer in sized.model.modules()):
+        itemsize = next(sized.model.parameters()).dtype.itemsize
+        kept = num_tokens * num_layers * sized.sizes.hidden_size * itemsize + kept // num_layers
+    return kept + num_tokens * gate_bytes(sized) + head_bytes(sized.model)
+
+
+def pending_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes that this process allocates after training starts, apart from those of a pass.
+
+    Per trained weight: its gradient, the float32 sum of gradients and two float32 moments, which exist from the end of
+    the first step. Per sharded model: two gathered layers, the one in use and the next, and the gradient of one layer
+    in its own dtype and in float32, in which it is summed over processes.
+    """
+    parameters = list(model.parameters())
+    trained = sum(local_part(each).numel() * (each.dtype.itemsize + 3 * 4) for each in parameters if each.requires_grad)
+    itemsize, largest = parameters[0].dtype.itemsize, 0
+    for layer in model.get_submodule(LAYERS).children():
+        sharded = [each for each in layer.parameters() if isinstance(each, DTensor)]
+        gathered = 2 * itemsize * sum(each.numel() for each in sharded)
+        reduced = (itemsize + 4) * sum(each.numel() for each in sharded if each.requires_grad)
+        largest = max(largest, gathered + reduced)
+    return trained + largest
+
+
+def gate_bytes(sized: SizedModel) -> int:
+    """Return the bytes per token of the widest gate's backward, on top of the activations.
+
+    These are the incoming gradient, its product with the input in float32, and the squares or a copy of that product.
+    """
+    sizes, itemsize = sized.sizes, next(sized.model.parameters()).dtype.itemsize
+    slots: Any = getattr(sized.model.config, "num_experts_per_tok", 0)
+    channels = sizes.intermediate_size if len(sizes.routed_layers) < sizes.num_layers else 0
+    return (4 + 4 + itemsize) * max(channels, slots * sizes.expert_intermediate_size)
+
+
+def activation_bytes(sized: SizedModel, seq_len: int) -> int:
+    """Estimate the bytes per token that all layers keep for backward without checkpointing.
+
+    Norms: a layer keeps the inputs of two norms in float32; with trained weights, their outputs too.
+    Attention: queries, keys, values and the output; SDPA keeps its output once more, eager attention keeps its weights
+        for all tokens of the sequence, in float32 and in the model's dtype.
+    MLP: four rows of channels: before and after the activation function, the other factor and the gated product.
+    Routed experts: 4·C + H numbers per slot (`experts.py`).
+    """
+    sizes, itemsize = sized.sizes, next(sized.model.parameters()).dtype.itemsize
+    queries, keys = sizes.num_query_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    attention = (2 * queries + 2 * keys) * itemsize
+    if sized.model.config._attn_implementation == "eager":  # type: ignore[union-attr]
+        attention += (4 if itemsize == 4 else 4 + itemsize) * sizes.num_query_heads * seq_len
+    else:
+        attention += queries * itemsize
+    routed = len(sizes.routed_layers)
+    slots: Any = getattr(sized.model.config, "num_experts_per_tok", 0)
+    channels = (sizes.num_layers - routed) * 4 * sizes.intermediate_size
+    experts = routed * slots * (4 * sizes.expert_intermediate_size + sizes.hidden_size)
+    trained = any(each.requires_grad for each in sized.model.parameters())
+    norms = (8 + 2 * itemsize * trained) * sizes.hidden_size
+    return sizes.num_layers * (norms + attention) + itemsize * (channels + experts)
+
+
+def free_memory(accelerator: Accelerator) -> int:
+    """Return the free bytes per process, of the process with the least. All processes must call this together."""
+    if (device := accelerator.device).type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch reuses it
+        free = torch.cuda.mem_get_info(device)[0] + cached
+    else:
+        memory = get_max_memory()
+        host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's memory is listed once
+        free = min(host, _container_memory(host)) // accelerator.num_processes
+    return int(accelerator.gather(torch.tensor([free], device=device)).min())
+
+
+def _container_memory(otherwise: int) -> int:
+    """Return the bytes that a container (Linux control groups, version 2) may still use; psutil sees only the host.
+
+    The page cache counts as free, because the kernel reclaims it. Outside a container this is `otherwise`.
+    """
+    try:
+        limit, used = ((CONTROL_GROUP / name).read_text(encoding="utf-8") for name in ("memory.max", "memory.current"))
+        statistics = (CONTROL_GROUP / "memory.stat").read_text(encoding="utf-8")
+        if limit.strip() == "max":
+            return otherwise
+        cached = dict(line.split() for line in statistics.splitlines())["inactive_file"]
+        return max(0, int(limit) - int(used) + int(cached))
+    except (OSError, KeyError, ValueError):
+        return otherwise
+
+
+def reset_peak(device: torch.device) -> float:
+    """Start measuring `peak_bytes`; return the bytes in use, or NaN on a CPU without Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # memory that loading has freed
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return math.nan
+    return _resident("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Return the most bytes since `reset_peak`: of the GPU's allocator, or the whole process's resident memory."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+
+
+def _resident(field: str) -> float:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.nan
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

@@ -1,0 +1,131 @@
+"""The verbs prune, prune_sizes, plan and apply as functions of `ddp_vllm`.
+
+Each function imports what it needs when it is called, so that importing this module does not import torch.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ddp_vllm
+from ddp_prune import read_recipe
+from ddp_prune.recipe import Recipe, TrainingSettings
+from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.errors import SettingError
+from ddp_vllm.output import check_output, clear, is_unfinished
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def prune(
+    model: str | Path,
+    *,
+    output: str | Path,
+    recipe: str | Path | None = None,
+    overwrite: bool = False,
+    tracker: str | None = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> Checkpoint:
+    """Find the units a model needs least, remove them and write the pruned checkpoint.
+
+    If the call is interrupted, the same call resumes where it stopped.
+
+    model: a folder or a hub name. recipe: a TOML file with settings. overwrite: replace an existing pruned folder.
+    tracker: also log to this tracker, such as `tensorboard`. verbose: print what the command line prints. settings: any
+    field of a `Recipe` (`sparsity`, `data`, `steps`, …); these are the options of
+    [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
+    """
+    recipes = _recipes(model, recipe, settings)
+    if len(recipes) > 1:
+        raise SettingError(f"{len(recipes)} sizes are given, but prune makes one; prune_sizes makes several")
+    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)[0]
+
+
+def prune_sizes(
+    model: str | Path,
+    *,
+    output: str | Path,
+    recipe: str | Path | None = None,
+    overwrite: bool = False,
+    tracker: str | None = None,
+    verbose: bool = False,
+    **settings: Any,
+) -> list[Checkpoint]:
+    """Prune a model to several sizes in one search, such as `sparsity=[0.1, 0.2, 0.3]`.
+
+    Each size is written into a folder inside `output`. The arguments are those of `prune`.
+    """
+    recipes = _recipes(model, recipe, settings)
+    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)
+
+
+def plan(
+    model: str | Path, *, output: str | Path = "pruned", recipe: str | Path | None = None, **settings: Any
+) -> list[str]:
+    """Return what `prune` would remove and the memory and time it would take, a line each; nothing is written."""
+    recipes = _recipes(model, recipe, settings)
+    from ddp_prune import plan as planning
+
+    return planning.plan(recipes, Path(output))
+
+
+def _recipes(model: str | Path, recipe: str | Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
+    return read_recipe.load_recipes(Path(recipe) if recipe else None, as_recipe_values({**settings, "model": model}))
+
+
+def as_recipe_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with every path as text, as recipes hold it."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+
+
+def _prune(
+    recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, verbose: bool
+) -> list[Checkpoint]:
+    clear(output)
+    resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
+    if not resumes:
+        check_output(output, overwrite=overwrite)
+    from ddp_prune import pipeline
+    from ddp_vllm.pages.written import show
+
+    checkpoints = pipeline.prune(
+        recipes, output, overwrite=overwrite, tracker=tracker, console=verb_console(verbose),
+        measure=partial(ddp_vllm.profile, verbose=verbose), show=show,
+    )  # fmt: skip
+    return [_recovered(recipe, checkpoint, verbose) for recipe, checkpoint in zip(recipes, checkpoints, strict=True)]
+
+
+def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
+    """Recover a checkpoint in place for the minutes of its recipe, unless there are none or this was done before."""
+    if not recipe.recover or "recovery" in checkpoint.provenance:
+        return checkpoint
+    shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
+    return ddp_vllm.recover(
+        checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
+        minutes=recipe.recover, **shared,
+    )  # fmt: skip
+
+
+def apply(
+    model: str | Path, masks: str | Path, *, output: str | Path, tp: int = 1, align: int = 1, overwrite: bool = False
+) -> Checkpoint:
+    """Prune a dense model by a published masks file, without text and without training.
+
+    masks: a `ddp_masks.safetensors`. tp: refuse masks that do not split over this many devices. align: move channels
+    between layers until all widths are multiples of this number.
+    """
+    output = Path(output)
+    check_output(output, overwrite=overwrite)
+    from ddp_prune.masks_file import apply_masks
+
+    return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
+
+
+def verb_console(verbose: bool) -> "Console":
+    from ddp_vllm.pages.terminal import SafeConsole
+
+    return SafeConsole(quiet=not verbose, soft_wrap=True)  # lines are copied, so never wrapped

@@ -1,0 +1,45 @@
+"""The verbs recover and quantize. torch is imported when one of them runs, not before."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddp_prune.cli import Grouped, given, output_option, overwrite_option, recipe_option, recipe_options
+from ddp_prune.recipe import RecoveryRecipe
+from ddp_recover import verbs
+from ddp_vllm.cli import echo
+
+
+@click.command(cls=Grouped)
+@click.argument("model")
+@partial(recipe_options, RecoveryRecipe)
+@recipe_option
+@output_option
+@overwrite_option
+def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool, **settings: Any) -> None:
+    """Train the weights of the pruned MODEL on the dense model's output and write the better model.
+
+    Widths, speed and serving do not change. Teacher, text and batch size are those of the pruning run unless they are
+    passed. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm recover …
+    """
+    verbs.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **given(settings))
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--scheme", type=click.Choice(["W8A8", "FP8", "W4A16"]), required=True,
+    help="8-bit integers, 8-bit floats, or 4-bit weights alone.",
+)  # fmt: skip
+@output_option
+@overwrite_option
+def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
+    """Quantize the pruned or dense model in FOLDER with llm-compressor; vLLM serves it as before.
+
+    This requires an environment separate from vLLM's: pip install "ddp-vllm[quantize]". Weights are rounded to the
+    nearest value, so no text is required. The command first prints the layers whose widths suit no fast kernel, and how
+    to avoid that.
+    """
+    echo(f"written: {verbs.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")
