@@ -44,8 +44,9 @@ def main() -> None:
     say(f"2/4  pruning {model} to {SPEEDUP}× the speed; the remaining weights are distilled")
     if not (pruned / "config.json").exists():
         speed.unlink(missing_ok=True)
-        command("prune", model, "--speedup", SPEEDUP, "--context", CONTEXT, "--profile", PROFILE, "--other-machine",
-                "-o", pruned, "--data", text, "--steps", STEPS, "--batch-size", BATCH, "--seq-len", LENGTH)  # fmt: skip
+        command("prune", model, "--speedup", SPEEDUP, "--context-length", CONTEXT, "--profile", PROFILE,
+                "--other-machine", "-o", pruned, "--data", text, "--steps", STEPS, "--batch-size", BATCH,
+                "--seq-len", LENGTH)  # fmt: skip
     else:
         command("inspect", pruned)
 

@@ -42,29 +42,29 @@ SIZES: dict[str, Any] = {
 SMALL: dict[str, Any] = {"steps": 12, "batch_size": 4, "seq_len": 32, "heldout_blocks": 4}
 ALM = {"learning_rate": 0.1}  # the paper's rate moves little in eight steps
 DENSE_CASES: dict[str, dict[str, Any]] = {
-    "units": {"sparsity": 0.4, "learn": "scales"},
-    "joint training": {"sparsity": 0.4, "learn": "full"},
-    "no distillation": {"sparsity": 0.4, "learn": "full", "distillation": 0.0},
-    "attention sparsity": {"sparsity": 0.4, "attention_sparsity": 0.2, "learn": "scales"},
-    "paper's search": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "learn": "scales"},
+    "units": {"sparsity": 0.4, "train": "masks"},
+    "joint training": {"sparsity": 0.4, "train": "weights"},
+    "no distillation": {"sparsity": 0.4, "train": "weights", "distillation": 0.0},
+    "attention sparsity": {"sparsity": 0.4, "attention_sparsity": 0.2, "train": "masks"},
+    "paper's search": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "train": "masks"},
     "paper's search by layer": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "scope": "layer", "polish": 0.0},
-    "params": {"sparsity": 0.4, "budget": "params", "learn": "scales"},
-    "params, query heads": {"sparsity": 0.4, "budget": "params", "head_unit": "query-head", "learn": "scales"},
-    "flops by layer": {"sparsity": 0.4, "budget": "flops", "scope": "layer", "learn": "full"},
-    "kv-bytes": {"sparsity": 0.4, "budget": "kv-bytes", "learn": "scales"},
-    "target": {"target": "100K", "budget": "params", "learn": "scales"},
-    "by layer": {"sparsity": 0.4, "scope": "layer", "learn": "scales"},
-    "query heads": {"sparsity": 0.4, "head_unit": "query-head", "learn": "scales"},
-    "aligned for two devices": {"sparsity": 0.4, "align": 8, "tp": 2, "learn": "full"},
-    "gates in between": {"sparsity": 0.4, "learn": "scales", "masks_every": 5},
+    "params": {"sparsity": 0.4, "budget": "params", "train": "masks"},
+    "params, query heads": {"sparsity": 0.4, "budget": "params", "head_unit": "query-head", "train": "masks"},
+    "flops by layer": {"sparsity": 0.4, "budget": "flops", "scope": "layer", "train": "weights"},
+    "kv-bytes": {"sparsity": 0.4, "budget": "kv-bytes", "train": "masks"},
+    "target": {"target": "100K", "budget": "params", "train": "masks"},
+    "by layer": {"sparsity": 0.4, "scope": "layer", "train": "masks"},
+    "query heads": {"sparsity": 0.4, "head_unit": "query-head", "train": "masks"},
+    "aligned for two devices": {"sparsity": 0.4, "align": 8, "tp": 2, "train": "weights"},
+    "gates in between": {"sparsity": 0.4, "train": "masks", "masks_every": 5},
 }
 EXPERT_CASES: dict[str, dict[str, Any]] = {
-    "expert channels": {"sparsity": 0.4, "learn": "scales"},
-    "expert channels, joint training": {"sparsity": 0.4, "learn": "full"},
-    "by expert": {"sparsity": 0.4, "scope": "expert", "learn": "scales"},
-    "expert channels, paper's search": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "learn": "scales"},
-    "expert channels by flops": {"sparsity": 0.4, "budget": "flops", "learn": "scales"},
-    "whole experts": {"sparsity": 0.4, "whole_experts": True, "learn": "full"},
+    "expert channels": {"sparsity": 0.4, "train": "masks"},
+    "expert channels, joint training": {"sparsity": 0.4, "train": "weights"},
+    "by expert": {"sparsity": 0.4, "scope": "expert", "train": "masks"},
+    "expert channels, paper's search": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "train": "masks"},
+    "expert channels by flops": {"sparsity": 0.4, "budget": "flops", "train": "masks"},
+    "whole experts": {"sparsity": 0.4, "whole_experts": True, "train": "weights"},
 }
 
 
@@ -101,12 +101,12 @@ def run_cases(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str
     for model, settings_of in ((dense, DENSE_CASES), (experts, EXPERT_CASES)):
         for case, settings in settings_of.items():
             cases[case] = partial(prune, model, data, **settings)
-    cases["speedup"] = partial(prune, dense, data, speedup=1.15, profile=str(profile), learn="full")
+    cases["speedup"] = partial(prune, dense, data, speedup=1.15, profile=str(profile), train="weights")
     cases["latency"] = partial(prune, dense, data, sparsity=0.3, budget="latency", profile=str(profile), align=8)
-    cases["several sizes"] = partial(prune_sizes, dense, data, sparsity=[0.2, 0.4], learn="full")
+    cases["several sizes"] = partial(prune_sizes, dense, data, sparsity=[0.2, 0.4], train="weights")
     cases["recovered"] = partial(recover, dense, data, method="full")
     cases["recovered by low rank"] = partial(recover, dense, data, method="lora")
-    cases["killed and resumed"] = partial(resumed, dense, data, sparsity=0.4, learn="full")
+    cases["killed and resumed"] = partial(resumed, dense, data, sparsity=0.4, train="weights")
     hashes = {}
     for number, (case, run) in enumerate(cases.items()):
         if arguments.only in case:
@@ -166,7 +166,7 @@ def prune_sizes(model: Path, data: Path, output: Path, **settings: Any) -> list[
 
 
 def recover(model: Path, data: Path, output: Path, **settings: Any) -> list[Path]:
-    (pruned,) = prune(model, data, output.with_name(f"{output.name}-pruned"), sparsity=0.4, learn="scales")
+    (pruned,) = prune(model, data, output.with_name(f"{output.name}-pruned"), sparsity=0.4, train="masks")
     ddp_vllm.recover(pruned, output=output, tokens=10 * 4 * 32, **settings)
     return [output]
 

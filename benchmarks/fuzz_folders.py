@@ -70,7 +70,7 @@ def write_sound(folder: Path) -> Sound:
         for kind in ("", "-experts"):
             masked = folder / f"masked{kind}" / STEM
             dense = sound.folder_of(f"dense{kind}")
-            ddp_vllm.prune(str(dense), output=masked, sparsity=0.4, steps=6, learn="full", **small)
+            ddp_vllm.prune(str(dense), output=masked, sparsity=0.4, steps=6, train="weights", **small)
             if kind:
                 shutil.copytree(masked, sound.folder_of("experts"))
             else:

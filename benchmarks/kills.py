@@ -64,8 +64,8 @@ MODULES = (  # what the commands import when they run
 )
 SMALL = "--data {text} --seq-len 16 --batch-size 2"
 COMMANDS = {
-    "prune": f"prune {{dense}} --sparsity 0.4 --steps 8 --learn scales {SMALL} -o {{case}}/out",
-    "joint training": f"prune {{dense}} --sparsity 0.4 --steps 8 --learn full {SMALL} -o {{case}}/out",
+    "prune": f"prune {{dense}} --sparsity 0.4 --steps 8 --train masks {SMALL} -o {{case}}/out",
+    "joint training": f"prune {{dense}} --sparsity 0.4 --steps 8 --train weights {SMALL} -o {{case}}/out",
     "recover": f"recover {{pruned}} --teacher {{dense}} --tokens 256 {SMALL} -o {{case}}/out",
     "recover in place": f"recover {{own}} --teacher {{dense}} --tokens 256 {SMALL} -o {{own}} --overwrite",
     "family": f"prune {{dense}} --sparsity 0.1,0.2,0.3 --steps 40 {SMALL} -o {{case}}/out",

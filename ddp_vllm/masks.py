@@ -30,11 +30,12 @@ QUALITY = {
 }  # fmt: skip
 _RECIPE = {
     "model?": TEXT, "sparsity?": (None, Number(0, 1)), "context_length?": Number(1, 1 << 40, whole=True),
-    "tokens?": COUNT, "learn?": NAME, "scope?": NAME, "budget?": NAME, "method?": NAME, "data?": ANY,
+    "tokens?": COUNT, "scope?": NAME, "budget?": NAME, "method?": NAME, "data?": ANY,
 }  # fmt: skip
 _EXAM = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
 PROVENANCE = _EXAM | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
+    "run?": {"train?": NAME},
     "texts?": [TEXT], "learned_from?": {"text?": NAME},
     "perplexity?": (None, QUALITY),
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},

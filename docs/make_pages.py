@@ -19,7 +19,7 @@ import click
 import ddp_vllm
 from ddp_prune.cli import GROUPS, NO_OPTION, SIZES, Grouped, field_docs, group_of
 from ddp_prune.read_recipe import INHERITED
-from ddp_prune.recipe import CHOICES, AlmSettings, LearningSettings, Recipe, RecoveryRecipe
+from ddp_prune.recipe import CHOICES, AlmSettings, Recipe, RecoveryRecipe, TrainingSettings
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
 
@@ -97,7 +97,7 @@ def recipe() -> Iterator[str]:
         found = [each for each in fields if group_of(each.name) == title and not is_internal(each.name)]
         yield f"## {title}\n\n{settings_table(Recipe, found)}\n"
     yield f"## The table [alm]\n\n{settings_table(AlmSettings, dataclasses.fields(AlmSettings))}\n"
-    shared = {each.name for each in dataclasses.fields(LearningSettings)}
+    shared = {each.name for each in dataclasses.fields(TrainingSettings)}
     own = [each for each in dataclasses.fields(RecoveryRecipe) if each.name not in {*shared, "model"}]
     inherited = ", ".join(f"`{name}`" for name in INHERITED)
     also = f"It also has the settings that both recipes share. Defaults come from the pruning run for {inherited}."

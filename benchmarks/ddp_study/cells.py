@@ -30,11 +30,12 @@ from ddp_prune.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_pe
 from ddp_prune.model import Source, open_source, tokenizer_and_config_files, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState, fingerprint
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
-from ddp_prune.weights import LearningWeights
+from ddp_prune.weights import TrainedWeights
 from ddp_study.page import CELLS, STUDY_FILE
 from ddp_study.scores import Score, Search, choose, unfit
 from ddp_study.study import MASKS, Row, Study, read_test_blocks
@@ -161,7 +162,7 @@ class Cells:
             else:
                 found = {"reason": found["reason"]}
                 yield f"{name}: {found['reason']}"
-            if recipe.learn == "full":
+            if recipe.train == "weights":
                 self.__dict__.pop("gated", None)  # its weights were trained
             if row.first:
                 first = json.loads(self.of(row.first, sparsity, seed).read_text(encoding="utf-8"))
@@ -217,7 +218,7 @@ class Cells:
         except SettingError as error:
             return str(error)
         num_weights = sum(math.prod(shape) for shape in shapes.values())
-        fits = recipe.learn != "full" or fits_training(num_weights, self.accelerator, TRAINING_BYTES + 2)
+        fits = recipe.train != "weights" or fits_training(num_weights, self.accelerator, TRAINING_BYTES + 2)
         return "" if fits else "not enough memory for trained weights and the dense model"
 
     def train(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
@@ -230,21 +231,22 @@ class Cells:
             trainer = Trainer(*arguments)
             for kind, gates in start.items():
                 gates = gates.to(self.accelerator.device)
-                trainer.support[kind], trainer.z[kind] = gates > 0, torch.where(gates > 0, gates, 1.0)
+                trainer.gates.support[kind], trainer.gates.z[kind] = gates > 0, torch.where(gates > 0, gates, 1.0)
             return trainer
 
         make = row.method.trainer if isinstance(row.method, Search) else second_run
         files = weight_files(self.source.folder), tokenizer_and_config_files(self.source.folder)
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
-        run, weights, teacher = RunState(path.with_suffix(""), recipe, learned_from=facts), None, None
+        asked, weights, teacher = Run.alone(recipe, train=recipe.train), None, None
+        run = RunState(path.with_suffix(""), recipe, resolved=asked.to_dict(), learned_from=facts)
         with run.locked():
-            if recipe.learn == "full":
+            if recipe.train == "weights":
                 teacher = load(self.source, recipe, self.accelerator) if recipe.distillation > 0 else None
-                weights = LearningWeights(self.gated.model, self.accelerator)
+                weights = TrainedWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
             loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
             _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
-            learned = train(self.gated, text.train, recipe, pools, *means, make=make, loss_mask=loss_mask)
+            learned = train(self.gated, text.train, asked, pools, *means, make=make, loss_mask=loss_mask)
             seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
                 weights.finish()

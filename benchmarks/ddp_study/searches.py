@@ -31,16 +31,16 @@ class HardConcrete(AlmTrainer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.noise = torch.Generator().manual_seed(self.recipe.seed)
-        for z in self.z.values():
+        for z in self.gates.z.values():
             z.data.fill_(START)
         for weight in self.multipliers.lambda3.values():
             weight.requires_grad_(self.is_binarized)
 
     def forward_masks(self) -> Masks:
         if self.polishing:
-            gates = {kind: _stretch(torch.sigmoid(z.detach())) for kind, z in self.z.items()}
-            return {kind: gate.clamp_min(KEPT_FLOOR) * self.support[kind] for kind, gate in gates.items()}
-        return {kind: _stretch(torch.sigmoid(self._logistic(z) + z)) for kind, z in self.z.items()}
+            gates = {kind: _stretch(torch.sigmoid(z.detach())) for kind, z in self.gates.z.items()}
+            return {kind: gate.clamp_min(KEPT_FLOOR) * self.gates.support[kind] for kind, gate in gates.items()}
+        return {kind: _stretch(torch.sigmoid(self._logistic(z) + z)) for kind, z in self.gates.z.items()}
 
     def _logistic(self, z: torch.Tensor) -> torch.Tensor:
         return torch.rand(z.shape, generator=self.noise).clamp(1e-6, 1 - 1e-6).logit().to(z.device)
@@ -53,16 +53,16 @@ class HardConcrete(AlmTrainer):
         """Do nothing: log α has no lower bound."""
 
     def round(self) -> None:
-        for kind, z in self.z.items():
-            self.searched_z[kind] = z.detach().clone()
-            self.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.removed(kind)) * z.numel()))
+        for kind, z in self.gates.z.items():
+            self.gates.searched_z[kind] = z.detach().clone()
+            self.gates.support[kind] = exact_support(z.detach(), round((1.0 - self.recipe.removed(kind)) * z.numel()))
 
     def state(self) -> dict[str, torch.Tensor]:
         return super().state() | {"noise": self.noise.get_state()}
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
         self.noise.set_state(tensors["noise"])
-        super().restore(step, {name: value for name, value in tensors.items() if name != "noise"}, extra)
+        super().restore(step, tensors, extra)
 
 
 class DeterministicHardConcrete(HardConcrete):
@@ -74,7 +74,9 @@ class DeterministicHardConcrete(HardConcrete):
     is_binarized = True
 
     def forward_masks(self) -> Masks:
-        return super().forward_masks() if self.polishing else {kind: self.score(z, 0.0) for kind, z in self.z.items()}
+        if self.polishing:
+            return super().forward_masks()
+        return {kind: self.score(z, 0.0) for kind, z in self.gates.z.items()}
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
         """Return the gate itself."""

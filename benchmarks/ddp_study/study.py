@@ -24,7 +24,7 @@ from ddp_vllm.errors import SettingError, TextError
 TEST_BLOCKS, TEST_LENGTH = 16, 512
 TEST_TOKENS = TEST_BLOCKS * TEST_LENGTH
 MASKS = ".safetensors"  # suffix of a row that is a file of masks
-CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "learn")  # settings a row may change
+CHANGES = ("data", "steps", "batch_size", "scope", "distillation", "polish", "train")  # settings a row may change
 OF_SCORES = ("data", "scope")  # settings that a score uses
 METHODS: dict[str, Score | Search] = {
     **scores.METHODS, **activation_scores.METHODS, **gradient_scores.METHODS, **expert_scores.METHODS,
@@ -32,7 +32,7 @@ METHODS: dict[str, Score | Search] = {
 }  # fmt: skip
 BY_DEFAULT = [name for name in METHODS if not name.startswith(("experts-use", "taylor", "hard"))]
 """The methods of the paper's tables 1 to 3."""
-SECOND_RUNS = {"scales": "scales", "recovered": "full"}  # word after a plus sign -> `learn` of a second run
+SECOND_RUNS = {"scales": "masks", "recovered": "weights"}  # word after a plus sign -> `train` of a second run
 FIXED_SUPPORT = 0.999  # polish share of a second run: all its steps
 
 
@@ -57,9 +57,9 @@ def read_row(name: str) -> Row:
     last = max((index for index, word in enumerate(words) if word in SECOND_RUNS), default=None)
     if last is not None:
         first = read_row("+".join([head, *words[:last]]))
-        if first.changes.get("learn") == "full":
+        if first.changes.get("train") == "weights":
             raise SettingError(f"method {name!r} continues trained weights, which are not saved; omit +{words[last]}")
-        own = {"controller": "gradual", "polish": FIXED_SUPPORT, "learn": SECOND_RUNS[words[last]]}
+        own = {"controller": "gradual", "polish": FIXED_SUPPORT, "train": SECOND_RUNS[words[last]]}
         return Row(name=name, first=first.name, changes=own | _changes(name, words[last + 1 :], CHANGES))
     if (method := METHODS.get(head)) is None:
         raise SettingError(
@@ -164,7 +164,7 @@ class Study:
             changes = {"polish": Recipe.polish} | changes
         if isinstance(share := changes.get("steps"), str):
             changes["steps"] = max(1, round(self.recipe.steps * float(share.rstrip("%")) / 100))
-        fixed: Mapping[str, Any] = {"sparsity": sparsity, "seed": seed, "learn": "scales", "scope": "global"}
+        fixed: Mapping[str, Any] = {"sparsity": sparsity, "seed": seed, "train": "masks", "scope": "global"}
         exact = dataclasses.replace(self.recipe.alm, raw_masks=False)
         return dataclasses.replace(self.recipe, **{**fixed, "alm": exact, **changes})
 

@@ -45,7 +45,7 @@ def _by_scope(name: str) -> list[str]:
 _RELAXATIONS = (
     "hard-concrete+distillation=0", "hard-concrete-deterministic+distillation=0", "paper+distillation=0", "paper",
 )  # fmt: skip
-_FULL = "ours+learn=full"
+_FULL = "ours+train=weights"
 
 TABLES = {
     "methods": StudyTable(

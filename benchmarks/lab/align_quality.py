@@ -21,7 +21,7 @@ from ddp_prune.gates import Masks
 from ddp_prune.loss import block_losses
 from ddp_prune.model import load_model, open_source, weight_shapes
 from ddp_prune.pipeline import suited_pools
-from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.selection import realign
 from ddp_prune.text import load_tokenizer
 from ddp_prune.trainer import Trainer
@@ -47,19 +47,19 @@ def main() -> None:
     def trainer(align: int) -> Trainer:
         aligned = dataclasses.replace(recipe, align=align)
         _, pools = suited_pools(aligned, source, weight_shapes(source))
-        return Trainer(gated, Batches(blocks.train, aligned, accelerator), aligned, pools, accelerator)
+        return Trainer(gated, Batches(blocks.train, aligned, accelerator), Run.alone(aligned), pools, accelerator)
 
     def losses(gates: Masks | None) -> dict[str, Any]:
         return {name: block_losses(gated, gates, test) for name, test in tests.items()}
 
-    state = _search(trainer(1), recipe, arguments.state)
+    state = _search(trainer(1), arguments.state)
     results: dict[str, Any] = {"dense": losses(None)}
     plain: Masks = {}
     saliency: Masks = {}
     for align in dict.fromkeys([1, *map(int, arguments.align.split(","))]):
         run = trainer(align)
         run.restore(0, state, {})
-        take_steps(run, recipe.search_steps, recipe.steps)
+        take_steps(run, run.run.steps.search, recipe.steps)
         learned = run.learned()
         candidates = {f"{align}": learned.gates}
         if align == 1:
@@ -74,12 +74,12 @@ def main() -> None:
     print_result(__doc__, arguments, seed=arguments.seed, results=results)
 
 
-def _search(trainer: Trainer, recipe: Recipe, kept: Path | None) -> dict[str, torch.Tensor]:
+def _search(trainer: Trainer, kept: Path | None) -> dict[str, torch.Tensor]:
     """Return the state at the end of the search, before rounding."""
     if kept and kept.exists():
         state: dict[str, torch.Tensor] = torch.load(kept)
         return state
-    take_steps(trainer, 0, recipe.search_steps)
+    take_steps(trainer, 0, trainer.run.steps.search)
     state = trainer.state()
     if kept:
         torch.save(state, kept)

@@ -30,6 +30,7 @@ from ddp_prune.memory import fit_attention, peak_bytes, reset_peak
 from ddp_prune.model import load_model, open_source, weight_shapes
 from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_vllm.results import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
@@ -100,8 +101,10 @@ class Bench:
         )  # fmt: skip
         accelerator = Accelerator(cpu=self.device.type == "cpu")
         _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
-        trainer = Trainer(self.gated(), Batches(self.blocks, recipe, accelerator), recipe, pools, accelerator)
-        trainer.support = {kind: (torch.rand(z.shape) < open_share).to(self.device) for kind, z in trainer.z.items()}
+        batches, run = Batches(self.blocks, recipe, accelerator), Run.alone(recipe)
+        trainer = Trainer(self.gated(), batches, run, pools, accelerator)
+        shapes = trainer.gates.support
+        trainer.gates.support = {k: (torch.rand(z.shape) < open_share).to(self.device) for k, z in shapes.items()}
         if trainer.teacher:
             trainer.teacher.cache = {} if cached else None
             for start in range(0, len(self.blocks) if cached else 0, recipe.batch_size):

@@ -277,7 +277,7 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
 
 def trained_together(provenance: Mapping[str, Any]) -> bool:
     """Tell whether the weights were trained together with the masks; a masks file does not hold these weights."""
-    return bool(provenance.get("recipe", {}).get("learn", "scales") != "scales")
+    return bool(provenance.get("run", {}).get("train") == "weights")
 
 
 def weight_training(provenance: Mapping[str, Any]) -> str:

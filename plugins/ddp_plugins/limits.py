@@ -129,7 +129,7 @@ def warn_of_padded_cache(config: Mapping[str, Any], layers: Sequence[LayerWidths
             "Only some layers have a sliding window, and layers have %s KV heads: vLLM pads the KV cache of each layer "
             "to %d. --disable-hybrid-kv-cache-manager avoids the padding, but keeps tokens outside of the windows in "
             "the cache, so it pays for short sequences: compare 'Maximum concurrency' in the log with and without it. "
-            "Nothing is padded after prune --group layer with a --sparsity that keeps whole KV heads (0.25 of 4).",
+            "Nothing is padded after prune --scope layer with a --sparsity that keeps whole KV heads (0.25 of 4).",
             _listed(numbers),
             max(numbers),
         )

@@ -1,7 +1,7 @@
-"""The paper's search, `controller = "alm"`: gates move through a surrogate that sharpens, by AdamW, under multipliers.
+"""The paper's search, `controller = "alm"`: AdamW on z, a surrogate that sharpens, and multipliers for the budget.
 
-Everything the default search does without is here. Equations are those of arXiv:2603.08065.
-Legend: L layers, U units of a layer; G places where a budget holds, N units of one.
+Equations are those of arXiv:2603.08065.
+Legend: L layers, U units of a layer; G groups that share a budget, N units of a group.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import nn
 from ddp_prune.batches import Batches
 from ddp_prune.budget import Pool, kept_share
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
@@ -53,17 +53,17 @@ def sharpness_at(progress: float, mu_start: float, mu_end: float) -> float:
     return mu_start - (mu_start - mu_end) * math.sqrt(progress)
 
 
-def learning_rate(step: int, recipe: Recipe, base: float) -> float:
+def learning_rate(step: int, run: Run, base: float) -> float:
     """Return AdamW's rate at a step of the search: linear warm-up to `base`, then cosine to 0."""
-    warmup = max(1, round(recipe.alm.warmup * recipe.search_steps))
-    progress = max(0.0, (step - warmup) / max(1, recipe.search_steps - warmup))
+    warmup = max(1, round(run.recipe.alm.warmup * run.steps.search))
+    progress = max(0.0, (step - warmup) / max(1, run.steps.search - warmup))
     return base * min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class AugmentedLagrangian(nn.Module):
-    """The paper's penalty (Eq. 13 and 15), multipliers by gradient ascent from 0; one set a constraint.
+    """The paper's penalty (Eq. 13 and 15), with multipliers by gradient ascent from 0; one set per pool.
 
-    A constraint holds in every place of its scores, and the penalty is the mean over places (Eq. 19).
+    A pool's budget holds in every group, and the penalty is the mean over groups (Eq. 19).
     """
 
     def __init__(self, keep_ratio: Mapping[str, float]) -> None:
@@ -74,7 +74,7 @@ class AugmentedLagrangian(nn.Module):
         self.lambda3 = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in keep_ratio})
 
     def forward(self, scores: Mapping[str, torch.Tensor], costs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return Σ over constraints of λ1(s̄−ρ) + λ2(s̄−ρ)² + λ3·mean s(1−s); a scalar that λ ascends and z descends.
+        """Return Σ over pools of λ1(s̄−ρ) + λ2(s̄−ρ)² + λ3·mean s(1−s); a scalar that λ ascends and z descends.
 
         Means weight each unit by its cost; scores and costs are [G, N].
         """
@@ -95,24 +95,18 @@ class AlmTrainer(Trainer):
     """Search with `controller="alm"`; rounding and polish are those of every search."""
 
     def __init__(
-        self,
-        gated: GatedModel,
-        batches: Batches,
-        recipe: Recipe,
-        pools: Sequence[Pool],
-        accelerator: Accelerator,
-        start: Mapping[str, float] | None = None,
+        self, gated: GatedModel, batches: Batches, run: Run, pools: Sequence[Pool], accelerator: Accelerator
     ) -> None:
-        super().__init__(gated, batches, recipe, pools, accelerator, start)
-        for z in self.z.values():
+        super().__init__(gated, batches, run, pools, accelerator)
+        for z in self.gates.z.values():
             z.requires_grad_()
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
         self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(accelerator.device)
-        alm, gentle = recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
+        alm, gentle = run.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [*self.z.values()], "base": alm.learning_rate},
+                {"params": [*self.gates.z.values()], "base": alm.learning_rate},
                 {"params": gentle, "base": alm.lambda_learning_rate, "maximize": True},
                 {"params": [*multipliers.lambda2.values()], "base": alm.lambda2_learning_rate, "maximize": True},
             ],
@@ -123,33 +117,33 @@ class AlmTrainer(Trainer):
     def forward_masks(self) -> Masks:
         """Return m [L, U] of every module type, differentiable in z."""
         as_searched = not self.polishing or self.recipe.alm.raw_masks
-        return {kind: gate(z) for kind, z in self.z.items()} if as_searched else super().forward_masks()
+        return {kind: gate(z) for kind, z in self.gates.z.items()} if as_searched else super().forward_masks()
 
     def alive(self) -> Masks:
-        return super().alive() if self.polishing else {kind: z > 0 for kind, z in self.z.items()}
+        return super().alive() if self.polishing else {kind: z > 0 for kind, z in self.gates.z.items()}
 
-    def choose(self, worth: Masks, alive: Masks) -> Masks:
-        return alive if self.recipe.alm.raw_masks else super().choose(worth, alive)
+    def choose(self, saliency: Masks, alive: Masks) -> Masks:
+        return alive if self.recipe.alm.raw_masks else super().choose(saliency, alive)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
-        """Return s, what the multipliers count a unit as; shaped as z."""
+        """Return the retention score s of each unit, shaped as z."""
         return retention_score(z, mu)
 
     def bound(self) -> None:
-        """Keep z above its floor."""
-        for z in self.z.values():
+        """Clamp z to its floor."""
+        for z in self.gates.z.values():
             z.data.clamp_(min=self.recipe.alm.gate_floor)
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
-        """Give AdamW the gradients of z and λ and let it step."""
+        """Do AdamW's step on z and λ."""
         mu = self._sharpness(step)
         self.optimizer.zero_grad()
         for kind, mask in masks.items():
             mask.backward(gradients[kind])
-        scores = {pool.name: self.score(pool.join(self.z), mu) for pool in self.pools}
+        scores = {pool.name: self.score(pool.join(self.gates.z), mu) for pool in self.pools}
         self.multipliers(scores, self.costs).backward()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.recipe, group["base"])
+            group["lr"] = learning_rate(step, self.run, group["base"])
         self.optimizer.step()
         self.bound()
 
@@ -158,7 +152,7 @@ class AlmTrainer(Trainer):
         if not self.polishing:
             mu = self._sharpness(step)
             values["mu"] = mu
-            values |= {f"{kind}_score": float(self.score(z.detach(), mu).mean()) for kind, z in self.z.items()}
+            values |= {f"{kind}_score": float(self.score(z.detach(), mu).mean()) for kind, z in self.gates.z.items()}
         return values | self.multipliers.values()
 
     def _sharpness(self, step: int) -> float:
@@ -177,17 +171,16 @@ class AlmTrainer(Trainer):
         return super().state() | named
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Take back what `state` returned."""
-        rest: dict[str, torch.Tensor] = {}
+        """Take back what `state` returned before `step`."""
+        self.multipliers.load_state_dict(_under("multipliers.", tensors))
         moments: dict[int, dict[str, torch.Tensor]] = {}
-        for name, value in tensors.items():
-            part, _, key = name.partition(".")
-            if part == "multipliers":
-                self.multipliers.get_parameter(key).data.copy_(value)
-            elif part == "optimizer":
-                index, _, key = key.partition(".")
-                moments.setdefault(int(index), {})[key] = value
-            else:
-                rest[name] = value
+        for name, value in _under("optimizer.", tensors).items():
+            index, _, key = name.partition(".")
+            moments.setdefault(int(index), {})[key] = value
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
-        super().restore(step, rest, extra)
+        super().restore(step, tensors, extra)
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,12 +1,13 @@
 """The verbs prune and apply. torch is imported when one of them runs, not before.
 
-Every field of a `Recipe` is an option of `prune`, of a `RecoveryRecipe` one of `recover`: its type, default and help
-are the field's.
+Every field of a `Recipe` is an option of `prune`, and every field of a `RecoveryRecipe` one of `recover`: the field
+gives the option its type and default, and the first sentence of the field's docstring is the help text.
 """
 
 import ast
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,44 +24,34 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import read_provenance
 from ddp_vllm.pages.summary import trained_together
 
-ALIASES = {  # field -> another name of its option: that of 0.1, or that of the same thing in `profile`
-    "scope": "--group", "context_length": "--context", "concurrency": "--batch"
-}  # fmt: skip
-NO_OPTION = {  # argument, three options, a table, sizes; what only a recipe has
-    "model", "target", "alm", "in_family", "after", "after_steps", "masks_every",
-}  # fmt: skip
-SIZES = {"sparsity", "speedup"}  # of which there may be several
-TARGETS = {  # budget -> help of its option
-    "params": "Instead of a fraction: parameters of the whole model, as 5.5B.",
-    "flops": "The same in FLOPs a token, at --context-length.",
-    "kv-bytes": "The same in bytes of KV cache a token, at 16 bits.",
+NO_OPTION = {"model", "target", "alm", "masks_every"}  # an argument, options per budget, a table, for research only
+SIZES = {"sparsity", "speedup"}  # may have several values
+TARGETS = {  # budget -> help text of its option
+    "params": "Parameters of the whole model after pruning, for example 5.5B. Replaces --sparsity.",
+    "flops": "FLOPs per token of the whole model after pruning, at --context-length. Replaces --sparsity.",
+    "kv-bytes": "Bytes of KV cache per token after pruning, at 16 bits. Replaces --sparsity.",
+}
+GROUPS = {  # heading -> its fields and options; those of no other group are in the last one
+    "Budget": (
+        *("sparsity", "attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes", "speedup"),
+        *("budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine"),
+    ),
+    "Shape": ("whole_experts", "head_unit", "align", "tp"),
+    "Text": ("data", "text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
+    "Run": (),
 }
 
 
-GROUPS = {  # what an option is about -> its fields; all others are about the run
-    "Budget": (
-        "sparsity", "attention_sparsity", "target", *(f"target_{budget.replace('-', '_')}" for budget in TARGETS),
-        "speedup", "budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine",
-    ),
-    "Shape": ("whole_experts", "head_unit", "align", "quant_friendly", "tp"),
-    "Text": ("data", "text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
-    "Run": (),
-}  # fmt: skip
-
-
-def group_of(name: str) -> str:
-    """Return what a field or option is about."""
-    return next((title for title, names in GROUPS.items() if name in names), "Run")
-
-
 class Grouped(click.Command):
-    """A command whose help lists options by what they are about."""
+    """A command whose help text lists its options under the headings of GROUPS."""
 
     def groups(self) -> dict[str, list[click.Option]]:
-        """Return the options by what they are about."""
-        options = [each for each in self.params if isinstance(each, click.Option)]
-        found = {title: [each for each in options if group_of(each.name or "") == title] for title in GROUPS}
-        return {title: members for title, members in found.items() if members}
+        """Return the options of each heading."""
+        found: dict[str, list[click.Option]] = {title: [] for title in GROUPS}
+        for each in self.params:
+            if isinstance(each, click.Option):
+                found[group_of(each.name or "")].append(each)
+        return {title: options for title, options in found.items() if options}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, options in self.groups().items():
@@ -68,8 +59,13 @@ class Grouped(click.Command):
                 formatter.write_dl([record for each in options if (record := each.get_help_record(ctx))])
 
 
+def group_of(name: str) -> str:
+    """Return the heading of a field or option."""
+    return next((title for title, names in GROUPS.items() if name in names), "Run")
+
+
 class Sizes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
-    """A number, or several by commas; 20% is 0.2."""
+    """A number, or several separated by commas; 20% is 0.2."""
 
     name = "numbers"
 
@@ -77,23 +73,21 @@ class Sizes(click.ParamType):  # type: ignore[type-arg]  # not generic before cl
         try:
             sizes = [float(part.rstrip("%")) / (100.0 if "%" in part else 1.0) for part in str(value).split(",")]
         except ValueError:
-            self.fail(f"{value!r} is no number, nor several by commas", param, ctx)
+            self.fail(f"{value!r} is neither a number nor several separated by commas", param, ctx)
         return sizes[0] if len(sizes) == 1 else sizes
 
 
 def field_docs(settings: type) -> dict[str, str]:
-    """Return the docstring that stands under each field of a dataclass, on one line."""
+    """Return the docstring under each field of a dataclass and its bases, on one line; {} without source files."""
     docs: dict[str, str] = {}
     for kind in filter(dataclasses.is_dataclass, reversed(settings.__mro__)):
         try:
-            (definition,) = ast.parse(inspect.getsource(kind)).body
-        except OSError:  # installed without its source
+            body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+        except OSError:
             continue
-        assert isinstance(definition, ast.ClassDef)
-        for field, below in zip(definition.body, definition.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    docs[name] = " ".join(text.split())
+        for field, below in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
     return docs
 
 
@@ -101,40 +95,60 @@ def recipe_options(settings: type, command: Callable[..., None]) -> Callable[...
     """Give a command an option for each field of a recipe."""
     docs = field_docs(settings)
     for field in reversed(dataclasses.fields(settings)):
-        if field.name == "sparsity":
+        name, kind = field.name, kind_of(field)
+        if name == "target":
             for budget, text in reversed(TARGETS.items()):
                 command = click.option(f"--target-{budget}", metavar="N", help=text)(command)
-        if field.name in NO_OPTION:
+        if name in NO_OPTION:
             continue
-        names = [f"--{field.name.replace('_', '-')}", *filter(None, [ALIASES.get(field.name)]), field.name]
-        first_sentence = docs.get(field.name, "").partition(". ")[0].removesuffix(".").replace("`", "")
-        kind: Any = click.Choice(CHOICES[field.name]) if field.name in CHOICES else kind_of(field)
-        kind = Sizes() if field.name in SIZES else kind
-        flag = {"is_flag": True} if kind is bool else {"type": kind}
-        inherits = settings is RecoveryRecipe and field.name in INHERITED
-        has_default = kind is not bool and field.name not in {*SIZES, "teacher"} and field.default != ""
-        default = None if inherits or not has_default else field.default
-        shown: Any = "as for the masks" if inherits else has_default
-        command = click.option(*names, help=f"{first_sentence}.", default=default, show_default=shown, **flag)(command)
+        shown: dict[str, Any] = {"default": field.default, "show_default": True, "type": kind}
+        if settings is RecoveryRecipe and name in INHERITED:
+            shown |= {"default": None, "show_default": "that of the pruning run"}
+        elif name in {*SIZES, "teacher"} or field.default == "" or kind is bool:
+            shown = {"is_flag": True} if kind is bool else {"type": kind}
+        if name in SIZES or name in CHOICES:
+            shown["type"] = Sizes() if name in SIZES else click.Choice(CHOICES[name])
+        sentence = docs.get(name, "").partition(". ")[0].removesuffix(".").replace("`", "")
+        command = click.option(f"--{name.replace('_', '-')}", name, help=f"{sentence}.", **shown)(command)
     return command
 
 
 def given(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that stand on the command line; the others are the recipe's, or the defaults."""
+    """Return the settings that were passed on the command line, without defaults, which a recipe file overrides."""
     source = click.get_current_context().get_parameter_source
     return {name: value for name, value in settings.items() if source(name) is ParameterSource.COMMANDLINE}
+
+
+def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the fields `budget` and `target` in place of a --target option. Raises: SettingError."""
+    options = {budget: f"target_{budget.replace('-', '_')}" for budget in TARGETS}
+    budgets = [budget for budget, option in options.items() if option in settings]
+    if not budgets:
+        return settings
+    if len({*budgets, settings.get("budget", budgets[0])}) > 1:
+        other = next(each for each in (*budgets[1:], settings.get("budget")) if each)
+        raise SettingError(f"a target in {budgets[0]} and a budget in {other} are given; give one of them")
+    return settings | {"budget": budgets[0], "target": settings.pop(options[budgets[0]])}
+
+
+recipe_option = click.option(
+    "--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any settings of a run."
+)
+output_option = click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write the model to."
+)
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing pruned model.")
 
 
 @click.command(cls=Grouped)
 @click.argument("model")
 @partial(recipe_options, Recipe)
-@click.option("--quant-friendly", is_flag=True, help="The same as --align 128.")
-@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with any setting of a run.")
+@recipe_option
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
+@output_option
+@overwrite_option
 @click.option(
-    "--dry-run", is_flag=True, help="Only say what would go, of the whole model too, in what memory and time."
+    "--dry-run", is_flag=True, help="Print what would be removed and the estimated memory and time, then exit."
 )
 def prune(
     model: str,
@@ -145,14 +159,14 @@ def prune(
     dry_run: bool,
     **settings: Any,
 ) -> None:
-    """Learn what MODEL can do without and write the pruned checkpoint.
+    """Prune MODEL and write the smaller checkpoint.
 
-    MODEL is a folder or a Hugging Face hub name. Gates on its heads and channels are learned on text; those that close
-    are removed. What stays learns meanwhile, and with --recover longer. Several sizes, as --sparsity 0.1,0.2,0.3, come
-    from one search, each in a folder of its own. Interrupted, the same command goes on where it was. On several
-    devices: accelerate launch -m ddp_vllm prune …
+    MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel on text; units whose
+    gates close are removed. The remaining weights are distilled from the dense model meanwhile, and with --recover for
+    longer. Several sizes, as --sparsity 0.1,0.2,0.3, come from one search, each in a folder of its own. After an
+    interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
     """
-    settings = _settings(**given(settings))
+    settings = _with_target(given(settings))
     if dry_run:
         echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, **settings)))
         return
@@ -160,34 +174,17 @@ def prune(
     verbs.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
 
 
-def _settings(*, quant_friendly: bool = False, **settings: Any) -> dict[str, Any]:
-    """Return the options as fields of a recipe. Raises: SettingError for two that contradict each other."""
-    targets = {budget: settings.pop(f"target_{budget.replace('-', '_')}", None) for budget in TARGETS}
-    asked = {budget: target for budget, target in targets.items() if target is not None}
-    if asked:
-        budget, target = asked.popitem()
-        if asked or settings.get("budget") not in (None, budget):
-            other = next(iter(asked), settings.get("budget"))
-            raise SettingError(f"a target in {budget} and a budget in {other} are given; give one of them")
-        settings |= {"budget": budget, "target": target}
-    if quant_friendly:
-        if settings.get("align") not in (None, 128):
-            raise SettingError(f"--quant-friendly is --align 128, but --align {settings['align']} is given; give one")
-        settings["align"] = 128
-    return settings
-
-
 @click.command()
 @click.argument("model")
-@click.option("--masks", type=click.Path(path_type=Path), required=True, help="A ddp_masks.safetensors.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--masks", type=click.Path(path_type=Path), required=True, help="Masks file, ddp_masks.safetensors.")
+@output_option
 @click.option("--tp", default=1, show_default=True, help="Refuse masks that do not split over this many devices.")
 @click.option("--align", default=1, show_default=True, help="Move channels until widths are multiples of this.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing pruned folder.")
+@overwrite_option
 def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
-    """Cut MODEL again from published masks alone; no text and no training needed.
+    """Prune MODEL by published masks; this requires no text and no training.
 
-    A masks file holds no weights. If weights were trained together with the masks (prune --learn full) or after them
+    A masks file holds no weights. If weights were trained together with the masks (prune --train weights) or after them
     (recover), the written model has the dense model's weights instead and is worse; ddp-vllm recover trains them.
     """
     verbs.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)

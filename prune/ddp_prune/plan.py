@@ -17,10 +17,11 @@ from ddp_prune.distributed import check_sharding, load, make_accelerator
 from ddp_prune.gates import GatedModel
 from ddp_prune.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
 from ddp_prune.model import AGAIN, Source, loading_options
-from ddp_prune.pipeline import find_model, latency_profile, settled, suited_pools
+from ddp_prune.pipeline import find_model, latency_profile, make_runs, resolve_training_mode, suited_pools
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.train import TRAINERS, fit_batches
-from ddp_prune.weights import LearningWeights
+from ddp_prune.weights import TrainedWeights
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.families import Dimensions, dense_layers
@@ -34,23 +35,27 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     check_sharding(first, accelerator.num_processes)
     source, shapes = find_model(first, output)
     profile = latency_profile(first, source, _refuse_to_measure)
-    learn = settled(first, shapes, output, accelerator).learn
-    lines = []
+    mode = resolve_training_mode(first, shapes, output, accelerator)
+    lines, pools_of = [], []
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
         head_unit, pools = suited_pools(recipe, source, shapes, profile)
+        pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
         lines += _removed_of_model(recipe, source, shapes, head_unit, pools)
-    last = dataclasses.replace(recipes[-1], learn=learn)
-    needed, memory = _memory(last, source, shapes, accelerator)
+    runs = make_runs(recipes, pools_of, mode, profile)
+    last, run = recipes[-1], runs[-1]
+    needed, memory = _memory(run, source, shapes, accelerator)
     lines.append(memory)
-    tokens = f"{last.batch_size:,} × {last.seq_len:,} tokens, {last.steps * last.batch_size * last.seq_len:,} in all"
-    lines.append(f"text: {last.steps:,} steps of {tokens}, from {last.data}")
+    tokens = (
+        f"{last.batch_size:,} × {last.seq_len:,} tokens, {run.steps.last * last.batch_size * last.seq_len:,} in all"
+    )
+    lines.append(f"text: {run.steps.last:,} steps of {tokens}, from {last.data}")
     if needed > USABLE * free_memory(accelerator):
         return [*lines, "time: not measured, because memory is short"]
-    seconds = _seconds_a_step(last, source, head_unit, pools, accelerator)
-    steps = sum(recipe.steps - recipe.after_steps for recipe in recipes)
+    seconds = _seconds_a_step(run, source, head_unit, pools, accelerator)
+    steps = sum(each.steps.last - each.steps.first for each in runs)
     lines.append(
         f"time: about {_duration(steps * seconds)}: {steps:,} steps of {seconds:.2g} s, measured now on random tokens "
         "with all gates open; steps get faster as gates close"
@@ -108,17 +113,18 @@ class _Sized:
 
 
 def _memory(
-    recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], accelerator: Accelerator
+    run: Run, source: Source, shapes: Mapping[str, Sequence[int]], accelerator: Accelerator
 ) -> tuple[float, str]:
     """Return the bytes that the weights and a forward and backward pass take, and a line that says so."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    recipe = run.recipe
     with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
         options = loading_options(source, recipe.dtype, accelerator.device)
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(source.folder, trust_remote_code=False), trust_remote_code=False, **options
         )
-    learns = recipe.learn == "full"
+    learns = run.train == "weights"
     model.requires_grad_(learns)
     held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
     has_teacher = learns and recipe.distillation > 0  # a second model
@@ -132,22 +138,21 @@ def _memory(
     )
 
 
-def _seconds_a_step(
-    recipe: Recipe, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator
-) -> float:
+def _seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator) -> float:
     """Return the seconds of a step, from one forward and backward pass over random tokens after a warm-up."""
+    recipe = run.recipe
     gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, head_unit)
     share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
     tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
     model: Any = gated.model
     blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
     batches = Batches(blocks, tried, accelerator)
-    weights = LearningWeights(model, accelerator) if recipe.learn == "full" else None
+    weights = TrainedWeights(model, accelerator) if run.train == "weights" else None
     fit_batches(gated, batches, tried, accelerator, lambda _: None)
-    trainer = TRAINERS[recipe.controller](gated, batches, tried, pools, accelerator)
+    trainer = TRAINERS[recipe.controller](gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator)
     if weights:
         dense = load(source, recipe, accelerator) if recipe.distillation > 0 else None
-        trainer.learn_weights(weights, dense)
+        trainer.train_weights(weights, dense)
     for step in range(2):
         began = time.perf_counter()
         trainer.step(step)

@@ -1,9 +1,9 @@
-"""Every setting of a pruning run, checked once and passed whole.
+"""Every setting of a pruning run and of a recovery, checked once.
 
-Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details") but for the search itself,
-`controller` and `polish`; what the paper leaves open says so. A recipe is saved inside the run and inside the
-checkpoint, so a result can be made again; `read_recipe` reads it. The command line's options, their help and defaults
-are made of these fields.
+Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details") except for the search itself,
+`controller` and `polish`. A recipe holds what the user asked for and is never rewritten; a `Run` (run.py) holds what
+was resolved. Both are saved inside the run and inside the checkpoint, so a result can be made again. The options of the
+command line, their help texts and defaults are made from these fields.
 """
 
 import dataclasses
@@ -23,67 +23,65 @@ CHOICES = {
     "controller": ("gradual", "alm"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "activation_checkpointing": ("auto", "on", "off"),
-    "learn": ("auto", "scales", "full"),
+    "train": ("auto", "masks", "weights"),
     "method": ("auto", "full", "lora"),
     "learn_from": ("auto", "assistant", "all"),
 }
-
-
-WITH_WHOLE_EXPERTS = {  # what else a recipe may say: the paper's search closes channels, and all layers keep as many
+LEAST: dict[str, int] = {  # setting -> its smallest value
+    **dict.fromkeys(("batch_size", "heldout_blocks", "steps", "align", "tp", "rank"), 1),
+    **dict.fromkeys(("context_length", "concurrency"), 1),
+    **dict.fromkeys(("micro_batch_size", "seed", "distillation", "save_every", "recover", "masks_every"), 0),
+    **dict.fromkeys(("learning_rate", "lambda_learning_rate", "lambda2_learning_rate", "minutes", "tokens"), 0),
+    "seq_len": 8,
+}
+FRACTIONS = ("polish", "attention_sparsity", "warmup")
+WITH_WHOLE_EXPERTS = {  # the paper's search removes channels, and all layers keep equally many experts
     "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
 }  # fmt: skip
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
-    """Return the type of a setting, without the None of one that may be absent."""
+    """Return the type of a setting, without the None of an optional one."""
     kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
     assert isinstance(kind, type)
     return kind
 
 
-def _check_types(settings: Any) -> None:
-    """Refuse values of another type, and numbers that are none; whole numbers will do for floats."""
-    for field in dataclasses.fields(settings):
-        value: Any = getattr(settings, field.name)
-        if value is None and isinstance(field.type, UnionType):
-            continue
-        kind = kind_of(field)
-        if kind is float and type(value) is int:
-            value = value if value.bit_length() > 1000 else float(value)  # larger ones no float holds
-            object.__setattr__(settings, field.name, value)
-        if type(value) is not kind:
-            raise SettingError(f"{field.name} is {value!r}; it must be a {kind.__name__}")
-        if isinstance(value, str) and not is_utf8(value):
-            raise SettingError(f"{field.name} is {value!r}, whose bytes are no UTF-8; rename the file or folder")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise SettingError(f"{field.name} is {value}; it must be a finite number")
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings whose values are checked one by one: type, limits, choices."""
 
+    def __post_init__(self) -> None:
+        """Check every value. Raises: SettingError."""
+        for field in dataclasses.fields(self):
+            name = field.name
+            value: Any = getattr(self, name)
+            if value is None and isinstance(field.type, UnionType):
+                continue
+            kind = kind_of(field)
+            if kind is float and type(value) is int and value.bit_length() <= 1000:  # no float holds larger ones
+                value = float(value)  # TOML writes 0 for 0.0
+                object.__setattr__(self, name, value)
+            if (given := type(value)) is not kind:
+                raise SettingError(f"{name} is {value!r}, a {given.__name__}; it must be a {kind.__name__}")
+            if isinstance(value, str) and not is_utf8(value):
+                raise SettingError(f"{name} is {value!r}, which is not UTF-8; rename the file or folder")
+            if name in CHOICES and value not in CHOICES[name]:
+                raise SettingError(f"{name} is {value!r}; it must be one of {', '.join(CHOICES[name])}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SettingError(f"{name} is {value}; it must be a finite number")
+            if name in FRACTIONS and not 0.0 <= value < 1.0:
+                raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
+            if name in LEAST and value < LEAST[name]:
+                raise SettingError(f"{name} is {value}; it must be at least {LEAST[name]}")
 
-def _at_least(name: str, value: float, low: float) -> None:
-    if value < low:
-        raise SettingError(f"{name} is {value}; it must be at least {low}")
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
-
-
-def _check_suits_raw_masks(recipe: "Recipe") -> None:
-    if recipe.alm.raw_masks and (recipe.polish or recipe.align > 1 or recipe.tp > 1 or recipe.attention_sparsity == 0):
-        raise SettingError(
-            "raw_masks meets no exact widths and learns no longer; leave out polish, align, tp and attention_sparsity 0"
-        )
-
-
-def _check_suits_whole_experts(recipe: "Recipe") -> None:
-    for name, allowed in WITH_WHOLE_EXPERTS.items():
-        if (given := getattr(recipe, name)) not in allowed:
-            raise SettingError(f"{name} is {given!r}; where whole experts go, it must be {allowed[0]!r}")
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data, as they are saved; without those that are None, as TOML has no null."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlmSettings:
+class AlmSettings(Settings):
     """The paper's search, `controller = "alm"`; in a recipe file the table `[alm]`."""
 
     learning_rate: float = 2e-2
@@ -93,24 +91,20 @@ class AlmSettings:
     lambda2_learning_rate: float = 4e-1
     """Ascent rate of λ2; the paper uses 8e-1 at higher sparsity."""
     warmup: float = 0.05
-    """Fraction of the search over which AdamW's rates rise linearly; the paper names a warm-up, not its length."""
+    """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its length."""
     mu_start: float = 0.5
     """Sharpness μ0 of the surrogate (Eq. 14)."""
     mu_end: float = 0.05
-    """Sharpness μT. The paper says 0.05; the authors' code stops at 0.1."""
+    """Sharpness μT. The paper states 0.05; the authors' code stops at 0.1."""
     gate_floor: float = 0.0
-    """Lower bound of z. 0 keeps a dead gate one step from life; the authors' code uses −0.1."""
+    """Lower bound of z. At 0, one step can reopen a closed gate; the authors' code uses −0.1."""
     raw_masks: bool = False
-    """Take the gates as the search leaves them: those above 0 stay, however many and however small, as in the paper.
-    Else the budget is met to a unit, and what stays is at least 0.05. `study` compares equal units, so there it is
-    off."""
+    """Keep every gate above 0 at the end of the search with its scale, as in the paper, whatever the budget. Otherwise
+    the budget is met to a unit, and kept units have a scale of at least 0.05. `study` compares equal budgets and
+    ignores this setting."""
 
     def __post_init__(self) -> None:
-        """Check every value once. Raises: SettingError."""
-        _check_types(self)
-        for name in ("learning_rate", "lambda_learning_rate", "lambda2_learning_rate"):
-            _at_least(name, getattr(self, name), 0)
-        _check_fraction("warmup", self.warmup)
+        super().__post_init__()
         if not 0.0 < self.mu_end <= self.mu_start:
             raise SettingError(f"mu_end is {self.mu_end} and mu_start {self.mu_start}; 0 < mu_end ≤ mu_start must hold")
         if self.gate_floor > 0.0:
@@ -118,154 +112,136 @@ class AlmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningSettings:
-    """What a run has that learns masks, and one that learns weights."""
+class TrainingSettings(Settings):
+    """Settings that pruning and recovery share."""
 
     data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
-    """Text to learn on: a hub dataset (`name`, `name:configuration` or `name:configuration:split`; else split `train`)
-    or a .txt/.jsonl/.json/.parquet file. Several, separated by commas, take turns of about `seq_len` tokens; `NAME:3`
-    has three turns to the others' one."""
+    """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`; the default split is
+    `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by commas, take turns of about `seq_len`
+    tokens; `NAME:3` gives a text three turns for every turn of the others."""
     text_column: str = ""
-    """Column that holds the text, where it is not called text, conversations or messages. Every text of `data` that has
+    """Column that holds the text, if it is not called text, conversations or messages. Every text of `data` that has
     columns must have it."""
     batch_size: int = 16
-    """Sequences an optimizer step, over all devices."""
+    """Sequences per optimizer step, over all devices."""
     seq_len: int = 2048
-    """Tokens a sequence; the first is BOS where the model's tokenizer begins every text with it."""
+    """Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it."""
     seed: int = 0
-    """Orders the documents. Gates start at exactly 1, so nothing else of them is random."""
+    """Seed of the order of documents. Gates start at exactly 1, so nothing else is random."""
     heldout_blocks: int = 16
-    """Sequences of the text that are never trained on; their perplexity is reported."""
+    """Sequences that are held out from training; their perplexity is reported."""
     distillation: float = 2.0
     """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
     learn_from: str = "auto"
-    """Tokens whose cross-entropy counts: `assistant` those of its turns in conversations, and all of other text; `all`.
-    `auto` is `all` while masks learn, but `assistant` in a recovery of a model with a chat template. The teacher
-    teaches on every token."""
+    """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text), or all. `auto` is
+    `all` while pruning, and `assistant` in a recovery of a model with a chat template. The KL term covers every
+    token."""
 
     micro_batch_size: int = 0
-    """Sequences a forward pass; 0 chooses. It keeps about 8,192 tokens in flight, 1,024 on a CPU, fewer where memory is
-    short."""
+    """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about 8,192 tokens, 1,024 on
+    a CPU, and fewer if memory is short."""
     dtype: str = "auto"
-    """Number format of the weights while learning; `auto` takes the checkpoint's. But bfloat16 for float16, in
-    which small gradients vanish. What is exported has the checkpoint's either way."""
+    """Number format of the weights in forward and backward passes; `auto` takes the checkpoint's. For float16, in
+    which small gradients vanish, `auto` takes bfloat16. The written model has the checkpoint's format either way."""
     activation_checkpointing: str = "auto"
-    """Run layers again in backward instead of keeping what they computed. A third more work, a small part of the
-    memory, the same gradients. `auto` does it when half of the free memory would not hold the activations."""
+    """Recompute layers in the backward pass instead of storing their activations. This takes a third more computation
+    and a small part of the memory; gradients are the same. `auto` turns it on if the activations would fill more than
+    half of the free memory."""
     shard: bool = False
-    """Cut the weights over all processes (FSDP2), for models that one device cannot hold."""
+    """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
     save_every: int = 0
-    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time: at most every two
-    minutes, and so that saving takes at most a twentieth of the run. A run is saved after its last step too."""
+    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time. Saving by time happens at
+    most every two minutes and takes at most a twentieth of the run. A run is saved after its last step too."""
 
     def __post_init__(self) -> None:
-        """Check every value once. Raises: SettingError."""
-        _check_types(self)
-        for name in ("batch_size", "heldout_blocks"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("seq_len", self.seq_len, 8)
-        for name in ("micro_batch_size", "seed", "distillation", "save_every"):
-            _at_least(name, getattr(self, name), 0)
+        super().__post_init__()
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
-        for name, choices in CHOICES.items():
-            if hasattr(self, name) and getattr(self, name) not in choices:
-                raise SettingError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, as they are saved; without those that are not set, as TOML has no null."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(LearningSettings):
-    """Settings of a run that learns masks."""
+class Recipe(TrainingSettings):
+    """Settings of a pruning run, as the user asked for them."""
 
     model: str
-    """Folder or Hugging Face hub name of the dense model."""
+    """Folder or Hugging Face Hub name of the dense model."""
 
     sparsity: float = 0.0
     """Fraction to remove of what can be pruned (not embeddings, norms, routers), between 0 and 1. It is 1 − ρ of Eq. 6,
-    by default of each module type: heads, MLP channels; of a mixture of experts, its expert channels."""
+    by default of each module type: heads and MLP channels, or the expert channels of a mixture of experts."""
     attention_sparsity: float | None = None
-    """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0 prunes MLPs only. With
-    the budget `units`."""
+    """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0 prunes MLPs only. It
+    requires the budget `units`."""
     target: float = 0.0
-    """Instead of `sparsity`: what the whole model, embeddings and all, may have left of what `budget` counts."""
+    """Size of the whole model after pruning, embeddings included, in what `budget` counts. Replaces `sparsity`."""
     speedup: float = 0.0
-    """Instead of `sparsity`: how many times faster than the dense model a step shall be where it will be served, with
-    the budget `latency`."""
+    """Target speedup of a step over the dense model on the serving machine, for example 1.25. Replaces `sparsity` and
+    implies the budget `latency`."""
     budget: str = "units"
-    """What the fraction counts: `units` of each module type as in the paper, or over all types together `params`,
-    `flops` (a token), `kv-bytes` (of KV cache a token, at 16 bits) or `latency` (measured time of a step)."""
+    """What the fraction counts: `units` of each module type as in the paper; or, over all types together, `params`,
+    `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits) or `latency` (measured time of a step)."""
     context_length: int = 2048
-    """Tokens attended to, on which `flops` and `latency` depend."""
+    """Tokens in the context, on which the budgets `flops` and `latency` depend."""
     concurrency: int = 8
-    """Sequences served at once, on which `latency` depends."""
+    """Sequences served at the same time, on which the budget `latency` depends."""
     phase: str = "decode"
-    """What `latency` measures: a `decode` step (one token per sequence) or the `prefill` of prompts."""
+    """Step whose time the budget `latency` counts: `decode` or the `prefill` of prompts."""
     profile: str = ""
-    """What `ddp-vllm profile` measured for `latency`; without one it is measured first."""
+    """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, the machine is profiled
+    first."""
     other_machine: bool = False
-    """Take a profile that was measured on another machine, where the model will be served."""
+    """Accept a latency profile from another machine, on which the model will be served."""
     scope: str = "global"
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     whole_experts: bool = False
-    """Of a mixture of experts, remove whole experts, equally many from every layer, and from its router. What is
-    written is a stock checkpoint that needs no plugin. What is kept is the most experts that the budget allows."""
+    """Remove whole experts of a mixture of experts, equally many from every layer, and their rows of the router. The
+    result is a stock checkpoint that requires no plugin. It keeps as many experts as the budget allows."""
     head_unit: str = "auto"
-    """What an attention unit is: `kv-group` (a KV head with all its query heads) or `query-head`."""
+    """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
     align: int = 1
-    """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit kernels and quantisation.
-    What is kept is then the largest multiple that is not above the budget."""
+    """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit kernels and quantization.
+    The kept width is the largest multiple within the budget."""
     tp: int = 1
-    """Make every layer split over this many devices without padding; a device's share is a multiple of `align`."""
+    """Make every layer split over this many devices without padding; the share of a device is a multiple of `align`."""
 
     steps: int = 1000
-    """Optimizer steps in all: search and polish."""
+    """Optimizer steps in total: search and polish."""
 
     controller: str = "gradual"
-    """How the search comes down to the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, worst
-    first by Fisher information and scale, while the scales of the others are learned; better in short runs (log 30).
-    `alm` has the paper's surrogate and multipliers, which need about 1,000 steps."""
+    """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, those of the
+    least Fisher information times squared scale first, while the other scales are trained; it is better in short runs.
+    `alm` is the paper's surrogate with multipliers, which requires about 1,000 steps."""
     polish: float = 0.35
-    """Last fraction of the steps, in which only the scales of what is kept are learned. 0 is the paper's single phase.
-    Ours; the fraction was not tuned."""
+    """Last fraction of the steps, in which only the kept scales are fine-tuned. 0 is the paper's single phase. This
+    phase is ours; its length was not tuned."""
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
-
     masks_every: int = 0
-    """Steps between copies of the gates, kept in the masks file as `mlp.after_100` and the like; 0: none."""
-    in_family: bool = False
-    """One of several sizes from one search."""
-    after: float = 0.0
-    """Of a family: the size that the same search passed before this one; 0: it begins here."""
-    after_steps: int = 0
-    """Steps that the search had done by then."""
+    """Steps between snapshots of the gates, stored in the masks file as `mlp.after_100` and so on; 0: none."""
 
-    learn: str = "auto"
-    """What learns while gates close: the `scales` of what is open, as in the paper, or also all weights but embeddings
-    (`full`). That takes a second copy of the model, the teacher, and 18 bytes more a parameter. `auto` is `full` where
-    memory holds it, but `scales` for `alm`."""
+    train: str = "auto"
+    """What is trained while units are removed: only `masks`, with frozen weights as in the paper, or also `weights`.
+    `weights` distills the remaining weights, except embeddings, from the dense model at the same time; it holds a
+    second copy of the model, the teacher, and 18 more bytes per parameter. `auto` is `weights` if memory holds that,
+    and `masks` for the controller `alm`."""
     recover: float = 0.0
-    """Minutes in which the weights that stay then learn from the dense model, as `ddp-vllm recover` does; 0: none."""
+    """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
     def __post_init__(self) -> None:
-        """Check every value once. Raises: SettingError."""
         super().__post_init__()
-        for name in ("steps", "align", "tp", "context_length", "concurrency"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("recover", "masks_every"):
-            _at_least(name, getattr(self, name), 0)
-        _check_fraction("polish", self.polish)
-        _check_fraction("attention_sparsity", self.attention_sparsity or 0.0)
         self._check_size()
-        _check_suits_raw_masks(self)
-        if self.whole_experts:
-            _check_suits_whole_experts(self)
+        alm_conflicts = self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0
+        if self.alm.raw_masks and alm_conflicts:
+            raise SettingError(
+                "raw_masks keeps whatever the search leaves and trains nothing afterwards; leave out polish, align, tp "
+                "and attention_sparsity 0"
+            )
+        for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
+            if (value := getattr(self, name)) not in allowed:
+                raise SettingError(f"{name} is {value!r}; with whole_experts it must be {allowed[0]!r}")
 
     def _check_size(self) -> None:
-        """Refuse what says not once how much goes. Raises: SettingError."""
+        """Refuse a recipe that does not state exactly once how much to remove. Raises: SettingError."""
         if self.attention_sparsity is not None and not (self.sparsity and self.budget == "units"):
             raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
         if self.budget == "latency" and self.scope != "global":
@@ -274,64 +250,52 @@ class Recipe(LearningSettings):
             if self.sparsity or self.target or self.speedup <= 1:
                 raise SettingError(f"speedup is {self.speedup:g}; give a number above 1, and no sparsity or target")
             if self.budget != "latency":
-                raise SettingError("speedup needs the budget latency; leave budget out")
+                raise SettingError("speedup requires the budget latency; leave budget out")
         elif self.target:
             if self.sparsity or self.target < 0:
                 raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
             if self.budget == "units":
-                raise SettingError("target needs a budget of params, flops or kv-bytes; with units, give a sparsity")
+                raise SettingError("target requires a budget of params, flops or kv-bytes; with units, give a sparsity")
         elif not 0.0 < self.sparsity < 1.0:
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
 
     @property
     def size_name(self) -> str:
+        """Name of the setting that states how much to remove, among those that may have several values."""
         return "speedup" if self.speedup else "sparsity"
 
     @property
     def size(self) -> float:
-        """How much goes, as it was asked for."""
+        """Value of that setting."""
         return self.speedup or self.sparsity
 
     def removed(self, module_type: str) -> float:
-        """Return the fraction of the units of a module type that goes, with the budget `units`."""
+        """Return the fraction of the units of a module type to remove, with the budget `units`."""
         own = self.attention_sparsity if module_type == "attn" else None
         return self.sparsity if own is None else own
 
-    def resized(self, size: float, **changes: Any) -> "Recipe":
-        """Return the recipe of another size of a family."""
-        return dataclasses.replace(self, **{self.size_name: size, **changes})
-
     @property
     def workload(self) -> Workload:
-        """What the budget `latency` is measured by."""
+        """Workload whose time the budget `latency` counts."""
         return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
-
-    @property
-    def polish_steps(self) -> int:
-        """Steps with a frozen support, at the end."""
-        return min(self.steps - 1, round(self.polish * self.steps))
-
-    @property
-    def search_steps(self) -> int:
-        """Steps in which the support is searched, at the start; at least one."""
-        return self.steps - self.polish_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecoveryRecipe(LearningSettings):
-    """Settings of a run in which the weights of a pruned model learn from the dense one."""
+class RecoveryRecipe(TrainingSettings):
+    """Settings of a recovery: distillation of a pruned model from the dense one."""
 
     model: str
     """Folder of the pruned model."""
     teacher: str
-    """Folder or hub name of the dense model it was cut from."""
+    """Folder or Hub name of the dense model from which it was pruned."""
     minutes: float = 10.0
-    """How long to learn. A step is timed first; how many fit is saved with the run, so that it can go on to the bit."""
+    """Minutes of training. A step is timed first; the number of steps that fit is saved with the run, so that an
+    interrupted run resumes to the bit."""
     tokens: int = 0
-    """Instead of `minutes`: tokens to learn on."""
+    """Tokens to train on. Replaces `minutes`."""
     method: str = "auto"
-    """What learns: `full` all weights but embeddings and output head, `lora` low-rank additions to the projections,
-    merged at the end. `auto` is `full` where memory holds its optimizer, 18 bytes a parameter."""
+    """Weights to train: `full` all of them but embeddings and output head, `lora` low-rank additions to the
+    projections, merged at the end. `auto` is `full` if memory holds its optimizer, 18 bytes per parameter."""
     rank: int = 16
     """Rank of the additions of `lora`."""
     learning_rate: float = 0.0
@@ -339,15 +303,10 @@ class RecoveryRecipe(LearningSettings):
     warmup: float = 0.1
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
     watch: str = ""
-    """Text of another kind, named as `data`, on which nothing is learned; it is said if the model gets worse there."""
+    """Text of another kind, named as `data`, that is only evaluated: a loss of quality on it is reported."""
 
     def __post_init__(self) -> None:
-        """Check every value once. Raises: SettingError."""
         super().__post_init__()
-        for name in ("minutes", "tokens", "learning_rate"):
-            _at_least(name, getattr(self, name), 0)
-        _at_least("rank", self.rank, 1)
-        _check_fraction("warmup", self.warmup)
         if not (self.minutes or self.tokens):
             raise SettingError("minutes and tokens are 0; give one of them")
 

@@ -1,9 +1,9 @@
-"""What a run keeps on disk while it learns, so that an interrupted run resumes where it was.
+"""The folder in which a run is saved, so that an interrupted run resumes where it was.
 
 `<output>.run/` holds `state.safetensors` (replaced as a whole, never half written), `metrics.jsonl` (one line per step)
 and, while a process works on it, `lock`. The same command on the same text and weights finds it and resumes. Another
-command for the same output starts anew and keeps what it finds as `<output>.run.old`. A folder of that name with files
-of others is refused.
+command for the same output starts anew and keeps what it finds as `<output>.run.old`. A folder of that name that
+holds any other file is refused.
 
 1. A run saves its state by time, at the end of its search and after its last step.
 2. The output appears by one rename, then the report is drawn into it.
@@ -11,13 +11,13 @@ of others is refused.
    output is written (`output.is_unfinished`), draws the report again and deletes the run.
 
 A size family has one more run, `FAMILY/.branch.run`: its lock is held for the whole family, and its state is the end of
-the search of the latest size. Each size saves its own state there first, so the branch can be written again from it.
+the search of the latest size. Each size saves its own state first, so the family's state can be written again from it.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,13 @@ from ddp_vllm.output import (
 from ddp_vllm.remote_code.files import read_bytes
 
 STATE_FILE, METRICS_FILE, LOCK_FILE = RUN_STATE, RUN_METRICS, "lock"
-TEMPORARY = f".{STATE_FILE}.*.tmp"  # what a killed process may leave
-NO_MATTER = {"save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover"}  # to what is learned
-STATE_FORMAT = 4  # which tensors a saved state has; one of another format is put aside
+TEMPORARY = f".{STATE_FILE}.*.tmp"  # left by a killed process
+INDECISIVE = (  # settings that do not change what is learned, or are compared by what was resolved of them
+    *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "profile"),
+)
+STATE_FORMAT = 5  # of the tensors in a saved state; a state of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
-PAGES, PAGE = 64, 4096  # of a weight file, spread evenly, that its fingerprint looks at
+PAGES, PAGE = 64, 4096  # number and bytes of the pages of a weight file, evenly spread, that a fingerprint reads
 
 
 class RunState:
@@ -61,15 +63,23 @@ class RunState:
         output: Path,
         recipe: Recipe | RecoveryRecipe,
         *,
-        learned_from: dict[str, Any] | None = None,
+        resolved: Mapping[str, Any] | None = None,
+        learned_from: Mapping[str, Any] | None = None,
         writes: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`learned_from` is the `fingerprint` of text and weights; `say` takes a line for the user."""
+        """Name the run's folder; nothing is written yet.
+
+        resolved: as of `Run.to_dict`. learned_from: the `fingerprint` of text and weights. A saved run is resumed only
+        if both, and the decisive settings of the recipe, are the same.
+        writes: False in processes other than the main one.
+        say: takes a line for the user.
+        """
         self.output = output
         self.folder, self.old, self.deleted = run_folders(output)
-        self.recipe, self.learned_from, self.writes, self.say = recipe, learned_from, writes, say
         self.state, self.metrics = self.folder / STATE_FILE, self.folder / METRICS_FILE
+        self.made_by = {"recipe": recipe.to_dict(), "resolved": resolved or {}, "learned_from": learned_from or {}}
+        self.writes, self.say = writes, say
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -94,10 +104,9 @@ class RunState:
                     self.folder.rmdir()
 
     def load(self) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
-        """Return (next step, tensors, extra) of an interrupted run, or None to start anew.
+        """Return (next step, tensors, extra) of an interrupted run, or None to start anew, with the reason printed.
 
-        Recipe, text, weights, config and tokenizer must be those of this run, but for settings of how it is computed;
-        what is not is said. Raises: OutputError if it cannot be written to.
+        Raises: OutputError if the folder cannot be written to.
         """
         if not os.path.lexists(self.state):
             return None
@@ -105,36 +114,30 @@ class RunState:
             with _opened(self.state) as file:
                 header = _header(file)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                whole = _seals(file.metadata()["run"], tensors) == json.loads(file.metadata()["seals"])
+                whole = _checksums(file.metadata()["run"], tensors) == json.loads(file.metadata()["seals"])
         except UNREADABLE:
             whole = False
         if not whole:
             self.say(f"the saved run in {self.folder} is damaged, or of another version: starting anew")
             return None
-        if changed := self._changed(header):
+        if changed := _changed(header, self.made_by):
             self.say(f"{', '.join(changed)} changed since the run in {self.folder} was saved: starting anew")
             return None
         if self.writes:
             with self._writing():
                 self._forget_after(header["step"])
-            self.say(f"going on at step {min(header['step'] + 1, self.recipe.steps)} of {self.recipe.steps}")
+            self.say(f"resuming after step {header['step']}")
         return header["step"], tensors, header["extra"]
 
-    def _changed(self, header: dict[str, Any]) -> list[str]:
-        """Return the names of what is not as in the saved run: settings, or what it learns from."""
-        ours = decisive(self.recipe.to_dict()) | (self.learned_from or {})
-        theirs = decisive(header["recipe"]) | (header["learned_from"] or {})
-        return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-
     def _forget_after(self, step: int) -> None:
-        """Cut off the metrics of later steps, and a line that was not finished; needs no room on the disk."""
+        """Cut off the metrics of later steps, and an unfinished line; this takes no space on the disk."""
         if os.path.lexists(self.metrics):
-            done = step - getattr(self.recipe, "after_steps", 0)  # before them another size had its own metrics
-            lines = read_bytes(self.metrics, LARGEST_METRICS).splitlines(keepends=True)[:done]
-            os.truncate(self.metrics, sum(len(line) for line in lines if line.endswith(b"\n")))
+            lines = read_bytes(self.metrics, LARGEST_METRICS).splitlines(keepends=True)
+            done = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+            os.truncate(self.metrics, sum(map(len, done)))
 
     def start(self) -> None:
-        """Put an older run aside, unless its output is written. Raises: OutputError if it cannot be."""
+        """Begin an empty run; an older run is put aside, unless its output is written. Raises: OutputError."""
         if not self.writes:
             return
         with self._writing():
@@ -153,16 +156,14 @@ class RunState:
         """Replace the saved state; `step` is the next one to do. Raises: OutputError if it cannot be written."""
         if not self.writes:
             return
-        header = {"format": STATE_FORMAT, "step": step, "recipe": self.recipe.to_dict(), "extra": extra}
-        header["learned_from"] = self.learned_from
+        text = json.dumps({"format": STATE_FORMAT, "step": step, "extra": extra, **self.made_by})
         contiguous = {name: value.cpu().contiguous() for name, value in tensors.items()}
-        text = json.dumps(header)
         with self._writing():
             _make_private(self.folder)
             if self.metrics.exists():
-                sync(self.metrics)  # the state counts on the lines of all steps before it
+                sync(self.metrics)  # a saved state requires the lines of all steps before it
             with atomic_file(self.state, private=True) as temporary:
-                save_file(contiguous, temporary, {"run": text, "seals": json.dumps(_seals(text, contiguous))})
+                save_file(contiguous, temporary, {"run": text, "seals": json.dumps(_checksums(text, contiguous))})
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one step's metrics. Raises: OutputError if they cannot be written."""
@@ -172,7 +173,7 @@ class RunState:
             file.write(json.dumps(metrics) + "\n")
 
     def remove(self) -> None:
-        """Delete the run, its lock too, as the last act of a command; killed meanwhile, the command finds the rest."""
+        """Delete the run and its lock as the last act of a command; after a kill, the same command deletes the rest."""
         if not self.writes:
             return
         with self._writing():
@@ -188,14 +189,14 @@ class RunState:
             yield
         except (OSError, SafetensorError) as error:
             reason = " ".join(str(error).split())
-            remedy = "make room, and the same command goes on from there"
+            remedy = "make room, and the same command resumes from there"
             raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
 
 
 def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
     """Return in all processes what `run.load` finds in the main process; the others may not see its disk.
 
-    The other processes do not get trained weights, which `LearningWeights.restore` sends one at a time. In the main
+    The other processes do not get trained weights, which `TrainedWeights.restore` sends one at a time. In the main
     process all tensors are views of the mapped file, so they take no memory until they are read.
     """
     with raise_on_all_ranks(accelerator):
@@ -209,7 +210,7 @@ def load_run(run: RunState, accelerator: Accelerator) -> tuple[int, dict[str, to
 
 
 def saved_header(output: Path) -> dict[str, Any]:
-    """Return what the interrupted run for an output says of itself: recipe, step, learned_from; {} without one."""
+    """Return recipe, step, resolved and learned_from of the interrupted run for an output; {} if there is none."""
     run, _, deleted = run_folders(output)
     for folder in (run, deleted):
         with suppress(*UNREADABLE), _opened(folder / STATE_FILE) as file:
@@ -218,14 +219,14 @@ def saved_header(output: Path) -> dict[str, Any]:
 
 
 def _opened(path: Path) -> Any:
-    """Open a state. Raises: one of UNREADABLE, also for a pipe, which would never end."""
+    """Open a saved state. Raises: one of UNREADABLE, also for a pipe, which would block."""
     if not path.is_file():
         raise OSError(f"{path} is no file")
     return safe_open(path, framework="pt")
 
 
 def _header(file: Any) -> dict[str, Any]:
-    """Return what a state says of itself. Raises: one of UNREADABLE if it is damaged or of another version."""
+    """Return the header of a saved state. Raises: one of UNREADABLE if it is damaged or of another version."""
     text = file.metadata()["run"]
     if json.loads(file.metadata()["seals"])["header"] != hashlib.sha256(text.encode()).hexdigest():
         raise ValueError("the header is damaged")
@@ -235,8 +236,8 @@ def _header(file: Any) -> dict[str, Any]:
     return header
 
 
-def _seals(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return hashes of the header and of all tensors, names and shapes too; contiguous, on the CPU."""
+def _checksums(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return hashes of the header and of all tensors with names and shapes; tensors are contiguous and on the CPU."""
     labelled = (
         (f"{name} {value.dtype} {list(value.shape)}", value.flatten().view(torch.uint8).numpy().data)
         for name, value in sorted(tensors.items())
@@ -245,13 +246,13 @@ def _seals(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder for its owner alone, in one that may be for others."""
+    """Make a folder that only its owner can read; its parent may be readable by others."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_run_folders(output: Path) -> None:
-    """Refuse folders of a run's name that no run wrote, which would be lost. Raises: OutputError."""
+    """Refuse folders named like those of a run that hold other files, which would be lost. Raises: OutputError."""
     for folder in run_folders(output):
         if not os.path.lexists(folder):
             continue
@@ -259,18 +260,18 @@ def check_run_folders(output: Path) -> None:
         known = [path for path in paths if (_is_ours(path) or path.name == LOCK_FILE) and not path.is_symlink()]
         if foreign := [path.name for path in paths if path not in known]:
             raise OutputError(
-                f"{folder} is where a run would be kept, but it holds {min(foreign)}, which is a link or no file of a "
-                "run; move it away or choose another output"
+                f"{folder} is where a run would be kept, but it holds {min(foreign)}, which is a link or not a file of "
+                "a run; move it away or choose another output"
             )
 
 
 def fingerprint(
     text: Iterable[torch.Tensor], weights: Iterable[Path], companions: Iterable[Path], *, profile: str = ""
 ) -> dict[str, Any]:
-    """Return what a run learns from, briefly: hashes of the blocks of text, of the config and of the tokenizer's files.
+    """Return the training-data fingerprint: hashes of text blocks, weights, config, tokenizer files and profile.
 
-    Of each weight file: name, size, time, and a hash of some of its pages, which differ in every other training.
-    profile: a file of measured costs that decides the budget, of which the content counts.
+    The hash of a weight file covers name, size, time and some of its pages, which differ after any training.
+    profile: path of the latency profile that decides the budget, if any.
     """
     digest = hashlib.sha256()
     for blocks in text:
@@ -301,19 +302,25 @@ def _is_ours(path: Path) -> bool:
 
 
 def _delete_files(folder: Path) -> None:
-    """Delete all files of a run but its lock."""
+    """Delete all files of a run except its lock."""
     for path in filter(_is_ours, list(folder.iterdir())):
         path.unlink()
 
 
 def _delete(folder: Path) -> None:
-    """Delete a run and its lock if there is one; its state, which says whose it is, is the last of its files."""
+    """Delete a run and its lock if there is one; its state, which identifies the run, is the last of its files."""
     if os.path.lexists(folder):
         for path in sorted(folder.iterdir()):
             path.unlink()
         folder.rmdir()
 
 
-def decisive(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide what is learned."""
-    return {name: value for name, value in recipe.items() if name not in NO_MATTER}
+def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe that decide what is learned."""
+    return {name: value for name, value in recipe.items() if name not in INDECISIVE}
+
+
+def _changed(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings and inputs that differ between two runs."""
+    mine, theirs = (decisive(each["recipe"]) | each["resolved"] | each["learned_from"] for each in (ours, saved))
+    return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))

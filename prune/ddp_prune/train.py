@@ -4,9 +4,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -18,26 +18,37 @@ from ddp_prune.distributed import broadcast_from_main
 from ddp_prune.gates import GatedModel
 from ddp_prune.memory import SizedModel, fit_activations, fit_attention
 from ddp_prune.recipe import Recipe, RecoveryRecipe
+from ddp_prune.run import Run, Steps
 from ddp_prune.run_state import RunState, load_run
 from ddp_prune.trainer import Learned, Trainer
-from ddp_prune.weights import LearningWeights
+from ddp_prune.weights import TrainedWeights
 from ddp_vllm.errors import OutputError, TrainingError
 
-SAVE_SECONDS = 120.0  # the least time between two saves: a kill costs no more than that where a save takes 6 s …
-SAVE_SHARE = 20  # … and elsewhere this many times what the last save took, so that saves take at most 5 % of a run
+SAVE_SECONDS = 120.0  # least time between two saves, and so the most work that a kill costs if a save takes up to 6 s
+SAVE_SHARE = 20  # least time between two saves in multiples of the last save: saving takes at most 5 % of a run
 TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
 
 Report = Callable[[dict[str, float]], None]
-Branches = tuple[RunState | None, RunState | None]
-"""Of a family of sizes: the search of the size before, to begin from, and where to leave that of this one."""
+
+
+class FamilyCheckpoints(NamedTuple):
+    """States of a size family's search, between which one size is trained."""
+
+    resume_from: RunState | None = None
+    """End of the search of the size before; None for the smallest cut."""
+    save_to: RunState | None = None
+    """Where the end of this size's search is saved for the next size; None for the largest cut."""
+
+
+NO_FAMILY = FamilyCheckpoints()
 
 
 class Learner(Protocol):
-    """What takes steps: the gates of a frozen model, or weights."""
+    """Trains gates, or the weights of a pruned model, step by step."""
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What a saved run needs beside tensors, as plain data."""
+        """Plain data that a saved run requires besides tensors."""
 
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
@@ -46,42 +57,44 @@ class Learner(Protocol):
         """Return everything the next step depends on, as named tensors."""
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Take back what `state` and `extra` were before `step`."""
+        """Take back what `state` and `extra` returned before `step`."""
 
 
 def train(
     gated: GatedModel,
     blocks: torch.Tensor,
-    recipe: Recipe,
+    run: Run,
     pools: Sequence[Pool],
     accelerator: Accelerator,
-    run: RunState,
+    state: RunState,
     report: Report,
-    weights: LearningWeights | None = None,
-    dense: Any = None,
-    branches: Branches = (None, None),
+    weights: TrainedWeights | None = None,
+    teacher: Any = None,
+    family: FamilyCheckpoints = NO_FAMILY,
     make: Callable[..., Trainer] | None = None,
     loss_mask: torch.Tensor | None = None,
-    start: Mapping[str, float] | None = None,
 ) -> Learned:
-    """Learn the gates of a model on `blocks` (int64 [num_blocks, seq_len]); goes on from `run` if it can.
+    """Train the gates of a model and return them; resumes from `state` if it can.
 
-    The model's weights are frozen; or `weights` are those of it that learn, and `dense` is another copy of it,
-    the teacher. `make`
-    makes another trainer than that of the recipe's controller. loss_mask: as of `Batches`. start: as of `Trainer`.
+    blocks: int64 [num_blocks, seq_len].
+    weights: the model's weights, if they are trained too; `teacher` is then another copy of the model.
+    make: makes another trainer than the recipe's controller.
+    loss_mask: as of `Batches`.
+
     Raises: as `take_steps`.
     """
-    batches = Batches(blocks, recipe, accelerator, loss_mask)
+    recipe = run.recipe
     model: Any = gated.model
+    batches = Batches(blocks, recipe, accelerator, loss_mask)
     stock_attention = model.config._attn_implementation
-    fit_batches(gated, batches, recipe, accelerator, run.say)
-    trainer = (make or TRAINERS[recipe.controller])(gated, batches, recipe, pools, accelerator, start)
+    fit_batches(gated, batches, recipe, accelerator, state.say)
+    trainer = (make or TRAINERS[recipe.controller])(gated, batches, run, pools, accelerator)
     if weights:
-        if dense is not None:
-            fit_attention(dense, recipe.seq_len, accelerator.device)
-        trainer.learn_weights(weights, dense)
-    take_steps(trainer, recipe, accelerator, run, report, branches)
-    model.set_attn_implementation(stock_attention)  # what is judged is judged as the dense model was
+        if teacher is not None:
+            fit_attention(teacher, recipe.seq_len, accelerator.device)
+        trainer.train_weights(weights, teacher)
+    take_steps(trainer, recipe, accelerator, state, report, run.steps, family)
+    model.set_attn_implementation(stock_attention)  # evaluated like the dense model
     return trainer.learned()
 
 
@@ -92,11 +105,11 @@ def fit_batches(
     accelerator: Accelerator,
     say: Callable[[str], None],
 ) -> None:
-    """Choose attention and checkpointing of a model that learns; pass fewer sequences at once if memory is short."""
+    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory is short."""
     fitting = fit_activations(model, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
     if fitting < batches.micro and not recipe.micro_batch_size:
         if accelerator.is_main_process:
-            say(f"memory is short: {fitting} sequences a forward pass instead of {batches.micro}")
+            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro} sequences")
         batches.micro = fitting
 
 
@@ -104,75 +117,103 @@ def take_steps(
     learner: Learner,
     recipe: Recipe | RecoveryRecipe,
     accelerator: Accelerator,
-    run: RunState,
+    state: RunState,
     report: Report,
-    branches: Branches = (None, None),
+    steps: Steps | None = None,
+    family: FamilyCheckpoints = NO_FAMILY,
 ) -> None:
-    """Do all steps of a recipe, or those that an interrupted run has left.
+    """Do the steps of a run, or those that an interruption has left.
 
-    `report` is called after every step with its metrics (losses in nats per token, tokens and seconds). A size of a
-    family saves its own state at the end of its search, then the branch for the next size; a run that resumes from the
-    first save repeats the second.
-    Raises: TrainingError if the loss is not a number or memory runs out, and what was saved last stays in the run's
-        folder; KeyboardInterrupt after Ctrl-C, when the step is done and saved.
+    report: called after every step with its metrics (losses in nats per token, tokens and seconds).
+    steps: those of the run; by default all steps of the recipe, without a search.
+    family: a size family saves its own state at the end of its search, then the state for the next size. A run that
+        resumes from the first save repeats the second.
+
+    Raises: TrainingError if the loss is not a number or memory runs out; the last save stays in the run's folder.
+        KeyboardInterrupt after Ctrl-C, when the step is done and saved.
     """
-    (before, after), first = branches, 0
-    searched = recipe.search_steps if isinstance(recipe, Recipe) else 0
+    _, search, last = steps or Steps(0, 0, recipe.steps)
+    first = _resume(learner, accelerator, state, family, search)
     clock = SaveClock(recipe.save_every, accelerator)
-    if (saved := load_run(run, accelerator)) is None:
-        run.start()
-        if before and (saved := load_run(before, accelerator)) is None:
-            raise OutputError(
-                f"{before.folder} lacks the search of the size before, which this one goes on from; delete "
-                f"{before.folder.parent} and begin anew"
-            )
-    if saved:
-        first = saved[0]
-        learner.restore(*saved)
-        if after and first == searched:
-            after.save(first, learner.state(), learner.extra)
     with stopping(alone=accelerator.num_processes == 1) as stop:
-        for step in range(first, recipe.steps):
-            began = time.perf_counter()
-            try:
-                metrics = learner.step(step)
-            except (TrainingError, torch.OutOfMemoryError) as error:
-                kept = f"what was saved last is in {run.folder}" if run.state.exists() else "nothing was saved yet"
-                raise TrainingError(f"{_reason(error, step)}; {kept}; {_remedy(error, recipe, step)}") from error
-            seconds = time.perf_counter() - began
-            metrics |= {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
-            run.log(metrics)
-            leave = after is not None and step + 1 == searched
-            if stop or leave or step + 1 == recipe.steps or clock.is_due(step + 1):  # what follows a run can fail too
+        for step in range(first, last):
+            metrics = _timed_step(learner, step, recipe, state, search)
+            state.log(metrics)
+            ends_search = family.save_to is not None and step + 1 == search
+            if stop or ends_search or step + 1 == last or clock.is_due(step + 1):  # the export after it can fail too
                 with clock.saving():
-                    state = learner.state()
-                    run.save(step + 1, state, learner.extra)
-                if after and leave:
-                    after.save(step + 1, state, learner.extra)
-                del state
+                    tensors = learner.state()
+                    state.save(step + 1, tensors, learner.extra)
+                if family.save_to and ends_search:
+                    family.save_to.save(step + 1, tensors, learner.extra)
+                del tensors
             accelerator.log(metrics, step=step + 1)
             report(metrics)
             if stop:
-                raise KeyboardInterrupt(f"stopped at step {step + 1} of {recipe.steps}; the same command goes on")
+                raise KeyboardInterrupt(f"stopped at step {step + 1} of {last}; the same command resumes")
+
+
+def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family: FamilyCheckpoints, search: int) -> int:
+    """Restore what was saved of this run, or else of the size before, and return the first step to do."""
+    saved = load_run(state, accelerator)
+    if saved is None:
+        state.start()
+        if (before := family.resume_from) is None:
+            return 0
+        if (saved := load_run(before, accelerator)) is None:
+            raise OutputError(
+                f"{before.folder} lacks the search of the size before, from which this size resumes; delete "
+                f"{before.folder.parent} and begin anew"
+            )
+    learner.restore(*saved)
+    if family.save_to and saved[0] == search:
+        family.save_to.save(search, learner.state(), learner.extra)
+    return saved[0]
+
+
+def _timed_step(
+    learner: Learner, step: int, recipe: Recipe | RecoveryRecipe, state: RunState, search: int
+) -> dict[str, float]:
+    """Do one step and return its metrics with its seconds and tokens. Raises: TrainingError with a remedy."""
+    began = time.perf_counter()
+    try:
+        metrics = learner.step(step)
+    except (TrainingError, torch.OutOfMemoryError) as error:
+        kept = f"the last save is in {state.folder}" if state.state.exists() else "nothing was saved yet"
+        out_of_memory = not isinstance(error, TrainingError)
+        reason = f"a device ran out of memory at step {step + 1}" if out_of_memory else str(error)
+        if out_of_memory:
+            remedy = (
+                'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
+            )
+        elif isinstance(recipe, RecoveryRecipe):
+            remedy = f"try a --learning-rate below {recipe.learning_rate:g}"
+        elif recipe.controller != "gradual" and step < search:
+            remedy = "try a lower learning_rate in the recipe's table [alm]"
+        else:
+            remedy = "check the weights" if recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
+        raise TrainingError(f"{reason}; {kept}; {remedy}") from error
+    seconds = time.perf_counter() - began
+    return metrics | {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
 
 
 class SaveClock:
-    """Says when a run is saved: by the main process's clock, for all processes take part in a save together."""
+    """Decides when a run is saved: by the main process's clock, as all processes take part in a save together."""
 
     def __init__(self, save_every: int, accelerator: Accelerator) -> None:
-        """save_every: the steps between saves instead of the clock; 0: none."""
+        """save_every: steps between saves; 0 saves by the clock."""
         self.save_every, self.accelerator = save_every, accelerator
         self.saved_at, self.pause = time.perf_counter(), SAVE_SECONDS
 
     def is_due(self, step: int) -> bool:
-        """Tell whether to save after this step; all processes must ask together, and get the same answer."""
+        """Tell whether to save after this step; all processes must call it together and get the same answer."""
         if self.save_every:
             return step % self.save_every == 0
         return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Time a save, which the next one waits for in proportion."""
+        """Measure how long a save takes; the pause before the next one is in proportion."""
         began = time.perf_counter()
         yield
         self.saved_at = time.perf_counter()
@@ -181,10 +222,10 @@ class SaveClock:
 
 @contextmanager
 def stopping(*, alone: bool) -> Iterator[list[int]]:
-    """Let Ctrl-C be heard between steps, by a list that is then no longer empty; a second one ends the block at once.
+    """Postpone Ctrl-C to the end of a step: it adds to the list that is yielded; a second Ctrl-C stops at once.
 
-    In the middle of a step there is nothing whole to save. Several processes would not all stop at the same step, so
-    theirs ends at once and goes on from what was saved last. Only the main thread hears of signals.
+    In the middle of a step there is no consistent state to save. With several processes (alone=False) Ctrl-C stops at
+    once, as they would not all stop at the same step. Only the main thread receives signals.
     """
     heard: list[int] = []
 
@@ -202,18 +243,3 @@ def stopping(*, alone: bool) -> Iterator[list[int]]:
         yield heard
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _reason(error: Exception, step: int) -> str:
-    return str(error) if isinstance(error, TrainingError) else f"a device ran out of memory at step {step + 1}"
-
-
-def _remedy(error: Exception, recipe: Recipe | RecoveryRecipe, step: int) -> str:
-    """Say what to try."""
-    if not isinstance(error, TrainingError):
-        return 'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
-    if isinstance(recipe, RecoveryRecipe):
-        return f"try a --learning-rate below {recipe.learning_rate:g}"
-    if recipe.controller != "gradual" and step < recipe.search_steps:
-        return "try a lower learning_rate in the recipe's table [alm]"
-    return "check the weights" if recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ddp_vllm
 from ddp_prune import read_recipe
-from ddp_prune.recipe import LearningSettings, Recipe
+from ddp_prune.recipe import Recipe, TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output, clear, is_unfinished
@@ -103,7 +103,7 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpo
     """Recover a checkpoint in place for the minutes of its recipe, unless there are none or this was done before."""
     if not recipe.recover or "recovery" in checkpoint.provenance:
         return checkpoint
-    shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(LearningSettings)}
+    shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
     return ddp_vllm.recover(
         checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
         minutes=recipe.recover, **shared,

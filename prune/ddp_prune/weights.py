@@ -34,7 +34,7 @@ def highest_rate(method: str, hidden_size: int) -> float:
     return WIDE_RATE if method == "full" and hidden_size >= WIDE else LEARNING_RATES[method]
 
 
-class LearningWeights:
+class TrainedWeights:
     """The trained weights of a model, their float32 masters, and the optimizer of the masters."""
 
     def __init__(self, model: Any, accelerator: Accelerator, method: str = "full", rank: int = 0) -> None:

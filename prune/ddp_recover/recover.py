@@ -45,7 +45,7 @@ from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.weights import LearningWeights, highest_rate
+from ddp_prune.weights import TrainedWeights, highest_rate
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
@@ -125,7 +125,7 @@ def recover(
             accelerator=accelerator,
         )
         resolved = _resumed(recipe, output, accelerator) or _resolved(recipe, models)
-        weights = LearningWeights(models.model, accelerator, resolved.method, resolved.rank)
+        weights = TrainedWeights(models.model, accelerator, resolved.method, resolved.rank)
         resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, say)
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = _load_text(resolved, provenance, models, say)
@@ -192,7 +192,7 @@ def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
     return dataclasses.replace(recipe, method=method, learn_from=learn_from, learning_rate=rate)
 
 
-def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: LearningWeights, say: Say) -> RecoveryRecipe:
+def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, say: Say) -> RecoveryRecipe:
     """Return the recipe with the tokens that its minutes allow, by the time of a step on random tokens."""
     generator = torch.Generator().manual_seed(recipe.seed)
     shape = (recipe.batch_size, recipe.seq_len)
@@ -250,7 +250,7 @@ def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[st
 
 
 def _train(
-    recipe: RecoveryRecipe, models: Models, weights: LearningWeights, text: Text, run: RunState, console: Console
+    recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, text: Text, run: RunState, console: Console
 ) -> tuple[Evaluation, Transform]:
     """Train the pruned model; return the evaluation of dense, pruned and recovered model, and the updated weights."""
     evaluation = Evaluation(text.heldout, models.tokenizer)
@@ -269,7 +269,7 @@ def _train(
 def _trainer(
     recipe: RecoveryRecipe,
     models: Models,
-    weights: LearningWeights,
+    weights: TrainedWeights,
     blocks: torch.Tensor,
     loss_mask: torch.Tensor | None,
     say: Say,

@@ -9,7 +9,7 @@ import torch
 from ddp_prune.batches import Batches, Teacher
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.recipe import RecoveryRecipe
-from ddp_prune.weights import LearningWeights, rate_of
+from ddp_prune.weights import TrainedWeights, rate_of
 from ddp_vllm.errors import TrainingError
 
 
@@ -21,7 +21,7 @@ class WeightTrainer:
     """
 
     def __init__(
-        self, student: Any, dense: Any, weights: LearningWeights, batches: Batches, recipe: RecoveryRecipe
+        self, student: Any, dense: Any, weights: TrainedWeights, batches: Batches, recipe: RecoveryRecipe
     ) -> None:
         self.student, self.weights, self.batches = student, weights, batches
         self.recipe, self.accelerator = recipe, batches.accelerator

@@ -101,7 +101,7 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
 ])  # fmt: skip
 def test_the_card_says_whose_weights_a_folder_has(applied: bool, recovered: bool, expected: str, trained: Path) -> None:
     checkpoint = read_checkpoint(trained)
-    provenance = {**checkpoint.provenance, "recipe": {**checkpoint.provenance["recipe"], "learn": "full"}}
+    provenance = {**checkpoint.provenance, "run": {"train": "weights"}}
     provenance |= {"applied_to": "owner/tiny"} if applied else {}
     provenance |= {"recovery": {"recipe": {"tokens": 64}, "texts": ["a.jsonl"]}} if recovered else {}
     assert expected in model_card(dataclasses.replace(checkpoint, provenance=provenance), "pruned")

@@ -14,6 +14,7 @@ from ddp_prune.budget import Pool, make_pools
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import AlmSettings, Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned, Trainer
@@ -25,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": STEPS, "batch_size": 4, "seq_len": 16, "save_every": 3,
     "alm": AlmSettings(learning_rate=0.1),  # the paper's moves little in 8 steps
 }  # fmt: skip
-SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--learn", "scales"]
+SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--train", "masks"]
 
 
 def pools_of(gated: GatedModel, recipe: Recipe) -> Sequence[Pool]:
@@ -54,7 +55,7 @@ class Lab:
     def trainer(self, **changes: Any) -> Trainer:
         recipe = self.recipe(**changes)
         pools = pools_of(self.gated, recipe)
-        return Trainer(self.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, pools, Accelerator())
+        return Trainer(self.gated, Batches(BLOCKS, recipe, Accelerator()), Run.alone(recipe), pools, Accelerator())
 
     def run(
         self,
@@ -66,7 +67,8 @@ class Lab:
         recipe = self.recipe(**changes)
         self.forwards = 0
         pools = pools_of(self.gated, recipe)
-        return train(self.gated, blocks, recipe, pools, Accelerator(), RunState(self.folder / name, recipe), report)
+        run, state = Run.alone(recipe), RunState(self.folder / name, recipe)
+        return train(self.gated, blocks, run, pools, Accelerator(), state, report)
 
     def interrupted_run(self, stop: int, **changes: Any) -> tuple[Learned, list[float]]:
         """Return what a run learns that was interrupted at the end of step `stop`, and the steps it did."""

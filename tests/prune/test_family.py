@@ -13,8 +13,9 @@ from runs import SMALL, assert_refused, prune, weights
 
 from ddp_prune.masks_file import read_masks
 from ddp_prune.pipeline import Pruning
-from ddp_prune.read_recipe import family, load_recipes
+from ddp_prune.read_recipe import load_recipes
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Steps, schedule
 from ddp_prune.run_state import RunState
 from ddp_prune.trainer import Trainer
 from ddp_vllm.checkpoint import read_checkpoint
@@ -29,36 +30,33 @@ NAMES = ["sparsity-0.2", "sparsity-0.4", "sparsity-0.6"]
 
 
 def test_the_steps_of_a_family_are_those_of_its_largest_cut_and_short_polishes() -> None:
-    last = Recipe(model="m", sparsity=0.5, steps=1000, polish=0.35)
-    sizes = [0.1, 0.2, 0.3, 0.4, 0.5]
-    recipes = family(last, sizes)
-    assert [recipe.search_steps for recipe in recipes] == [130, 260, 390, 520, 650]
-    assert [recipe.after_steps for recipe in recipes] == [0, 130, 260, 390, 520]
-    assert [recipe.after for recipe in recipes] == [0.0, *sizes[:-1]] and [each.size for each in recipes] == sizes
-    assert sum(recipe.steps - recipe.after_steps for recipe in recipes) == 1.3 * last.steps
-    two = family(last, [0.2, 0.5])
-    assert [recipe.polish_steps for recipe in two] == [325, 325] and two[-1].search_steps == last.search_steps
-    assert [recipe.polish_steps for recipe in family(Recipe(model="m", sparsity=0.5, polish=0.1), sizes[-2:])] == [
-        100
-    ] * 2
+    def steps_of(*sizes: float, **changes: Any) -> list[Steps]:
+        return schedule([Recipe(model="m", sparsity=size, **changes) for size in sizes])
+
+    five = steps_of(0.1, 0.2, 0.3, 0.4, 0.5)
+    assert [each.search for each in five] == [130, 260, 390, 520, 650]
+    assert [each.first for each in five] == [0, 130, 260, 390, 520]
+    assert sum(each.last - each.first for each in five) == 1.3 * 1000
+    assert [each.last - each.search for each in steps_of(0.2, 0.5)] == [325, 325]
+    assert [each.last - each.search for each in steps_of(0.4, 0.5, polish=0.1)] == [100, 100]
     with pytest.raises(SettingError, match=r"leaves none for sparsity 0\.1"):
-        family(Recipe(model="m", sparsity=0.5, steps=3), sizes)
+        steps_of(0.1, 0.2, 0.3, 0.4, 0.5, steps=3)
     assert len(load_recipes(None, {"model": "m", "sparsity": 0.2})) == 1
     speeds = load_recipes(None, {"model": "m", "speedup": [1.5, 1.1], "profile": "p"})
     assert [(each.speedup, each.budget) for each in speeds] == [(1.1, "latency"), (1.5, "latency")]
 
 
-@pytest.mark.parametrize("learn", ["scales", "full"])
-def test_sizes_are_nested_and_exact(learn: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", ["masks", "weights"])
+def test_sizes_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Several times as many steps as sizes; every folder is a checkpoint of its own."""
-    options = ["--steps", "24", "--learn", learn]
+    options = ["--steps", "24", "--train", train]
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity=SIZES)
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
     kept = []
     for name, share in zip(NAMES, (0.2, 0.4, 0.6), strict=True):
         provenance = read_checkpoint(tmp_path / "out" / name).provenance
-        assert provenance["recipe"]["sparsity"] == share and provenance["recipe"]["learn"] == learn
+        assert provenance["recipe"]["sparsity"] == share and provenance["run"]["train"] == train
         gates, _ = read_masks(tmp_path / "out" / name / MASKS_FILE)
         kept.append({kind: values > 0 for kind, values in gates.items()})
         for kind, support in kept[-1].items():
@@ -66,15 +64,15 @@ def test_sizes_are_nested_and_exact(learn: str, tiny_model: Path, tiny_text: Pat
     for larger, smaller in pairwise(kept):
         assert all((smaller[kind] <= larger[kind]).all() for kind in larger)
     again = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity=SIZES)
-    assert again.exit_code == 0 and again.output.count("was learned before") == 3, again.output
+    assert again.exit_code == 0 and again.output.count("was written before") == 3, again.output
 
 
-@pytest.mark.parametrize("learn", ["scales", "full"])
+@pytest.mark.parametrize("train", ["masks", "weights"])
 def test_a_family_goes_on_to_the_bit_wherever_it_was_killed(
-    learn: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first search, in a polish, before the second size has saved, in the last."""
-    options = ["--steps", "24", "--learn", learn, "--save-every", "2"]
+    options = ["--steps", "24", "--train", train, "--save-every", "2"]
     assert prune(tiny_model, tiny_text, tmp_path / "whole", *options, sparsity=SIZES).exit_code == 0
     step, calls = Trainer.step, [0]
 
@@ -93,12 +91,12 @@ def test_a_family_goes_on_to_the_bit_wherever_it_was_killed(
         assert whole.keys() == resumed.keys() and all(torch.equal(whole[each], resumed[each]) for each in whole), name
 
 
-@pytest.mark.parametrize("learn", ["scales", "full"])
+@pytest.mark.parametrize("train", ["masks", "weights"])
 def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
-    learn: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by default: in every polish, and at every file that a size writes: states, branches, folders, deletions."""
-    options = ["--steps", "24", "--learn", learn]
+    options = ["--steps", "24", "--train", train]
     assert prune(tiny_model, tiny_text, tmp_path / "whole", *options, sparsity=SIZES).exit_code == 0
     died: set[Any] = set()
 
@@ -108,7 +106,7 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
             raise KeyboardInterrupt
 
     def step(self: Trainer, number: int) -> dict[str, float]:
-        if number == self.recipe.search_steps + 1:
+        if number == self.run.steps.search + 1:
             die_once((self.recipe.sparsity, "polish"))
         return Trainer_step(self, number)
 
@@ -177,7 +175,7 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
     profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget follows the times, not the name of their file."""
-    options = ["--speedup", "1.1", "--context", "256", "--profile", str(profile), "--other-machine"]
+    options = ["--speedup", "1.1", "--context-length", "256", "--profile", str(profile), "--other-machine"]
     command = ["prune", str(tiny_model), "--data", str(tiny_text), *SMALL, *options, "--save-every", "1", "-o"]
     step = Trainer.step
 
@@ -197,7 +195,7 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
     profile.write_text(json.dumps(content))
     result = CliRunner().invoke(main, [*command, str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    assert "profile changed since the run in " in result.output and "going on at" not in result.output
+    assert "profile changed since the run in " in result.output and "resuming after" not in result.output
     assert CliRunner().invoke(main, [*command, str(tmp_path / "anew")]).exit_code == 0
     resumed, anew = weights(tmp_path / "out"), weights(tmp_path / "anew")
     assert resumed.keys() == anew.keys() and all(torch.equal(resumed[each], anew[each]) for each in anew)
@@ -205,13 +203,13 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
 
 def test_what_is_no_family_is_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     for more, sparsity, said in (
-        (["--controller", "alm"], SIZES, "passes no sizes"),
+        (["--controller", "alm"], SIZES, "no sizes on its way"),
         ([], "0.2,0.2", "numbers that differ"),
         ([], "0.2,1.5", "between 0 and 1"),
     ):
         assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *more, sparsity=sparsity), 2, said)
     result = prune(tiny_model, tiny_text, tmp_path / "out", sparsity="0.2,much")
-    assert result.exit_code == 2 and "several by commas" in result.output
+    assert result.exit_code == 2 and "several separated by commas" in result.output
 
 
 @pytest.fixture
@@ -222,7 +220,7 @@ def profile(tiny_model: Path, tmp_path: Path) -> Path:
 
 def test_speedups_are_a_family_too(profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Every size is predicted to be as fast as was asked for, and says so."""
-    options = ["--speedup", "1.1,1.2", "--context", "256", "--profile", str(profile), "--other-machine"]
+    options = ["--speedup", "1.1,1.2", "--context-length", "256", "--profile", str(profile), "--other-machine"]
     arguments = ["prune", str(tiny_model), "--data", str(tiny_text), "-o", str(tmp_path / "out"), *SMALL, *options]
     result = CliRunner().invoke(main, [*arguments, "--steps", "20"])
     assert result.exit_code == 0, result.output
@@ -239,5 +237,5 @@ def test_a_profile_of_another_machine_or_model_is_refused(
 ) -> None:
     options = ["--budget", "latency", "--profile", str(profile)]
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "machine with cpu a CPU")
-    options = ["--budget", "latency", "--profile", str(written(tmp_path)), "--other-machine", "--context", "256"]
+    options = ["--budget", "latency", "--profile", str(written(tmp_path)), "--other-machine", "--context-length", "256"]
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "num_hidden_layers is 4, here it is 3")

@@ -18,7 +18,7 @@ from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "learn": "scales"}
+TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "train": "masks"}
 
 
 def test_a_model_goes_through_all_functions_without_a_word(
@@ -119,7 +119,7 @@ def test_the_examples_run(
         return capsys.readouterr().out
 
     recipe = tmp_path / "tiny.toml"
-    recipe.write_text('steps = 6\nbatch_size = 2\nseq_len = 16\nlearn = "scales"\n')
+    recipe.write_text('steps = 6\nbatch_size = 2\nseq_len = 16\ntrain = "masks"\n')
     said = run("prune.py", tiny_model, tmp_path / "pruned", recipe, tiny_text)
     assert (
         "parameters, perplexity" in said

@@ -176,7 +176,7 @@ def test_a_mixture_is_pruned_to_the_speedup_that_its_checkpoint_states(
 ) -> None:
     profile = written(tmp_path, json.loads((tiny_experts / "config.json").read_text()), 1)
     arguments = ["prune", str(tiny_experts), "--speedup", "1.01", "--profile", str(profile), "--other-machine"]
-    arguments += ["--context", "256", "--data", str(tiny_text), "-o", str(tmp_path / "out"), *SMALL]
+    arguments += ["--context-length", "256", "--data", str(tiny_text), "-o", str(tmp_path / "out"), *SMALL]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     layers = read_checkpoint(tmp_path / "out").layers

@@ -142,7 +142,7 @@ def test_masks_learn_from_the_cross_entropy_of_the_loss_mask(lab: Lab) -> None:
         batches = Batches(BLOCKS, recipe, Accelerator(), loss_mask)
         trainer = Trainer(lab.gated, batches, recipe, pools_of(lab.gated, recipe), Accelerator())
         assert trainer.step(0)["ce"] == pytest.approx(wanted, rel=1e-5)
-        moved.append(trainer.z["mlp"])
+        moved.append(trainer.gates.z["mlp"])
     torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=0)
     everything = lab.trainer()
     everything.step(0)

@@ -25,7 +25,7 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.report import write_report
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-FULL = ["--learn", "full", "--steps", "30"]
+FULL = ["--train", "weights", "--steps", "30"]
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -67,7 +67,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(
         patch.setattr(Trainer, "step", die)
         assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code != 0
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
-    assert "going on at step 21 of 30" in result.output, result.output
+    assert "resuming after step 20" in result.output, result.output
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -76,7 +76,7 @@ def test_micro_batches_make_the_same_step(tiny_model: Path, tiny_text: Path, tmp
     found: list[dict[str, Any]] = []
     for size in ("1", "2"):
         output = tmp_path / size
-        options = ["--learn", "full", "--dtype", "float32", "--micro-batch-size", size]
+        options = ["--train", "weights", "--dtype", "float32", "--micro-batch-size", size]
         assert prune(tiny_model, tiny_text, output, *options).exit_code == 0
         found.append(load_file(output / "model.safetensors"))
     for name, tensor in found[0].items():
@@ -88,7 +88,7 @@ def test_what_is_closed_need_not_be_computed(
 ) -> None:
     """The gradients of narrow copies arrive at the weights they were cut from."""
     monkeypatch.setattr(gates, "CHANNEL_BLOCK", 4)
-    options = ["--learn", "full", "--dtype", "float32", "--steps", "12", "--head-unit", "query-head"]
+    options = ["--train", "weights", "--dtype", "float32", "--steps", "12", "--head-unit", "query-head"]
     assert prune(tiny_model, tiny_text, tmp_path / "narrow", *options).exit_code == 0
     monkeypatch.setattr("ddp_prune.trainer.narrow_layers", lambda *_: None)
     assert prune(tiny_model, tiny_text, tmp_path / "whole", *options).exit_code == 0
@@ -98,23 +98,23 @@ def test_what_is_closed_need_not_be_computed(
 
 
 @pytest.mark.parametrize(
-    ("controller", "share", "chosen"), [("gradual", 0.7, "full"), ("gradual", 0.0, "scales"), ("alm", 0.7, "scales")]
+    ("controller", "share", "chosen"), [("gradual", 0.7, "weights"), ("gradual", 0.0, "masks"), ("alm", 0.7, "masks")]
 )
 def test_weights_learn_where_memory_holds_it(
     controller: str, share: float, chosen: str, tiny_model: Path, tiny_text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(memory, "TRAINING_SHARE", share)
-    options = ["--learn", "auto", "--controller", controller]
+    options = ["--train", "auto", "--controller", controller]
     assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code == 0
-    assert read_checkpoint(tmp_path / "out").provenance["recipe"]["learn"] == chosen
+    assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen
 
 
 def test_a_run_keeps_what_it_chose(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is short later changes nothing."""
-    options, step = ["--learn", "auto", "--save-every", "2"], Trainer.step
+    options, step = ["--train", "auto", "--save-every", "2"], Trainer.step
 
     def die(self: Trainer, number: int) -> dict[str, float]:
         if number == 3:
@@ -126,7 +126,7 @@ def test_a_run_keeps_what_it_chose(
         prune(tiny_model, tiny_text, tmp_path / "out", *options)
     monkeypatch.setattr(memory, "TRAINING_SHARE", 0.0)
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
-    assert "going on at step 3 of 6" in result.output and "all weights learn" in result.output, result.output
+    assert "resuming after step 2" in result.output and "masks and weights are trained" in result.output, result.output
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
         return model
 
     monkeypatch.setattr(distributed, "load_model", load)
-    options = ["--learn", "full", "--recover", "0.001", *options]
+    options = ["--train", "weights", "--recover", "0.001", *options]
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4")
     assert result.exit_code == 0, result.output
     assert found == alive

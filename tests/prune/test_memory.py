@@ -37,10 +37,11 @@ from ddp_prune.memory import (
     pending_bytes,
 )
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
-from ddp_prune.weights import LearningWeights
+from ddp_prune.weights import TrainedWeights
 from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -188,7 +189,7 @@ def test_keys_with_a_bias_stay_with_fused_attention() -> None:
 def _run(gated: GatedModel, folder: Path, **settings: Any) -> Learned:
     recipe = Recipe(model="m", sparsity=0.4, steps=6, batch_size=4, seq_len=64, **settings)
     run, pools = RunState(folder, recipe), pools_of(gated, recipe)
-    return train(gated, TOKENS, recipe, pools, Accelerator(cpu=True), run, lambda _: None)
+    return train(gated, TOKENS, Run.alone(recipe), pools, Accelerator(cpu=True), run, lambda _: None)
 
 
 def test_narrow_weights_must_fit_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +212,7 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
     fit_attention(gated.model, 64, torch.device("cpu"))
     assert pending_bytes(gated.model) == 0
     copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
-    weights = LearningWeights(gated.model, Accelerator(cpu=True))
+    weights = TrainedWeights(gated.model, Accelerator(cpu=True))
     later = pending_bytes(gated.model)
 
     def chosen(needed: float) -> tuple[int, bool]:

@@ -16,7 +16,7 @@ from runs import SMALL, assert_refused, prune
 from ddp_prune import cli, read_recipe
 from ddp_prune.read_recipe import load_recipes
 from ddp_prune.recipe import CHOICES, Recipe, kind_of
-from ddp_recover.cli import quantize, recover
+from ddp_recover import cli as recovery
 from ddp_study.cli import study
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -25,16 +25,15 @@ from ddp_vllm.errors import SettingError
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 FLAGS = {
     cli.prune: [
-        "--activation-checkpointing", "--align", "--attention-sparsity", "--batch", "--batch-size", "--budget",
-        "--concurrency", "--context",
-        "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--group",
-        "--head-unit", "--heldout-blocks", "--learn", "--learn-from", "--micro-batch-size", "--other-machine",
-        "--output", "--overwrite", "--phase", "--polish", "--profile", "--quant-friendly", "--recipe", "--recover",
+        "--activation-checkpointing", "--align", "--attention-sparsity", "--batch-size", "--budget", "--concurrency",
+        "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--head-unit",
+        "--heldout-blocks", "--learn-from", "--micro-batch-size", "--other-machine",
+        "--output", "--overwrite", "--phase", "--polish", "--profile", "--recipe", "--recover",
         "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
-        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker",
+        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker", "--train",
         "--whole-experts", "-o",
     ],
-    recover: [
+    recovery.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
         "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
         "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
@@ -45,7 +44,7 @@ FLAGS = {
         "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
-    quantize: ["--output", "--overwrite", "--scheme", "-o"],
+    recovery.quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip
 FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.NO_OPTION]
 
@@ -83,7 +82,7 @@ def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
 def test_what_is_not_given_overrides_nothing() -> None:
     for command, words, said in (
         (cli.prune, ["--steps", "1000", "--shard"], {"steps": 1000, "shard": True}),
-        (recover, ["--minutes", "10"], {"minutes": 10.0}),
+        (recovery.recover, ["--minutes", "10"], {"minutes": 10.0}),
     ):
         with command.make_context(command.name, ["model", "-o", "out", *words]) as context:
             settings = {name: value for name, value in context.params.items() if name not in ("model", "output")}
@@ -98,7 +97,7 @@ def test_help_groups_options_by_what_they_are_about() -> None:
 
 
 def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the name of 0.1, over those of the file; and what is not given is not."""
+    """They override those of the file; options that are not given override nothing."""
     seen: list[Recipe] = []
 
     def keep(*arguments: object) -> list[Recipe]:
@@ -107,7 +106,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(read_recipe, "load_recipes", keep)
     (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
-    more = ["--group", "layer", "--polish", "0", "--shard", "--quant-friendly", "--recipe", str(tmp_path / "r.toml")]
+    more = ["--scope", "layer", "--polish", "0", "--shard", "--align", "128", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
     settings = {"model": "m", "data": "t", "scope": "layer", "polish": 0.0, "shard": True, "align": 128, "tp": 4}
     settings |= {"heldout_blocks": 3, "steps": 6, "budget": "units"}
@@ -137,7 +136,6 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, what the line m
         ["--tp", "3"],
         ["tensor-parallel size 3", "8 query heads", "valid sizes: 1, 2, 4, 8"],
     ),
-    "two alignments": (["--quant-friendly", "--align", "64"], ["--align 128", "--align 64"]),
     "no steps": (["--steps", "0"], ["steps is 0", "at least 1"]),
     "no sequences": (["--batch-size", "0"], ["batch_size is 0", "at least 1"]),
     "sequences too short": (["--seq-len", "7"], ["seq_len is 7", "at least 8"]),
@@ -162,7 +160,8 @@ def test_a_size_in_percent() -> None:
         assert cli.prune.make_context("prune", ["m", "-o", "o", "--sparsity", said]).params["sparsity"] == meant
 
 
-MEASURED = ["--profile", "PROFILE", "--other-machine", "--context", "1024"]
+MEASURED = ["--profile", "PROFILE", "--other-machine", "--context-length", "1024"]
+PREFILL = [*MEASURED, "--phase", "prefill", "--concurrency", "1"]
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
     "units": (["--sparsity", "30%"], r"31.2% of the prunable parameters = 25.5% of the model: 113.1K → 84.29K; "
               r"to remove 30% of the model: --target-params 79.16K"),
@@ -199,6 +198,32 @@ def test_a_dry_run_says_what_would_go_and_writes_nothing(case: str, tiny_model: 
     )
     assert re.search(r"^time: about [\d.]+ \w+: 1,[03]00 steps of [\d.]+ s, measured now", result.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == [places]
+
+
+OTHERS = [  # every option of prune that is in no case of DRY, with a value other than its default
+    "--text-column", "text", "--batch-size", "4", "--seq-len", "64", "--seed", "3", "--heldout-blocks", "2",
+    "--learn-from", "all", "--distillation", "1", "--micro-batch-size", "2", "--dtype", "float32", "--save-every", "5",
+    "--activation-checkpointing", "on", "--head-unit", "kv-group", "--align", "8", "--tp", "2", "--steps", "20",
+    "--controller", "alm", "--polish", "0.2", "--train", "masks", "--recover", "3", "--tracker", "tensorboard",
+    "--overwrite",
+]  # fmt: skip
+OF_EXPERTS = ["--whole-experts", "--train", "weights"]
+
+
+def test_a_dry_run_takes_every_option(tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
+    (recipe := tmp_path / "recipe.toml").write_text("[alm]\nwarmup = 0.1\n")
+    for model, options in ((tiny_model, [*OTHERS, "--recipe", str(recipe)]), (tiny_experts, OF_EXPERTS)):
+        arguments = ["prune", str(model), "--sparsity", "0.4", "--data", "no text", "-o", str(tmp_path / "out")]
+        result = CliRunner().invoke(main, [*arguments, "--dry-run", *options])
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert re.search(r"^budget: .* stay", result.stdout, re.MULTILINE)
+        assert list(tmp_path.iterdir()) == [recipe]
+        if model == tiny_model:
+            assert re.search(r"^text: 20 steps of 4 × 64 tokens, 5,120 in all", result.stdout, re.MULTILINE)
+            assert "for the model" in result.stdout and "and then 3 minutes of recovery" in result.stdout
+    tried = {each for options, _ in DRY.values() for each in options} | {*OTHERS, *OF_EXPERTS, "--recipe"}
+    given = {"--data", "--output", "-o", "--dry-run", "--shard"}  # the last one takes several processes
+    assert tried | given >= set(FLAGS[cli.prune])
 
 
 def test_a_target_of_a_dry_run_is_met(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:

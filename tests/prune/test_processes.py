@@ -25,6 +25,7 @@ from two_processes import (
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
@@ -58,7 +59,7 @@ def learned(
         load_model(source, "float32"), source.family, source.sizes, "auto" if source.sizes.num_experts else "query-head"
     )
     run, pools = RunState(folder / "one", recipe), pools_of(gated, recipe)
-    return train(gated, BLOCKS, recipe, pools, Accelerator(), run, lambda _: None), folder
+    return train(gated, BLOCKS, Run.alone(recipe), pools, Accelerator(), run, lambda _: None), folder
 
 
 @pytest.mark.parametrize("name", ["whole", "cut", "cut-again", "resumed"])

@@ -64,11 +64,11 @@ def test_aligned_widths_reach_the_checkpoint(tiny_model: Path, tiny_text: Path, 
     assert sum(widths) == 160 and not any(width % 32 for width in widths)
 
 
-@pytest.mark.parametrize("learn", ["scales", "full"])
+@pytest.mark.parametrize("train", ["masks", "weights"])
 def test_attention_that_is_not_pruned_stays_whole(
-    learn: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+    train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    result = prune(tiny_model, tiny_text, tmp_path / "out", "--attention-sparsity", "0", "--learn", learn)
+    result = prune(tiny_model, tiny_text, tmp_path / "out", "--attention-sparsity", "0", "--train", train)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "budget: keep 12 of 12 attn units" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "out")
@@ -228,12 +228,12 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
         patch.setattr(Trainer, "step", interrupted(1))
         result = prune(tiny_model, tiny_text, tmp_path / "out")
         assert result.exit_code == 130 and "stopping after this step" in capfd.readouterr().err
-        assert result.stderr == "\nddp-vllm: stopped at step 4 of 6; the same command goes on\n"
+        assert result.stderr == "\nddp-vllm: stopped at step 4 of 6; the same command resumes\n"
         patch.setattr(Trainer, "step", interrupted(2))
         result = prune(tiny_model, tiny_text, tmp_path / "other")
         assert result.exit_code == 130 and result.stderr == "\nddp-vllm: stopped\n"
     result = prune(tiny_model, tiny_text, tmp_path / "out")
-    assert result.exit_code == 0 and "going on at step 5 of 6" in result.stdout
+    assert result.exit_code == 0 and "resuming after step 4" in result.stdout
     same = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", pruned[0])]
     assert same[0] == same[1]
 

@@ -11,6 +11,7 @@ import pytest
 
 from ddp_prune.read_recipe import load_recipe
 from ddp_prune.recipe import AlmSettings, Recipe
+from ddp_prune.run import Run
 from ddp_vllm.errors import SettingError
 
 GIVEN = {"model": "m", "sparsity": 0.2}
@@ -97,7 +98,7 @@ def test_values_at_the_limits_are_taken() -> None:
     limits = {"steps": 1, "batch_size": 1, "seq_len": 8, "polish": 0, "distillation": 0}
     recipe = Recipe(**GIVEN | limits | {"seed": 2**32 - 1})
     assert type(recipe.polish) is float and type(recipe.distillation) is float  # 0 in TOML is an integer
-    assert (recipe.search_steps, recipe.polish_steps) == (1, 0)
+    assert Run.alone(recipe).steps == (0, 1, 1)
     settings = AlmSettings(warmup=0, mu_end=0.5, gate_floor=0, learning_rate=0)
     assert type(settings.warmup) is float
 
@@ -105,8 +106,8 @@ def test_values_at_the_limits_are_taken() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 40, 1000])
 def test_search_and_polish_make_up_the_steps(steps: int) -> None:
     for polish in (0.0, 0.35, 0.99):
-        recipe = Recipe(**GIVEN | {"steps": steps, "polish": polish})
-        assert recipe.search_steps >= 1 and recipe.search_steps + recipe.polish_steps == steps
+        _, search, last = Run.alone(Recipe(**GIVEN | {"steps": steps, "polish": polish})).steps
+        assert 1 <= search <= last == steps
 
 
 def test_toml_is_overridden_by_the_command_line(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_the_papers_file_changes_what_the_authors_code_does_otherwise() -> None:
     """And nothing else, but for what is ours: the polish and weights that learn."""
     found = load_recipe(Path(__file__).parents[2] / "docs" / "paper.toml", GIVEN)
     alm = AlmSettings(warmup=0.1, mu_end=0.1, gate_floor=-0.1, raw_masks=True)
-    assert found == Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, learn="scales", alm=alm)
+    assert found == Recipe(model="m", sparsity=0.2, controller="alm", polish=0.0, train="masks", alm=alm)
 
 
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_same_command_says_that_it_goes_on(work: Path, monkeypatch: pytest.M
     _interrupt(work, monkeypatch)
     result = _prune(work)
     assert result.exit_code == 0, result.output
-    assert "\ngoing on at step 5 of 6\n" in result.stdout and "search 1/6" not in result.stdout
+    assert "\nresuming after step 4\n" in result.stdout and "search 1/6" not in result.stdout
     assert "put aside" not in result.stdout and not list(work.glob("out.run*"))
     assert "[v2]" in result.stdout  # the text's name as it is
 
@@ -85,7 +85,7 @@ def test_other_text_or_weights_start_anew(change: Any, work: Path, monkeypatch: 
     result = _prune(work)
     assert result.exit_code == 0, result.output
     assert f"another run was put aside in {work / 'out.run.old'}\n" in result.stdout
-    assert "search 1/6" in result.stdout and "going on" not in result.stdout
+    assert "search 1/6" in result.stdout and "resuming after" not in result.stdout
     assert not (work / "out.run").exists() and (work / "out.run.old" / "state.safetensors").read_bytes() == saved
     anew = {name: (work / "out" / name).read_bytes() for name in ("model.safetensors", "ddp_masks.safetensors")}
     shutil.rmtree(work / "out")

@@ -21,6 +21,7 @@ from ddp_prune.alm import learning_rate
 from ddp_prune.gates import NarrowLayers
 from ddp_prune.loss import perplexity, perplexity_of
 from ddp_prune.recipe import AlmSettings, Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState
 from ddp_prune.trainer import PRIOR_PRECISION, natural_step
 from ddp_vllm.errors import TrainingError
@@ -74,12 +75,12 @@ def test_gates_of_steps_in_between_are_kept_whatever_interrupts(controller: str,
     """At each of them as many are open as the search had come to; the last ones are the result."""
     changes: dict[str, Any] = {"masks_every": 4, "controller": controller}
     learned, (resumed, _) = lab.run(**changes), lab.interrupted_run(7, **changes)
-    assert list(learned.passed) == ["after_4", "after_8", "after_12"] == list(resumed.passed)
+    assert list(learned.snapshots) == ["after_4", "after_8", "after_12"] == list(resumed.snapshots)
     for kind, gates in learned.gates.items():
-        passed = [each[kind] for each in learned.passed.values()]
-        assert all(map(torch.equal, passed, (each[kind] for each in resumed.passed.values())))
+        passed = [each[kind] for each in learned.snapshots.values()]
+        assert all(map(torch.equal, passed, (each[kind] for each in resumed.snapshots.values())))
         assert torch.equal(passed[-1], gates) and not torch.equal(passed[0] > 0, gates > 0)
-    assert not lab.run("none").passed
+    assert not lab.run("none").snapshots
 
 
 def test_attention_may_have_a_sparsity_of_its_own(lab: Lab) -> None:
@@ -113,11 +114,11 @@ def test_alignment_polishes_the_support_it_chose(lab: Lab) -> None:
     revived = (aligned.gates["mlp"] > 0) & (plain.z["mlp"] == 0)
     assert revived.any() and not plain.gates["mlp"][revived].any()
     trainer = lab.trainer(align=32)
-    search_steps = trainer.recipe.search_steps
+    search_steps = trainer.run.steps.search
     for step in range(search_steps):
         trainer.step(step)
     trainer.round()
-    before = trainer.z["mlp"].detach()[revived].clone()
+    before = trainer.gates.z["mlp"].detach()[revived].clone()
     for step in range(search_steps, STEPS):
         trainer.step(step)
     after = trainer.learned().gates["mlp"]
@@ -284,7 +285,8 @@ def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
 
 def test_rates_warm_up_and_fall_to_the_end_of_the_search() -> None:
     recipe = Recipe(model="m", sparsity=0.5, steps=200, polish=0.5, alm=AlmSettings(warmup=0.1))
-    search = [learning_rate(step, recipe, 1.0) for step in range(100)]
+    run = Run.alone(recipe)
+    search = [learning_rate(step, run, 1.0) for step in range(100)]
     assert search[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert all(a >= b for a, b in pairwise(search[10:])) and 0 < search[-1] < 0.01
 
@@ -305,18 +307,18 @@ def test_natural_steps_by_the_true_curvature_end_at_the_mode_of_the_posterior() 
 def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
     closed: list[dict[str, torch.Tensor]] = []
     trainer = lab.trainer()
-    for step in range(trainer.recipe.search_steps):
+    for step in range(trainer.run.steps.search):
         trainer.step(step)
-        closed.append({kind: ~support for kind, support in trainer.support.items()})
+        closed.append({kind: ~support for kind, support in trainer.gates.support.items()})
     for before, after in pairwise(closed):
         assert all((after[kind] | ~before[kind]).all() for kind in after)
     assert closed[0]["mlp"].sum() < closed[3]["mlp"].sum() < closed[-1]["mlp"].sum() == 288 - 173
-    frozen = {kind: z.detach()[closed[-1][kind]].clone() for kind, z in trainer.z.items()}
-    for kind, num_steps in trainer.num_steps.items():  # a gate has a say up to the step that closes it
+    frozen = {kind: z.detach()[closed[-1][kind]].clone() for kind, z in trainer.gates.z.items()}
+    for kind, num_steps in trainer.gates.open_steps.items():  # a gate has a say up to the step that closes it
         expected = sum((~gone[kind]).float() for gone in closed[:-1]) + 1
         assert torch.equal(num_steps, expected)
-    trainer.learn_scales({kind: torch.ones_like(z) for kind, z in trainer.z.items()})
-    assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.z.items())
+    trainer.learn_scales({kind: torch.ones_like(z) for kind, z in trainer.gates.z.items()})
+    assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.gates.z.items())
 
 
 @pytest.mark.parametrize(("sparsity", "closed"), [(0.4, 10), (0.9, 22)])
@@ -377,13 +379,14 @@ def test_another_recipe_puts_an_older_run_aside(lab: Lab) -> None:
 
 def test_a_run_of_another_version_starts_anew(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose recipe lacks a setting, and one that keeps other tensors."""
-    run = RunState(lab.folder / "out", lab.recipe())
     fewer = {name: value for name, value in lab.recipe().to_dict().items() if name != "align"}
     with monkeypatch.context() as patch:
         patch.setattr(Recipe, "to_dict", lambda _: fewer)
+        run = RunState(lab.folder / "out", lab.recipe())
         run.start()
         run.save(3, {"z.mlp": torch.ones(2)}, {})
-    assert RunState(lab.folder / "out", lab.recipe()).load() is None
+    run = RunState(lab.folder / "out", lab.recipe())
+    assert run.load() is None
     run.start()
     run.save(3, {"z.mlp": torch.ones(2)}, {})
     assert RunState(lab.folder / "out", lab.recipe()).load() is not None

@@ -154,13 +154,13 @@ def test_a_gone_expert_gets_no_token_and_weights_learn_around_it(made: Path) -> 
 
 
 @pytest.mark.usefixtures("cache", "no_pictures")
-@pytest.mark.parametrize("learn", ["scales", "full"])
+@pytest.mark.parametrize("train", ["masks", "weights"])
 @pytest.mark.parametrize("budget", [("--sparsity", "0.3"), ("--sparsity", "0.4", "--budget", "params")], ids=" ".join)
 def test_prune_recover_and_prune_channels_too(
-    learn: str, budget: tuple[str, ...], tiny_experts: Path, tiny_text: Path, tmp_path: Path
+    train: str, budget: tuple[str, ...], tiny_experts: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """Of 5 experts 3 stay in each layer, which is all that 70 % allow."""
-    result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--learn", learn)
+    result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--train", train)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "budget: keep 3 of 5 whole experts of each layer" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "pruned")
@@ -168,7 +168,7 @@ def test_prune_recover_and_prune_channels_too(
     assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
     stated = checkpoint.provenance["perplexity"]
     assert _perplexity(tmp_path / "pruned", tiny_text) == pytest.approx(stated["pruned"], rel=1e-4)
-    if learn == "full" or len(budget) > 2:
+    if train == "weights" or len(budget) > 2:
         return
     weights = [tmp_path / name / "model.safetensors" for name in ("pruned", "again", "recovered")]
     masks = tmp_path / "pruned" / "ddp_masks.safetensors"

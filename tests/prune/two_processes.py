@@ -30,10 +30,11 @@ from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.memory import free_memory, peak_bytes, reset_peak
 from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.run_state import RunState, load_run
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
-from ddp_prune.weights import LearningWeights
+from ddp_prune.weights import TrainedWeights
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
@@ -92,7 +93,7 @@ def noting(steps: list[float], state: Callable[[Trainer], Any]) -> Callable[[Tra
     """Return `state`, which notes how many steps were done when it is asked for."""
 
     def noted(trainer: Trainer) -> Any:
-        steps.append(max(float(each.max()) for each in trainer.num_steps.values()))
+        steps.append(max(float(each.max()) for each in trainer.gates.open_steps.values()))
         return state(trainer)
 
     return noted
@@ -117,7 +118,7 @@ def learn(model: str, folder: Path) -> None:
 
         # each process has its own disk, as if on its own machine
         state = RunState(folder / f"machine-{rank}" / name, recipe, writes=rank == 0)
-        learned = train(gated, BLOCKS, recipe, pools_of(gated, recipe), accelerator, state, report)
+        learned = train(gated, BLOCKS, Run.alone(recipe), pools_of(gated, recipe), accelerator, state, report)
         if rank == 0:
             save_file(learned.gates | {f"{kind}.counts": n for kind, n in learned.routed.items()}, folder / name)
 
@@ -148,7 +149,7 @@ def learn(model: str, folder: Path) -> None:
 
 def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return the whole gradients of all weights that learn, from these sequences of each process."""
-    weights = LearningWeights(model, accelerator)
+    weights = TrainedWeights(model, accelerator)
     for number in numbers:
         tokens = BLOCKS[[number]]
         hidden, labels = final_hidden(model, tokens), tokens[:, 1:].flatten()
@@ -188,12 +189,12 @@ def keep_weights(model: str, folder: Path) -> None:
     for name in ("cut", "whole"):
         cut = name == "cut"
         learns = load_sharded(source, "float32", device, world) if cut else load_model(source, "float32")
-        weights = LearningWeights(learns, accelerator)
+        weights = TrainedWeights(learns, accelerator)
         for master in weights.masters.values():
             master.grad = master.detach() * 0.1
         weights.move(1e-3, 0.5)
 
-        def held(weights: LearningWeights = weights) -> list[torch.Tensor]:
+        def held(weights: TrainedWeights = weights) -> list[torch.Tensor]:
             moments = [weights.optimizer.state[each] for each in weights.masters.values()]
             every = [*weights.masters.values(), *weights.trained.values()]
             every += [each[key] for each in moments for key in ("exp_avg", "exp_avg_sq")]

@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(
         assert recover(pruned, tmp_path / "out", *options).exit_code != 0
     less_memory = ["--activation-checkpointing", "on", "--save-every", "5"]  # as an error advises; same gradients
     result = recover(pruned, tmp_path / "out", "--method", method, *less_memory)
-    assert f"going on at step {steps // 3 * 3 + 1} of 30" in result.output, result.output
+    assert f"resuming after step {steps // 3 * 3}" in result.output, result.output
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "out")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     lines = [json.loads(line)["step"] for line in (tmp_path / "out" / "ddp_recovery.jsonl").read_text().splitlines()]
@@ -108,7 +108,7 @@ def test_minutes_become_a_number_of_steps_that_a_resumed_run_keeps(
         patch.setattr(WeightTrainer, "step", die)
         assert CliRunner().invoke(main, command).exit_code != 0
     result = CliRunner().invoke(main, command)
-    assert "going on at step 5 of 9" in result.output, result.output
+    assert "resuming after step 4" in result.output, result.output
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["tokens"] == 9 * 32
 
 

@@ -49,7 +49,7 @@ def assert_close(two: Path, one: Path) -> None:
 def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
     tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    options = [*SMALL, "--learn", "full", "--sparsity", "0.4"]
+    options = [*SMALL, "--train", "weights", "--sparsity", "0.4"]
     command = ["prune", str(tiny_model), "--data", str(tiny_text), *options, "-o"]
     assert CliRunner().invoke(main, [*command, str(tmp_path / "one")]).exit_code == 0
     (first, _, err), (second, _, _) = launch(tmp_path, command_line, *command, str(tmp_path / "two"), "--shard")

@@ -250,7 +250,7 @@ def test_hard_concrete_is_that_of_the_paper(tiny_model: Path, tmp_path: Path) ->
     pools = pools_of(lab.gated, recipe)
     trainer = HardConcrete(lab.gated, Batches(BLOCKS, recipe, Accelerator()), recipe, pools, Accelerator())
     assert trainer.optimizer.param_groups[0]["base"] == recipe.alm.learning_rate
-    kind, z = next(iter(trainer.z.items()))
+    kind, z = next(iter(trainer.gates.z.items()))
     u = torch.rand(z.shape, generator=torch.Generator().manual_seed(recipe.seed))
     sampled = torch.sigmoid(u.log() - (1 - u).log() + z) * 1.2 - 0.1
     torch.testing.assert_close(trainer.forward_masks()[kind], sampled.clamp(0, 1), atol=1e-5, rtol=0)
@@ -289,7 +289,7 @@ def test_a_table_has_its_rows_and_says_if_the_paper_is_right(
         assert [int(row["tokens"]) for row in rows] == [2 * 16 * steps for steps in (1, 1, 2, 4)] * 2
     if table == "cost":
         assert all(float(row["peak_bytes"]) > 1e7 for row in rows)
-        assert int(number["ours+learn=full"]["learns"]) > 100 * int(number["ours"]["learns"]) > 0
+        assert int(number["ours+train=weights"]["learns"]) > 100 * int(number["ours"]["learns"]) > 0
     if table == "recovery":
         lorap, recovered = number["lorap"], number["lorap+recovered"]
         files = [
@@ -336,7 +336,7 @@ def test_weights_that_learned_are_not_those_of_the_next_row(
     tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
 ) -> None:
     options = ("--sparsity", "0.4", "--methods")
-    for folder, names in {"after": "ours+learn=full,fisher", "alone": "fisher"}.items():
+    for folder, names in {"after": "ours+train=weights,fisher", "alone": "fisher"}.items():
         assert methods(tiny_model, tiny_text, test_text, tmp_path / folder, *options, names).exit_code == 0
     after, alone = (cells(tmp_path / folder)["fisher_0.4_0"]["perplexity"] for folder in ("after", "alone"))
-    assert after == alone != cells(tmp_path / "after")["ours+learn=full_0.4_0"]["perplexity"]
+    assert after == alone != cells(tmp_path / "after")["ours+train=weights_0.4_0"]["perplexity"]

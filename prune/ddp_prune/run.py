@@ -1,0 +1,83 @@
+"""A run: one size that was asked for, with everything that is resolved before its first step.
+
+A size family has one search: each size begins where the search of the size before ended, and polishes on its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ddp_prune.recipe import Recipe
+from ddp_vllm.errors import SettingError
+from ddp_vllm.latency import Profile
+
+FAMILY_STEPS = 1.3  # steps of all sizes together, in multiples of those of the largest cut alone
+
+
+class Steps(NamedTuple):
+    """The optimizer steps of a size, counted from the beginning of the search that it shares."""
+
+    first: int
+    """Steps that the search has done when this size begins."""
+    search: int
+    """Steps after which its search ends and the support is rounded and frozen; at least one more than `first`."""
+    last: int
+    """Steps after which its polish ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was resolved for one size: made once before the first step, handed on, and saved."""
+
+    recipe: Recipe
+    """What the user asked for."""
+    steps: Steps
+    train: str = "masks"
+    """`masks` or `weights`: the training mode, resolved if the recipe has `auto`."""
+    profile: Profile | None = None
+    """The latency profile behind a budget in measured time."""
+    start: Mapping[str, float] = field(default_factory=dict)
+    """Keep ratio of each pool when the search of this size begins; 1 for pools without an entry."""
+    in_family: bool = False
+    """Whether other sizes share the search."""
+
+    @classmethod
+    def alone(cls, recipe: Recipe, **resolved: Any) -> "Run":
+        """Return the run of a single size."""
+        return cls(recipe=recipe, steps=schedule([recipe])[0], **resolved)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was resolved as plain data, without the recipe and the contents of the profile."""
+        return {"train": self.train, "steps": list(self.steps), "start": dict(self.start), "in_family": self.in_family}
+
+
+def search_steps(recipe: Recipe) -> int:
+    """Return the steps of the search of a single size; at least one. The others are those of the polish."""
+    return recipe.steps - min(recipe.steps - 1, round(recipe.polish * recipe.steps))
+
+
+def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
+    """Return the steps of each size of a family, smallest cut first; or of a single size.
+
+    The search has as many steps as that of the largest cut alone. Each size gets a share of them in proportion to what
+    it removes more than the size before. Every size polishes for equally long, so that all sizes together take
+    FAMILY_STEPS times the steps of the largest cut alone. Raises: SettingError if a size is left without steps.
+    """
+    last = recipes[-1]
+    search = search_steps(last)
+    if len(recipes) == 1:
+        return [Steps(0, search, last.steps)]
+    if last.controller != "gradual":
+        raise SettingError(f"controller is {last.controller!r}, which has no sizes on its way; give one size")
+    polish = max(1, min(last.steps - search, int((FAMILY_STEPS * last.steps - search) / len(recipes))))
+    found, done = list[Steps](), 0
+    for recipe in recipes:
+        removed, in_total = (1 - 1 / each.size if last.speedup else each.size for each in (recipe, last))
+        end = round(search * removed / in_total)
+        if end <= done:
+            raise SettingError(
+                f"steps is {last.steps}, which leaves none for {last.size_name} {recipe.size:g}; give more"
+            )
+        found.append(Steps(done, end, end + polish))
+        done = end
+    return found
