@@ -226,8 +226,11 @@ def open_source(
 
     with reading_text(name):
         rows = open_rows(name, text_column)
-        documents, shuffled = (Documents(each, templates, name) for each in (rows, rows.shuffle(seed=seed)))
         is_streamed = isinstance(rows, datasets.IterableDataset)
+        in_memory = {} if is_streamed else {"keep_in_memory": True}  # in a file, a kill would leave a part of it
+        documents, shuffled = (
+            Documents(each, templates, name) for each in (rows, rows.shuffle(seed=seed, **in_memory))
+        )
         first, found = list[Document](), 0
         for document in documents:
             first.append(document)
