@@ -182,8 +182,8 @@ class Readers:
             raise DdpError(str(error)) from error
 
     def tokenizer_for_prune(self) -> list[int]:
-        from ddp_prune.documents import Document
-        from ddp_prune.text import load_tokenizer, tokenize
+        from ddp_text.documents import Document
+        from ddp_text.tokens import load_tokenizer, tokenize
 
         documents = map(Document, ["some text", "and more"])
         return [int(each) for part in tokenize(documents, load_tokenizer(str(self.folder))) for each in part.ids]
@@ -204,7 +204,7 @@ class Readers:
         return [loaded, header]
 
     def tokens(self) -> Any:
-        from ddp_prune.text import saved_blocks
+        from ddp_text.blocks import saved_blocks
 
         found = saved_blocks(self.folder / "blocks.tokens")
         if found is None:

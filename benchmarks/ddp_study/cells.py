@@ -32,13 +32,14 @@ from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.run_state import RunState, fingerprint
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import TrainedWeights
 from ddp_study.page import CELLS, STUDY_FILE
 from ddp_study.scores import Score, Search, choose, unfit
 from ddp_study.study import MASKS, Row, Study, read_test_blocks
+from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers

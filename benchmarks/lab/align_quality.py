@@ -23,9 +23,9 @@ from ddp_prune.model import load_model, open_source, weight_shapes
 from ddp_prune.pipeline import suited_pools
 from ddp_prune.run import Run
 from ddp_prune.selection import realign
-from ddp_prune.text import load_tokenizer
 from ddp_prune.trainer import Trainer
 from ddp_study.study import read_test_blocks
+from ddp_text.tokens import load_tokenizer
 from study import gate, learning_parser, prepare_run, print_result, take_steps
 
 

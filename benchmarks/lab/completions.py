@@ -17,7 +17,7 @@ from pathlib import Path
 from ddp_benchmarks.protocol import script_parser
 from ddp_prune.evaluation import generate
 from ddp_prune.model import load_model, open_pruned, open_source
-from ddp_prune.text import load_tokenizer
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from study import print_result
 

@@ -35,8 +35,9 @@ from ddp_benchmarks.protocol import script_parser
 from ddp_prune.gates import GatedModel
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden, perplexity
 from ddp_prune.model import load_model, open_source
-from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_study.study import read_test_blocks
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 from ddp_vllm.output import atomic_folder
 from study import add_test_options, gate, print_result

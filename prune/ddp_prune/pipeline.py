@@ -41,10 +41,12 @@ from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, schedule
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import FamilyCheckpoints, train
 from ddp_prune.trainer import Learned
 from ddp_prune.weights import TrainedWeights
+from ddp_text.blocks import check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.documents import sources_of
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit

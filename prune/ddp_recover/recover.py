@@ -43,10 +43,12 @@ from ddp_prune.model import (
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.weights import TrainedWeights, highest_rate
 from ddp_recover.weight_trainer import WeightTrainer
+from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.documents import sources_of
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune import distributed, gates, memory
 from ddp_prune.loss import losses
-from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_prune.trainer import Trainer
 from ddp_prune.weights import highest_rate
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from ddp_prune.masks_file import read_masks
 from ddp_prune.read_recipe import load_recipe
-from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes

@@ -66,7 +66,7 @@ import json, sys
 from pathlib import Path
 from ddp_prune.masks_file import apply_masks
 from ddp_prune.model import open_source
-from ddp_prune.text import load_tokenizer
+from ddp_text.tokens import load_tokenizer
 dense, masks, pruned, text = sys.argv[1:]
 tokenizer = load_tokenizer(str(open_source(dense).folder))
 apply_masks(dense, Path(masks), Path(pruned), overwrite=False)

@@ -19,8 +19,9 @@ from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.masks_file import apply_masks, read_masks
 from ddp_prune.model import load_model, open_source
-from ddp_prune.text import load_blocks, load_tokenizer
 from ddp_study.scores import choose
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, SettingError

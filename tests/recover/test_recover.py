@@ -48,7 +48,8 @@ def test_what_is_written_is_what_was_judged(method: str, pruned: Path, tiny_text
     assert recover(pruned, tmp_path / "out", "--method", method, "--dtype", "float32").exit_code == 0
     checkpoint = read_checkpoint(tmp_path / "out")
     from ddp_prune.loss import losses
-    from ddp_prune.text import load_blocks, load_tokenizer
+    from ddp_text.blocks import load_blocks
+    from ddp_text.tokens import load_tokenizer
 
     assert checkpoint.provenance["recovery"]["recipe"]["data"] == tiny_text.name
     blocks = load_blocks(
