@@ -41,7 +41,7 @@ from ddp_prune.model import (
     weight_files,
 )
 from ddp_prune.progress import StepProgress
-from ddp_prune.recipe import RecoveryRecipe
+from ddp_recover.recipe import RecoveryRecipe
 from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
 from ddp_prune.train import fit_batches, take_steps
 from ddp_prune.weights import TrainedWeights, highest_rate

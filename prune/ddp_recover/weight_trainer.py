@@ -8,7 +8,7 @@ import torch
 
 from ddp_prune.batches import Batches, Teacher
 from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.recipe import RecoveryRecipe
+from ddp_recover.recipe import RecoveryRecipe
 from ddp_prune.weights import TrainedWeights, rate_of
 from ddp_vllm.errors import TrainingError
 
