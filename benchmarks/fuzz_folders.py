@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MixtralConfig
 import ddp_vllm
 from ddp_prune import export, text
 from ddp_prune.recipe import Recipe
-from ddp_prune.run_state import RunState
+from ddp_training.run_state import RunState
 from ddp_vllm.latency import FORMAT as PROFILE_FORMAT
 from ddp_vllm.latency import dimensions_in, shapes_of
 from ddp_vllm.machine import hardware, versions
