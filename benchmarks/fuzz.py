@@ -195,7 +195,7 @@ class Readers:
         return token_counter(str(self.folder))("some text"), max_model_len(str(self.folder))
 
     def resume(self) -> Any:
-        from ddp_prune.run_state import saved_header
+        from ddp_training.run_state import saved_header
 
         state = self.sound.run_state(self.folder)
         loaded, header = state.load(), saved_header(self.folder / "out")

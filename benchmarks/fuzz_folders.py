@@ -13,9 +13,9 @@ from transformers import LlamaConfig, MixtralConfig
 import ddp_vllm
 from ddp_prune import export
 from ddp_prune.recipe import Recipe
-from ddp_prune.run_state import RunState
 from ddp_text.blocks import save_blocks
 from ddp_text.tokens import Tokens
+from ddp_training.run_state import RunState
 from ddp_vllm.latency import FORMAT as PROFILE_FORMAT
 from ddp_vllm.latency import dimensions_in, shapes_of
 from ddp_vllm.machine import hardware, versions

@@ -19,9 +19,7 @@ def setting(
     default: Any, *, least: float | None = None, choices: tuple[str, ...] = (), is_fraction: bool = False
 ) -> Any:
     """Return a field with limits: its smallest value, its possible values, or from 0 to below 1."""
-    return dataclasses.field(
-        default=default, metadata={"least": least, "choices": choices, "is_fraction": is_fraction}
-    )
+    return dataclasses.field(default=default, metadata={"least": least, "choices": choices, "is_fraction": is_fraction})
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:

@@ -21,25 +21,27 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_prune.distributed import load, make_accelerator
 from ddp_prune.export import layer_widths, write_masks
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.loss import perplexity
+from ddp_prune.gates import GatedModel, Masks, block_losses
+from ddp_prune.loading import load
 from ddp_prune.masks_file import read_masks
-from ddp_prune.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
 from ddp_prune.model import Source, open_source, tokenizer_and_config_files, weight_files, weight_shapes
 from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.run_state import RunState, fingerprint
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
-from ddp_prune.weights import TrainedWeights
 from ddp_study.page import CELLS, STUDY_FILE
 from ddp_study.scores import Score, Search, choose, unfit
 from ddp_study.study import MASKS, Row, Study, read_test_blocks
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_text.tokens import load_tokenizer
+from ddp_training.fingerprint import fingerprint
+from ddp_training.loss import perplexity_of
+from ddp_training.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
+from ddp_training.processes import make_accelerator
+from ddp_training.run_state import RunState
+from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -176,7 +178,7 @@ class Cells:
     def evaluate(self, masks: Masks | None, heldout: torch.Tensor) -> dict[str, float]:
         """Return the perplexity with these gates on the test text and the held-out text."""
         texts = {"perplexity": self.test, "heldout": heldout}
-        return {name: perplexity(self.gated, masks, text) for name, text in texts.items()}
+        return {name: perplexity_of(block_losses(self.gated, masks, text)) for name, text in texts.items()}
 
     def masks(self, row: Row, recipe: Recipe, scores: Masks) -> tuple[Masks, Facts]:
         """Return the gates of a row and their metrics, or {} and the `reason` why there are none.

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.batches import Batches
-from ddp_prune.gates import Masks
-from ddp_prune.loss import block_losses
+from ddp_prune.gates import Masks, block_losses
 from ddp_prune.model import load_model, open_source, weight_shapes
 from ddp_prune.pipeline import suited_pools
 from ddp_prune.run import Run
@@ -26,6 +24,7 @@ from ddp_prune.selection import realign
 from ddp_prune.trainer import Trainer
 from ddp_study.study import read_test_blocks
 from ddp_text.tokens import load_tokenizer
+from ddp_training.batches import Batches
 from study import gate, learning_parser, prepare_run, print_result, take_steps
 
 

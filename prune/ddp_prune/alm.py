@@ -12,11 +12,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ddp_prune.batches import Batches
 from ddp_prune.budget import Pool, kept_share
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
+from ddp_training.batches import Batches
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
@@ -133,6 +133,10 @@ class AlmTrainer(Trainer):
         """Clamp z to its floor."""
         for z in self.gates.z.values():
             z.data.clamp_(min=self.recipe.alm.gate_floor)
+
+    def remedy(self, step: int) -> str:
+        searching = step < self.run.steps.search
+        return "try a lower learning_rate in the recipe's table [alm]" if searching else super().remedy(step)
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Do AdamW's step on z and λ."""

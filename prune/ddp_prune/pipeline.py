@@ -15,19 +15,11 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_prune.budget import Pool, make_pools
-from ddp_prune.distributed import (
-    broadcast_from_main,
-    check_sharding,
-    load,
-    main_process_first,
-    make_accelerator,
-    raise_on_all_ranks,
-)
 from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import Transform, export, layer_widths
 from ddp_prune.gates import GatedModel
+from ddp_prune.loading import check_sharding, load
 from ddp_prune.masks_file import provenance_of
-from ddp_prune.memory import TRAINING_BYTES, fits_training
 from ddp_prune.model import (
     Source,
     check_index,
@@ -40,13 +32,17 @@ from ddp_prune.model import (
 from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, schedule
-from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.train import FamilyCheckpoints, train
+from ddp_prune.train import train
 from ddp_prune.trainer import Learned
-from ddp_prune.weights import TrainedWeights
 from ddp_text.blocks import check_vocabulary, load_blocks, select_loss_mask
 from ddp_text.documents import sources_of
 from ddp_text.tokens import load_tokenizer
+from ddp_training.fingerprint import decisive, fingerprint
+from ddp_training.loop import FamilyCheckpoints
+from ddp_training.memory import TRAINING_BYTES, fits_training
+from ddp_training.processes import broadcast_from_main, main_process_first, make_accelerator, raise_on_all_ranks
+from ddp_training.run_state import RunState, check_run_folders, saved_header
+from ddp_training.weights import TrainedWeights
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
@@ -197,7 +193,7 @@ def prune_sizes(
         for place, (run, folder) in enumerate(zip(runs, folders, strict=True)):
             before = pruning.state(family, runs[place - 1]) if family and place else None
             after = pruning.state(family, run) if family and run is not runs[-1] else None
-            checkpoints = FamilyCheckpoints(resume_from=before, save_to=after)
+            checkpoints = FamilyCheckpoints(before, after, run.steps.search)
             pruning.prune_size(run, pools[place], folder, checkpoints, show, overwrite=overwrite)
         if family:
             shared.remove()

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.batches import Batches, sequences_at_once
 from ddp_prune.budget import Pool, make_pools
-from ddp_prune.distributed import check_sharding, load, make_accelerator
 from ddp_prune.gates import GatedModel
-from ddp_prune.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
+from ddp_prune.loading import check_sharding, load
 from ddp_prune.model import AGAIN, Source, loading_options
 from ddp_prune.pipeline import find_model, latency_profile, make_runs, resolve_training_mode, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import TRAINERS, fit_batches
-from ddp_prune.weights import TrainedWeights
+from ddp_prune.train import TRAINERS
+from ddp_training.batches import Batches, fit_batches, sequences_at_once
+from ddp_training.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
+from ddp_training.processes import make_accelerator
+from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.families import Dimensions, dense_layers

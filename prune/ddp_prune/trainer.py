@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import Pool, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.memory import narrow_layers
+from ddp_prune.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.run import Run
-from ddp_prune.weights import WARMUP, TrainedWeights, highest_rate, rate_of
+from ddp_training.batches import Batches, Teacher
+from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.weights import WARMUP, TrainedWeights, highest_rate, rate_of
 from ddp_vllm.errors import TrainingError
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 its share of the budget would be wasted
@@ -159,6 +158,10 @@ class Trainer:
             gates.snapshots[f"{SNAPSHOT}{step + 1}"] = copies
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
+
+    def remedy(self, step: int) -> str:
+        """Return what the user can do if the loss of a step is not a number."""
+        return "check the weights" if self.recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
 
     def _move_weights(self, weights: TrainedWeights, step: int) -> None:
         """Do AdamW's step; until its search ends, the rate of a size does not depend on the sizes after it."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ddp_prune.distributed import make_accelerator
 from ddp_prune.evaluation import Evaluation
 from ddp_prune.model import Source, load_model, open_pruned, open_source
 from ddp_text.blocks import check_vocabulary, load_blocks
 from ddp_text.tokens import load_tokenizer
+from ddp_training.processes import make_accelerator
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TextError, TrainingError
 from ddp_vllm.evaluations import FIDELITY_FORMAT

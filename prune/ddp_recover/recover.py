@@ -17,20 +17,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.batches import Batches
-from ddp_prune.distributed import (
-    broadcast_from_main,
-    check_sharding,
-    load,
-    local_part,
-    main_process_first,
-    make_accelerator,
-    raise_on_all_ranks,
-)
 from ddp_prune.evaluation import Evaluation, bos_warning
 from ddp_prune.export import Transform, config_of, stored_tensors, write_card, write_masks, write_model
+from ddp_prune.loading import check_sharding, load
 from ddp_prune.masks_file import provenance_of, read_masks, read_scores
-from ddp_prune.memory import fit_attention, fits_training
 from ddp_prune.model import (
     Source,
     check_index,
@@ -42,13 +32,23 @@ from ddp_prune.model import (
 )
 from ddp_prune.progress import StepProgress
 from ddp_recover.recipe import RecoveryRecipe
-from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.weights import TrainedWeights, highest_rate
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_text.documents import sources_of
 from ddp_text.tokens import load_tokenizer
+from ddp_training.batches import Batches, fit_batches
+from ddp_training.fingerprint import decisive, fingerprint
+from ddp_training.loop import take_steps
+from ddp_training.memory import fit_attention, fits_training
+from ddp_training.processes import (
+    broadcast_from_main,
+    local_part,
+    main_process_first,
+    make_accelerator,
+    raise_on_all_ranks,
+)
+from ddp_training.run_state import RunState, check_run_folders, saved_header
+from ddp_training.weights import TrainedWeights, highest_rate
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions
@@ -262,7 +262,7 @@ def _train(
     evaluation.evaluate("pruned", models.model)
     trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.say)
     with StepProgress(console, recipe.steps, _phase, run.writes) as report:
-        take_steps(trainer, recipe, models.accelerator, run, report)
+        take_steps(trainer, recipe, recipe.steps, models.accelerator, run, report)
     transform = weights.finish()
     evaluation.evaluate("recovered", models.model)
     return evaluation, transform

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from runs import assert_refused, prune
 
 from ddp_prune.evaluation import Evaluation
-from ddp_prune.loss import OutputHead, agreement
+from ddp_training.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 
 
 def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_prune.loss.CHUNK_BYTES", 4 * 50 * 16)  # 16 tokens at once
+    monkeypatch.setattr("ddp_training.loss.CHUNK_BYTES", 4 * 50 * 16)  # 16 tokens at once
     chance = torch.Generator().manual_seed(0)
     ours, theirs = (torch.randn(37, 8, generator=chance) for _ in range(2))
     head = OutputHead(weight=torch.randn(50, 8, generator=chance), divisor=2.0, cap=3.0)
