@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from ddp_prune.read_recipe import load_recipes
 from latency_profiles import written
 from runs import SMALL, assert_refused, prune, weights
 
 from ddp_prune.masks_file import read_masks
 from ddp_prune.pipeline import Pruning
-from ddp_prune.recipe import Recipe
+from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import Steps, schedule
 from ddp_prune.trainer import Trainer
 from ddp_training.run_state import RunState

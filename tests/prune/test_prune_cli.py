@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ddp_prune.masks_file import read_masks
-from ddp_prune.read_recipe import load_recipe
+from ddp_prune.recipe import load_recipe
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
