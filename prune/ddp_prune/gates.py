@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_prune.experts import IMPLEMENTATION, LayerGates
 from ddp_training.loss import OutputHead, losses
-from ddp_training.memory import USABLE, free_memory, pass_bytes, pending_bytes
+from ddp_training.memory import fits_with_pass
 from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
 from ddp_vllm.remote_code.tensors import LAYERS, Projection
 
@@ -318,9 +318,8 @@ def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: in
     if gated.sizes.num_experts:
         return None
     narrow = NarrowLayers(gated)
-    copies, needed = narrow.copied_bytes(), pass_bytes(gated, num_sequences, seq_len)
-    free = free_memory(accelerator) - pending_bytes(gated.model)
-    fits = copies is not None and copies + needed <= USABLE * free
+    copies = narrow.copied_bytes()
+    fits = copies is not None and fits_with_pass(copies, gated, num_sequences, seq_len, accelerator)
     return narrow if fits else None
 
 

@@ -82,6 +82,14 @@ def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
+def fits_with_pass(
+    num_bytes: int, sized: SizedModel, num_sequences: int, seq_len: int, accelerator: Accelerator
+) -> bool:
+    """Tell whether `num_bytes` fit into free memory next to a forward and backward pass."""
+    free = free_memory(accelerator) - pending_bytes(sized.model)
+    return num_bytes + pass_bytes(sized, num_sequences, seq_len) <= USABLE * free
+
+
 def fits_training(num_weights: int, accelerator: Accelerator, bytes_each: int = TRAINING_BYTES) -> bool:
     """Tell whether the memory of every process suffices to train `num_weights` weights."""
     fits = bytes_each * num_weights <= TRAINING_SHARE * free_memory(accelerator)
