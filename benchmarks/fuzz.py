@@ -148,14 +148,16 @@ class Readers:
         return self.checked_weights(model)
 
     def open_pruned(self, dense: str) -> dict[str, torch.Tensor]:
-        from ddp_prune.model import load_model, open_pruned, open_source
+        from ddp_models.loading import load_model
+        from ddp_models.source import open_pruned, open_source
         from ddp_vllm.checkpoint import read_checkpoint
 
         source = open_pruned(read_checkpoint(self.folder), open_source(str(self.sound.folder_of(dense))))
         return self.checked_weights(load_model(source, "auto"))
 
     def load_dense(self) -> dict[str, torch.Tensor]:
-        from ddp_prune.model import load_model, open_source
+        from ddp_models.loading import load_model
+        from ddp_models.source import open_source
 
         return self.checked_weights(load_model(open_source(str(self.folder)), "auto"))
 

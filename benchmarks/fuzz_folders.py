@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 import ddp_vllm
-from ddp_prune import export
+from ddp_models import writing
 from ddp_prune.recipe import Recipe
 from ddp_text.blocks import save_blocks
 from ddp_text.tokens import Tokens
@@ -67,7 +67,7 @@ def write_sound(folder: Path) -> Sound:
     watched.write_text("".join(json.dumps({"text": one.upper()}) + "\n" for one in SENTENCES))
     _write_dense(sound)
     small: dict[str, Any] = {"data": str(lines), "seq_len": 16, "batch_size": 2}
-    shard, export.MAX_SHARD_BYTES = export.MAX_SHARD_BYTES, 40_000  # several files
+    shard, writing.MAX_SHARD_BYTES = writing.MAX_SHARD_BYTES, 40_000  # several files
     try:
         for kind in ("", "-experts"):
             masked = folder / f"masked{kind}" / STEM
@@ -78,7 +78,7 @@ def write_sound(folder: Path) -> Sound:
             else:
                 ddp_vllm.recover(masked, output=sound.pruned, tokens=64, watch=str(watched), **small)
     finally:
-        export.MAX_SHARD_BYTES = shard
+        writing.MAX_SHARD_BYTES = shard
     for one in (sound.pruned, sound.folder_of("experts")):
         shutil.rmtree(one / "report")
         (one / "report.html").unlink()

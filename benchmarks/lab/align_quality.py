@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.gates import Masks, block_losses
-from ddp_prune.model import load_model, open_source, weight_shapes
 from ddp_prune.pipeline import suited_pools
 from ddp_prune.run import Run
 from ddp_prune.selection import realign
@@ -45,7 +46,7 @@ def main() -> None:
 
     def trainer(align: int) -> Trainer:
         aligned = dataclasses.replace(recipe, align=align)
-        _, pools = suited_pools(aligned, source, weight_shapes(source))
+        _, pools = suited_pools(aligned, source, source.shapes)
         return Trainer(gated, Batches(blocks.train, aligned, accelerator), Run.alone(aligned), pools, accelerator)
 
     def losses(gates: Masks | None) -> dict[str, Any]:

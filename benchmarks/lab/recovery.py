@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.model import load_model, open_pruned, open_source
+from ddp_models.loading import load_model
+from ddp_models.source import open_pruned, open_source
 from ddp_study.study import TEST_BLOCKS, TEST_LENGTH
 from ddp_text.documents import Document, as_documents, open_rows
 from ddp_text.templates import Templates

@@ -32,8 +32,9 @@ from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_benchmarks.protocol import script_parser
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel, block_losses
-from ddp_prune.model import load_model, open_source
 from ddp_study.study import read_test_blocks
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer

@@ -14,22 +14,20 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.budget import Pool, make_pools
-from ddp_prune.evaluation import Evaluation, bos_warning
-from ddp_prune.export import Transform, export, layer_widths
-from ddp_prune.gates import GatedModel
-from ddp_prune.loading import check_sharding, load
-from ddp_prune.masks_file import provenance_of
-from ddp_prune.model import (
+from ddp_models.evaluation import Evaluation, bos_warning
+from ddp_models.loading import check_sharding, load
+from ddp_models.source import (
     Source,
     check_index,
     check_spares_source,
     open_source,
     tokenizer_and_config_files,
     weight_files,
-    weight_shapes,
 )
-from ddp_prune.progress import StepProgress
+from ddp_prune.budget import Pool, make_pools
+from ddp_prune.export import Transform, export, layer_widths
+from ddp_prune.gates import GatedModel
+from ddp_prune.masks_file import provenance_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, schedule
 from ddp_prune.train import train
@@ -49,6 +47,7 @@ from ddp_vllm.families import WHOLE_EXPERT, choose_head_unit
 from ddp_vllm.latency import Profile
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
+from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.provenance import published_recipe
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
@@ -82,7 +81,8 @@ def prune(
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
     check_sharding(first, accelerator.num_processes)
-    source, shapes = main_process_first(accelerator, lambda: find_model(first, output))
+    source = main_process_first(accelerator, lambda: find_model(first, output))
+    shapes = source.shapes
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [suited_pools(recipe, source, shapes, profile)[1] for recipe in recipes]
     mode = resolve_training_mode(first, shapes, folders[0], accelerator)
@@ -97,12 +97,12 @@ def prune(
     return list(map(read_checkpoint, folders))
 
 
-def find_model(recipe: Recipe, output: Path) -> tuple[Source, dict[str, list[int]]]:
-    """Return the dense model and the shapes of its weights; refuse an output inside its folder."""
+def find_model(recipe: Recipe, output: Path) -> Source:
+    """Return the dense model; refuse an output inside its folder."""
     source = open_source(recipe.model)
     check_spares_source(output, source)
     check_index(source.folder)
-    return source, weight_shapes(source)
+    return source
 
 
 def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile | None:
@@ -348,7 +348,7 @@ class Pruning:
         """Write the checkpoint with its provenance."""
         recipe, source, latency = run.recipe, self.source, {}
         if run.profile:
-            widths = layer_widths(learned.gates, source, self.head_unit)
+            widths = layer_widths(learned.gates, source.sizes)
             latency["latency"] = predicted_latency(run.profile, widths, recipe.workload)
         export(
             source,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_models.loading import check_sharding, load, loading_options
+from ddp_models.source import AGAIN, Source
 from ddp_prune.budget import Pool, make_pools
 from ddp_prune.gates import GatedModel
-from ddp_prune.loading import check_sharding, load
-from ddp_prune.model import AGAIN, Source, loading_options
 from ddp_prune.pipeline import find_model, latency_profile, make_runs, resolve_training_mode, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
@@ -34,7 +34,8 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     first = recipes[0]
     accelerator = make_accelerator(output, None)
     check_sharding(first, accelerator.num_processes)
-    source, shapes = find_model(first, output)
+    source = find_model(first, output)
+    shapes = source.shapes
     profile = latency_profile(first, source, _refuse_to_measure)
     mode = resolve_training_mode(first, shapes, output, accelerator)
     lines, pools_of = [], []

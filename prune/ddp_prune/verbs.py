@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import ddp_vllm
-from ddp_prune.recipe import Recipe, TrainingSettings, load_recipes
+from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import schedule
+from ddp_training.settings import TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output, clear, is_unfinished
@@ -110,6 +111,6 @@ def apply(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
-    from ddp_prune.masks_file import apply_masks
+    from ddp_prune.export import apply_masks
 
     return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)

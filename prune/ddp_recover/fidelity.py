@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ddp_prune.evaluation import Evaluation
-from ddp_prune.model import Source, load_model, open_pruned, open_source
+from ddp_models.evaluation import Evaluation
+from ddp_models.loading import load_model
+from ddp_models.source import Source, open_pruned, open_source
 from ddp_text.blocks import check_vocabulary, load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.processes import make_accelerator

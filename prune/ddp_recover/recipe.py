@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_prune.recipe import TrainingSettings
+from ddp_training.settings import TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import read_settings, setting
 

@@ -17,11 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.evaluation import Evaluation, bos_warning
-from ddp_prune.export import Transform, config_of, stored_tensors, write_card, write_masks, write_model
-from ddp_prune.loading import check_sharding, load
-from ddp_prune.masks_file import provenance_of, read_masks, read_scores
-from ddp_prune.model import (
+from ddp_models.evaluation import Evaluation, bos_warning
+from ddp_models.loading import check_sharding, load
+from ddp_models.source import (
     Source,
     check_index,
     check_spares_source,
@@ -30,7 +28,9 @@ from ddp_prune.model import (
     tokenizer_and_config_files,
     weight_files,
 )
-from ddp_prune.progress import StepProgress
+from ddp_models.writing import config_of, stored_tensors, write_card, write_model
+from ddp_prune.export import Transform
+from ddp_prune.masks_file import provenance_of, read_masks, read_scores, write_masks
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
@@ -54,6 +54,7 @@ from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextErro
 from ddp_vllm.families import Dimensions
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
+from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import show
 from ddp_vllm.provenance import local_provenance
 

@@ -17,7 +17,7 @@ SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} cloud
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models say nothing worth 64 tokens."""
-    monkeypatch.setattr("ddp_prune.evaluation.SAMPLE_TOKENS", 3)
+    monkeypatch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,10 @@ from accelerate import Accelerator
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.budget import Pool, make_pools
 from ddp_prune.gates import GatedModel
-from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train

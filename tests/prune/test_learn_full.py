@@ -14,7 +14,8 @@ from runs import prune
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import gates, loading
+from ddp_models import loading
+from ddp_prune import gates
 from ddp_prune.trainer import Trainer
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer

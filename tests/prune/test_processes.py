@@ -22,8 +22,9 @@ from two_processes import (
     summed_gradients,
 )
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
-from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train

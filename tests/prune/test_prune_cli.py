@@ -177,7 +177,7 @@ def test_an_interrupted_prune_goes_on(
     pruned: tuple[Path, Result], tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "r.toml").write_text("save_every = 2\n")
-    from ddp_prune.progress import StepProgress
+    from ddp_vllm.pages.progress import StepProgress
 
     def stop(self: Any, metrics: dict[str, float]) -> None:
         if metrics["step"] == 5:

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from runs import assert_refused, prune
 from safetensors.torch import load_file, save_file
 
+from ddp_models.source import open_source
 from ddp_prune import pipeline
 from ddp_prune.export import export
-from ddp_prune.model import open_source
 from ddp_vllm.cli import main
 from ddp_vllm.manifest import MANIFEST
 

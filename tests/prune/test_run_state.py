@@ -20,11 +20,11 @@ from click.testing import Result
 from runs import prune
 from safetensors.torch import load_file, save_file
 
-from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
 from ddp_training import fingerprint as fingerprint_module
 from ddp_training.run_state import RunState, check_run_folders
 from ddp_vllm.errors import OutputError
+from ddp_vllm.pages.progress import StepProgress
 
 RECIPE = Recipe(model="m", sparsity=0.5, steps=6)
 

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from test_experts import CASES, CHANNELS, LOAD, NUM_EXPERTS, TOKENS
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.export import export
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
+from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.masks_file import apply_masks, read_masks
-from ddp_prune.model import load_model, open_source
+from ddp_prune.masks_file import read_masks
 from ddp_study.scores import choose
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer

@@ -23,9 +23,9 @@ from accelerate import Accelerator
 from runs import pools_of
 from safetensors.torch import save_file
 
+from ddp_models.loading import load_model, load_sharded
+from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
-from ddp_prune.loading import load_sharded
-from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train

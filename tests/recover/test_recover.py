@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from runs import assert_refused, prune, recover, weights
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from ddp_prune.model import load_model, open_pruned, open_source
+from ddp_models.loading import load_model
+from ddp_models.source import open_pruned, open_source
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_training.run_state import RunState
 from ddp_vllm import output

@@ -1,4 +1,4 @@
-"""Loads the model of a run: whole, or sharded over all processes.
+"""Loads the model of a run, frozen and in eval mode: whole, or sharded over all processes.
 
 With `shard`, FSDP2 shards the decoder layers by rows, and each layer is gathered just before it is used. Weights
 outside the layers stay whole in every process, because the output head is used all the time (`ddp_training/loss.py`);
@@ -6,6 +6,7 @@ accelerate's own FSDP2 plugin would shard them too, and does not support CPUs.
 """
 
 import gc
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ddp_prune.model import Source, check_complete, load_model, loading_options, weight_files
-from ddp_prune.recipe import TrainingSettings
-from ddp_vllm.errors import SettingError
+from ddp_models.source import AGAIN, Source, weight_files
+from ddp_training.settings import TrainingSettings
+from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.remote_code.tensors import LAYERS
 
 
@@ -42,6 +43,72 @@ def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> 
     if recipe.shard:
         return load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
     return load_model(source, recipe.dtype, accelerator.device)
+
+
+def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
+    """Return the dtype and the attention implementation for loading the model on `device` (None: a CPU).
+
+    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
+    bfloat16, so there it is float32 for both. Gemma-2 requires eager attention: transformers' fused attention leaves
+    out the soft-cap on scores that it was trained with and vLLM applies.
+    """
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    wanted = (
+        AutoConfig.from_pretrained(source.folder, trust_remote_code=False).dtype
+        if dtype == "auto"
+        else getattr(torch, dtype)
+    )
+    if wanted is None:  # not in the config
+        with safe_open(weight_files(source.folder)[0], framework="pt") as file:
+            wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
+    if dtype == "auto" and wanted == torch.float16:
+        wanted = torch.bfloat16
+    on_gpu = device is not None and device.type == "cuda"
+    if dtype == "auto" and wanted == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
+        wanted = torch.float32
+    attention = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
+    return {"dtype": wanted, **attention}
+
+
+def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
+    """Load the stock transformers model, frozen and in eval mode, straight to `device`.
+
+    Raises: ModelError if weights are missing or have another shape; transformers would initialize them at random.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    with reading(source.folder, ModelError, AGAIN):
+        options = loading_options(source, dtype, device)
+    if device is not None and device.type != "cpu":
+        options["device_map"] = {"": device}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would list missing weights, which our error reports
+    try:
+        with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,
+                **options,
+            )
+    finally:
+        logging.set_verbosity(verbosity)
+    check_complete(source, {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def check_complete(source: Source, lacking: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks weights, given by their names in transformers. Raises: ModelError."""
+    if lacking:
+        raise ModelError(
+            f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json states "
+            f"({len(lacking)} weights in all); download the model again, as published"
+        )
 
 
 def load_sharded(source: Source, dtype: str, device: torch.device, num_processes: int) -> Any:
