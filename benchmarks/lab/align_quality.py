@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ddp_prune.budget import suited_pools
 from ddp_prune.gates import Masks, block_losses
 from ddp_prune.model import load_model, open_source, weight_shapes
-from ddp_prune.pipeline import suited_pools
 from ddp_prune.run import Run
 from ddp_prune.selection import realign
 from ddp_prune.text import load_tokenizer

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import rotated, script_parser
+from ddp_prune.budget import suited_pools
 from ddp_prune.gates import GatedModel
 from ddp_prune.model import load_model, open_source, weight_shapes
-from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
