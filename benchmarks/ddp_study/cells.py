@@ -23,10 +23,10 @@ from accelerate.utils import set_seed
 
 from ddp_models.loading import load
 from ddp_models.source import Source, open_source, tokenizer_and_config_files, weight_files
+from ddp_prune.budget import suited_pools
 from ddp_prune.export import layer_widths
 from ddp_prune.gates import GatedModel, Masks, block_losses
 from ddp_prune.masks_file import read_masks, write_masks
-from ddp_prune.pipeline import routing, suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train
@@ -259,7 +259,7 @@ class Cells:
         found |= {
             "learns": sum(map(torch.numel, numbers)),
             "step_seconds": statistics.median(seconds),
-            **routing(learned, self.source.sizes.routed_layers),
+            **learned.routing(self.source.sizes.routed_layers),
         }
         return _of_sparsity(learned.gates, recipe.sparsity, found)
 

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
+from ddp_prune.budget import suited_pools
 from ddp_prune.gates import Masks, block_losses
-from ddp_prune.pipeline import suited_pools
 from ddp_prune.run import Run
 from ddp_prune.selection import realign
 from ddp_prune.trainer import Trainer

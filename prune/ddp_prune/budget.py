@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 
+from ddp_models.source import Source
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import Rows, best_support, cut_rows, evenly, exact_choice, greedy, open_first
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import Dimensions, dense_layers, fewer_experts, unit_shapes
+from ddp_vllm.families import (
+    WHOLE_EXPERT,
+    Dimensions,
+    choose_head_unit,
+    dense_layers,
+    fewer_experts,
+    unit_shapes,
+)
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -239,6 +247,26 @@ class LatencyPool(Pool):
 
     def _least(self) -> float:
         return min(float(table_LB[:, 1:].amin()) for table_LB in self.tables.values())
+
+
+def suited_pools(
+    recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
+) -> tuple[str, Sequence[Pool]]:
+    """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not suit each other."""
+    longest = source.config.get("max_position_embeddings") or math.inf
+    if recipe.seq_len > longest:
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
+    if recipe.scope == "expert" and not source.sizes.num_experts:
+        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
+    if recipe.whole_experts and not source.sizes.num_experts:
+        raise SettingError(f"{recipe.model} is no mixture of experts, so it has no whole experts to remove")
+    unit = head_unit_of(recipe, source)
+    return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
+
+
+def head_unit_of(recipe: Recipe, source: Source) -> str:
+    """Return the attention unit that a recipe means for this model."""
+    return WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
 
 
 def make_pools(

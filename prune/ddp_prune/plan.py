@@ -13,12 +13,12 @@ from accelerate import Accelerator
 
 from ddp_models.loading import check_sharding, load, loading_options
 from ddp_models.source import AGAIN, Source
-from ddp_prune.budget import Pool, make_pools
+from ddp_prune.budget import Pool, make_pools, suited_pools
 from ddp_prune.gates import GatedModel
-from ddp_prune.pipeline import find_model, latency_profile, make_runs, resolve_training_mode, suited_pools
+from ddp_prune.pipeline import find_model, latency_profile
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
-from ddp_prune.train import TRAINERS
+from ddp_prune.run import Run, make_runs
+from ddp_prune.train import TRAINERS, resolve_training_mode
 from ddp_training.batches import Batches, fit_batches, sequences_at_once
 from ddp_training.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
 from ddp_training.processes import make_accelerator

@@ -1,23 +1,196 @@
-"""Trains the gates of a model, and its weights if the run says so; and how that is decided."""
+"""Trains one size: the dense model and text in, its gates, their evaluation and the updated weights out."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
 
+from ddp_models.evaluation import Evaluation, bos_warning
+from ddp_models.loading import load
+from ddp_models.source import Source, tokenizer_and_config_files, weight_files
 from ddp_prune.alm import AlmTrainer
-from ddp_prune.budget import Pool
+from ddp_prune.budget import Pool, head_unit_of
+from ddp_prune.export import Transform
 from ddp_prune.gates import GatedModel
+from ddp_prune.masks_file import provenance_of
+from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Learned, Trainer
+from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
-from ddp_training.loop import FamilyCheckpoints, Report, take_steps
-from ddp_training.memory import fit_attention
-from ddp_training.run_state import RunState
+from ddp_training.fingerprint import decisive, fingerprint
+from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
+from ddp_training.memory import TRAINING_BYTES, fit_attention, fits_training
+from ddp_training.processes import broadcast_from_main
+from ddp_training.run_state import RunState, saved_header
 from ddp_training.weights import TrainedWeights
+from ddp_vllm.errors import ModelError, TrainingError
+from ddp_vllm.pages.progress import StepProgress
+from ddp_vllm.provenance import published_recipe
 
 TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
+
+
+def resolve_training_mode(
+    recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accelerator: Accelerator
+) -> str:
+    """Return `masks` or `weights`: as asked, as the interrupted run for this output had it, or as memory allows now."""
+    if recipe.train != "auto":
+        return recipe.train
+    for saved in (saved_header(output), provenance_of(output)):
+        same = accelerator.is_main_process and is_same_recipe(saved.get("recipe", {}), recipe)
+        resolved = saved.get("resolved") or saved.get("run") or {}
+        if mode := broadcast_from_main(accelerator, resolved.get("train") if same else None):
+            return str(mode)
+    num_weights = sum(math.prod(shape) for shape in shapes.values())
+    held = num_weights // (accelerator.num_processes if recipe.shard else 1)
+    models = 2 if recipe.distillation > 0 else 1  # not loaded yet
+    fits = fits_training(held, accelerator, TRAINING_BYTES + 2 * models)
+    return "weights" if fits and recipe.controller == "gradual" else "masks"
+
+
+def is_same_recipe(saved: dict[str, Any], recipe: Recipe) -> bool:
+    """Tell whether the decisive settings are the same; checkpoints hold names instead of paths."""
+    ours = published_recipe(json.loads(json.dumps(recipe.to_dict())))
+    return decisive(published_recipe(saved)) == decisive(ours)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The dense model, the text and the devices that all sizes share."""
+
+    source: Source
+    head_unit: str
+    tokenizer: Any
+    blocks: Blocks
+    loss_mask: torch.Tensor | None
+    """Of the blocks to train on, as of `Batches`."""
+    learned_from: dict[str, Any]
+    """The training-data fingerprint."""
+    accelerator: Accelerator
+    console: Console
+    say: Callable[[str], None]
+    """Prints a line, from one process."""
+
+    def announce(self, run: Run) -> None:
+        """Print what the run is about to do, before the model is loaded."""
+        recipe, source, blocks = run.recipe, self.source, self.blocks
+        passes = run.steps.last * recipe.batch_size / len(blocks.train)
+        unit = "expert channel" if source.sizes.num_experts and not recipe.whole_experts else self.head_unit
+        trained = {"weights": "masks and weights are trained together", "masks": "only masks are trained"}[run.train]
+        self.say(
+            f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
+            f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
+        )
+        self.say(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; {trained}")
+
+    def state(self, output: Path, run: Run, say: Callable[[str], None] = lambda _: None) -> RunState:
+        """Return the folder of a run on this text that writes `output`."""
+        same: dict[str, Any] = {"resolved": run.to_dict(), "learned_from": self.learned_from}
+        return RunState(output, run.recipe, **same, writes=self.accelerator.is_main_process, say=say)
+
+
+def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Console) -> Inputs:
+    """Read the text for the steps of `run`, the longest one. Raises: TextError, SettingError."""
+    recipe, tokenizer = run.recipe, load_tokenizer(str(source.folder))
+    blocks = load_blocks(
+        recipe.data,
+        tokenizer,
+        seq_len=recipe.seq_len,
+        train_blocks=run.steps.last * recipe.batch_size,
+        heldout_blocks=recipe.heldout_blocks,
+        min_train_blocks=recipe.batch_size,
+        seed=recipe.seed,
+        text_column=recipe.text_column,
+    )
+    check_vocabulary(blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
+    files = weight_files(source.folder), tokenizer_and_config_files(source.folder)
+    profile = str(run.profile.path) if run.profile else ""
+    show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
+    say: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
+    return Inputs(
+        source=source,
+        head_unit=head_unit_of(recipe, source),
+        tokenizer=tokenizer,
+        blocks=blocks,
+        loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, say),
+        learned_from=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
+        accelerator=accelerator,
+        console=console,
+        say=say,
+    )
+
+
+class Result(NamedTuple):
+    """What the checkpoint of a size is written from."""
+
+    learned: Learned
+    evaluation: dict[str, Any]
+    """Perplexity and samples of the dense and the pruned model."""
+    transform: Transform | None
+    """The updated weights; None if only masks were trained."""
+
+
+def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
+    """Load the dense model, train gates, and weights too if the run says so, and evaluate both models.
+
+    Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no sequence fits a device.
+    """
+    set_seed(run.recipe.seed)
+    try:
+        return _train_size(inputs, run, pools, state, family)
+    except torch.OutOfMemoryError as error:  # outside of a step, which has a message of its own
+        raise TrainingError(
+            f"{run.recipe.model} and a sequence of {run.recipe.seq_len:,} tokens do not fit into the memory "
+            "of a device; free it of other processes, lower --seq-len, or distribute the weights over more devices "
+            "with --shard"
+        ) from error
+
+
+def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
+    recipe, source, accelerator = run.recipe, inputs.source, inputs.accelerator
+    gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, inputs.head_unit)
+    joint = run.train == "weights"
+    weights = TrainedWeights(gated.model, accelerator) if joint else None  # before any forward pass
+    evaluation = Evaluation({recipe.data: inputs.blocks.heldout}, inputs.tokenizer)
+    evaluation.evaluate("dense", gated.model)
+    if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
+        raise ModelError(
+            f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
+        )
+    if warning := bos_warning(gated.model, recipe.model, inputs.tokenizer, inputs.blocks.heldout):
+        inputs.say(warning)
+    teacher = load(source, recipe, accelerator) if joint and recipe.distillation > 0 else None
+    phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
+    with StepProgress(inputs.console, run.steps.last, phase, accelerator.is_main_process) as report:
+        learned = train(
+            gated, inputs.blocks.train, run, pools, accelerator, state, report, weights, teacher, family,
+            loss_mask=inputs.loss_mask,
+        )  # fmt: skip
+    transform = weights.finish() if weights else None
+    with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
+        evaluation.evaluate("pruned", gated.model)
+    return Result(learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, transform)
+
+
+def _phase(run: Run, wanted: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
+    """Return the phase of a step and the sparsity it reached, for the progress bar."""
+    shares = {name.removesuffix("_sparsity"): value for name, value in metrics.items() if name.endswith("_sparsity")}
+    goals = {name: f" of {share:.0%}" for name, share in wanted.items()}
+    sparsity = ", ".join(f"{name} {value:.1%}{goals.get(name, '')}" for name, value in shares.items())
+    annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
+    phase = "search" if metrics["step"] <= run.steps.search else "polish"
+    return phase, f"sparsity {sparsity} {annealed}"
 
 
 def train(
@@ -30,7 +203,7 @@ def train(
     report: Report,
     weights: TrainedWeights | None = None,
     teacher: Any = None,
-    family: FamilyCheckpoints = FamilyCheckpoints(),  # noqa: B008 (a tuple)
+    family: FamilyCheckpoints = NO_FAMILY,
     make: Callable[..., Trainer] | None = None,
     loss_mask: torch.Tensor | None = None,
 ) -> Learned:

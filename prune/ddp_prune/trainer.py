@@ -48,6 +48,11 @@ class Learned:
     routed: Masks
     """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense model."""
 
+    def routing(self, routed_layers: tuple[int, ...]) -> dict[str, Any]:
+        """Return `routed` as plain data, layer number -> counts; {} for a dense model."""
+        counts = {kind: values.tolist() for kind, values in self.routed.items()}
+        return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
+
 
 @dataclass(kw_only=True)
 class GateState:

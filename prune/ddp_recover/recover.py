@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ from ddp_training.processes import (
     make_accelerator,
     raise_on_all_ranks,
 )
-from ddp_training.run_state import RunState, check_run_folders, saved_header
+from ddp_training.run_state import RunState, check_run_folders, locked_run, saved_header
 from ddp_training.weights import TrainedWeights, highest_rate
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
@@ -134,9 +133,7 @@ def recover(
         text = _load_text(resolved, provenance, models, say)
         fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
         run = RunState(output, resolved, learned_from=fingerprints, writes=main, say=say)
-        with ExitStack() as stack:
-            with raise_on_all_ranks(accelerator):
-                stack.enter_context(run.locked())
+        with locked_run(run, accelerator):
             evaluation, transform = _train(resolved, models, weights, text, run, console)
             with raise_on_all_ranks(accelerator):
                 if main:

@@ -34,6 +34,9 @@ class FamilyCheckpoints(NamedTuple):
     """Steps after which the search of this size ends."""
 
 
+NO_FAMILY = FamilyCheckpoints()
+
+
 class Learner(Protocol):
     """Trains gates, or the weights of a pruned model, step by step."""
 
@@ -61,7 +64,7 @@ def take_steps(
     accelerator: Accelerator,
     state: RunState,
     report: Report,
-    family: FamilyCheckpoints = FamilyCheckpoints(),  # noqa: B008 (a tuple)
+    family: FamilyCheckpoints = NO_FAMILY,
 ) -> None:
     """Do the steps of a run, or those that an interruption has left.
 

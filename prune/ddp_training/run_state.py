@@ -197,6 +197,15 @@ class RunState:
             raise OutputError(f"the run cannot be saved in {self.folder} ({reason}); {remedy}") from error
 
 
+@contextmanager
+def locked_run(run: RunState, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the lock of a run, or raise in all processes what the main process raised."""
+    with ExitStack() as stack:
+        with raise_on_all_ranks(accelerator):
+            stack.enter_context(run.locked())
+        yield
+
+
 def load_run(run: RunState, accelerator: Accelerator) -> Saved | None:
     """Return in all processes what `run.load` finds in the main process; the others may not see its disk.
 

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from latency_profiles import written
 from runs import SMALL, assert_refused, prune, weights
 
+from ddp_prune import pipeline
 from ddp_prune.masks_file import read_masks
-from ddp_prune.pipeline import Pruning
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import Steps, schedule
 from ddp_prune.trainer import Trainer
@@ -157,14 +157,14 @@ def test_two_families_are_not_written_into_one_folder_at_once(
 ) -> None:
     """The second meets the first while it writes a size that the second has not."""
     refused: list[Result] = []
-    write = Pruning.write
+    write = pipeline.write
 
-    def meet(self: Pruning, *arguments: Any, **options: Any) -> None:
+    def meet(*arguments: Any, **options: Any) -> None:
         if not refused:
             refused.append(prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.3,0.5"))
-        write(self, *arguments, **options)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(Pruning, "write", meet)
+    monkeypatch.setattr(pipeline, "write", meet)
     assert prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4").exit_code == 0
     assert_refused(refused[0], 5, "another process works on", "wait for it")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES[:2]
