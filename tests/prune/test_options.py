@@ -179,6 +179,7 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
                   r"^budget: keep 12 of 12 attn units .*\n(.*\n)*removed: 17.9% .* = 14.6% of the model"),
     "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
     "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
+    "a speed of prefill": (["--speedup", "1.2", *PREFILL], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
     "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *MEASURED],
                             r"^budget: keep .* µs per step of attn, mlp \(80.0%\)"),
 }  # fmt: skip
@@ -217,11 +218,11 @@ def test_a_dry_run_takes_every_option(tiny_model: Path, tiny_experts: Path, tmp_
         arguments = ["prune", str(model), "--sparsity", "0.4", "--data", "no text", "-o", str(tmp_path / "out")]
         result = CliRunner().invoke(main, [*arguments, "--dry-run", *options])
         assert result.exit_code == 0, (result.output, result.exception)
-        assert re.search(r"^budget: .* stay", result.stdout, re.MULTILINE)
+        assert re.search(r"^budget: keep .*", result.stdout, re.MULTILINE)
         assert list(tmp_path.iterdir()) == [recipe]
         if model == tiny_model:
             assert re.search(r"^text: 20 steps of 4 × 64 tokens, 5,120 in all", result.stdout, re.MULTILINE)
-            assert "for the model" in result.stdout and "and then 3 minutes of recovery" in result.stdout
+            assert "for the model" in result.stdout and "plus 3 minutes of recovery" in result.stdout
     tried = {each for options, _ in DRY.values() for each in options} | {*OTHERS, *OF_EXPERTS, "--recipe"}
     given = {"--data", "--output", "-o", "--dry-run", "--shard"}  # the last one takes several processes
     assert tried | given >= set(FLAGS[cli.prune])

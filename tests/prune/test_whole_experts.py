@@ -222,7 +222,7 @@ def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -
         masks = tmp_path / "study" / "cells" / f"{name}_0.4_0.safetensors"
         apply_masks(str(tiny_experts), masks, tmp_path / name, overwrite=False)
         assert read_checkpoint(tmp_path / name).stock
-    assert "controller is 'alm'; where whole experts go, it must be 'gradual'" in result.stdout
+    assert "controller is 'alm'; with whole_experts it must be 'gradual'" in result.stdout
     assert "scope is 'expert'" in result.stdout
 
 
