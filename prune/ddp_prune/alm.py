@@ -5,18 +5,16 @@ Legend: L layers, U units of a layer; G groups that share a budget, N units of a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from ddp_prune.budget import Pool, kept_share
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.gates import Masks
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
-from ddp_training.batches import Batches
 
 STRETCH_LOW, STRETCH_HIGH = -0.1, 1.1  # l and r of Eq. 8 and 12
 SHARPNESS = math.log(11.0)  # C0: makes s(0) = 0 and s(2μ) = 1 exactly; the paper rounds it to 2.4
@@ -94,16 +92,13 @@ class AugmentedLagrangian(nn.Module):
 class AlmTrainer(Trainer):
     """Search with `controller="alm"`; rounding and polish are those of every search."""
 
-    def __init__(
-        self, gated: GatedModel, batches: Batches, run: Run, pools: Sequence[Pool], accelerator: Accelerator
-    ) -> None:
-        super().__init__(gated, batches, run, pools, accelerator)
+    def prepare(self) -> None:
         for z in self.gates.z.values():
             z.requires_grad_()
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
-        self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(accelerator.device)
-        alm, gentle = run.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
+        self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(self.accelerator.device)
+        alm, gentle = self.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [*self.gates.z.values()], "base": alm.learning_rate},

@@ -377,13 +377,9 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         costs[kind] = per_layer * curve.unit / math.prod(shape[1:-1])  # an expert has a share in its layer
         if not is_routed:  # the fixed cost of routed experts stays however many are removed
             fixed[kind] = per_layer * curve.fixed
-        step = math.lcm(align, EXPERT_BLOCK if is_routed else curve.multiple)
-        while step * MOST_BLOCKS < shape[-1]:
-            step *= 2
-        num_blocks = -(-shape[-1] // step) if shape[-1] % align == 0 else shape[-1] // step
-        widths = [min(block * step, shape[-1]) for block in range(num_blocks + 1)]
+        steps[kind], widths = _table_widths(shape[-1], align, EXPERT_BLOCK if is_routed else curve.multiple)
         seconds = [max(0.0, curve.seconds(width) - curve.fixed * is_routed) for width in widths]
-        steps[kind], tables[kind] = step, per_layer[:, None] * torch.tensor(seconds, dtype=torch.float64)
+        tables[kind] = per_layer[:, None] * torch.tensor(seconds, dtype=torch.float64)
     removable = times.prunable - times.unremovable
     saved = times.dense * (1.0 - 1.0 / recipe.speedup) if recipe.speedup else recipe.sparsity * removable
     if saved >= removable:
@@ -400,6 +396,15 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         kept=1e6 * (removable - saved),
         **layout | {"blocks": steps},
     )
+
+
+def _table_widths(units: int, align: int, multiple: int) -> tuple[int, list[int]]:
+    """Return how many units of a row are a block of its table, and the widths that the table lists: 0, 1, … blocks."""
+    step = math.lcm(align, multiple)
+    while step * MOST_BLOCKS < units:
+        step *= 2
+    num_blocks = -(-units // step) if units % align == 0 else units // step
+    return step, [min(block * step, units) for block in range(num_blocks + 1)]
 
 
 def _blocks(

@@ -118,6 +118,10 @@ class Trainer:
         self.gates = GateState.opened(gated.shapes, accelerator.device)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what a search needs besides the gates; this one needs nothing."""
 
     def train_weights(self, weights: TrainedWeights, teacher: Any) -> None:
         """Also train the weights of the gated model; `teacher` is another copy of it."""
