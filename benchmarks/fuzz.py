@@ -148,14 +148,16 @@ class Readers:
         return self.checked_weights(model)
 
     def open_pruned(self, dense: str) -> dict[str, torch.Tensor]:
-        from ddp_prune.model import load_model, open_pruned, open_source
+        from ddp_models.loading import load_model
+        from ddp_models.source import open_pruned, open_source
         from ddp_vllm.checkpoint import read_checkpoint
 
         source = open_pruned(read_checkpoint(self.folder), open_source(str(self.sound.folder_of(dense))))
         return self.checked_weights(load_model(source, "auto"))
 
     def load_dense(self) -> dict[str, torch.Tensor]:
-        from ddp_prune.model import load_model, open_source
+        from ddp_models.loading import load_model
+        from ddp_models.source import open_source
 
         return self.checked_weights(load_model(open_source(str(self.folder)), "auto"))
 
@@ -182,8 +184,8 @@ class Readers:
             raise DdpError(str(error)) from error
 
     def tokenizer_for_prune(self) -> list[int]:
-        from ddp_prune.documents import Document
-        from ddp_prune.text import load_tokenizer, tokenize
+        from ddp_text.documents import Document
+        from ddp_text.tokens import load_tokenizer, tokenize
 
         documents = map(Document, ["some text", "and more"])
         return [int(each) for part in tokenize(documents, load_tokenizer(str(self.folder))) for each in part.ids]
@@ -195,7 +197,7 @@ class Readers:
         return token_counter(str(self.folder))("some text"), max_model_len(str(self.folder))
 
     def resume(self) -> Any:
-        from ddp_prune.run_state import saved_header
+        from ddp_training.run_state import saved_header
 
         state = self.sound.run_state(self.folder)
         loaded, header = state.load(), saved_header(self.folder / "out")
@@ -204,7 +206,7 @@ class Readers:
         return [loaded, header]
 
     def tokens(self) -> Any:
-        from ddp_prune.text import saved_blocks
+        from ddp_text.blocks import saved_blocks
 
         found = saved_blocks(self.folder / "blocks.tokens")
         if found is None:

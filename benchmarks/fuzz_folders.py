@@ -11,9 +11,11 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 import ddp_vllm
-from ddp_prune import export, text
+from ddp_models import writing
 from ddp_prune.recipe import Recipe
-from ddp_prune.run_state import RunState
+from ddp_text.blocks import save_blocks
+from ddp_text.tokens import Tokens
+from ddp_training.run_state import RunState
 from ddp_vllm.latency import FORMAT as PROFILE_FORMAT
 from ddp_vllm.latency import dimensions_in, shapes_of
 from ddp_vllm.machine import hardware, versions
@@ -65,7 +67,7 @@ def write_sound(folder: Path) -> Sound:
     watched.write_text("".join(json.dumps({"text": one.upper()}) + "\n" for one in SENTENCES))
     _write_dense(sound)
     small: dict[str, Any] = {"data": str(lines), "seq_len": 16, "batch_size": 2}
-    shard, export.MAX_SHARD_BYTES = export.MAX_SHARD_BYTES, 40_000  # several files
+    shard, writing.MAX_SHARD_BYTES = writing.MAX_SHARD_BYTES, 40_000  # several files
     try:
         for kind in ("", "-experts"):
             masked = folder / f"masked{kind}" / STEM
@@ -76,7 +78,7 @@ def write_sound(folder: Path) -> Sound:
             else:
                 ddp_vllm.recover(masked, output=sound.pruned, tokens=64, watch=str(watched), **small)
     finally:
-        export.MAX_SHARD_BYTES = shard
+        writing.MAX_SHARD_BYTES = shard
     for one in (sound.pruned, sound.folder_of("experts")):
         shutil.rmtree(one / "report")
         (one / "report.html").unlink()
@@ -145,7 +147,7 @@ def _write_runs(sound: Sound) -> None:
     tokens = sound.folder_of("tokens")
     tokens.mkdir(parents=True)
     ids = np.arange(320, dtype=np.int32).reshape(20, 16)
-    text.save_blocks(tokens / "blocks.tokens", text.Tokens(ids, np.ones(ids.shape, bool)))
+    save_blocks(tokens / "blocks.tokens", Tokens(ids, np.ones(ids.shape, bool)))
     config = json.loads((sound.dense / "config.json").read_text())
     cells = [
         {"batch": batch, "context": context, "decode": 1e-3 * batch + 1e-6 * context, "prefill": 5e-3 * batch}

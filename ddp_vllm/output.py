@@ -6,7 +6,7 @@
 | `.NAME.old` | the old folder, where the system cannot exchange two | `clear`, which first completes the rename |
 | `.NAME.lock` | what the writer of the folder holds | `clear` |
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, by later writers |
-| `NAME.run` | what an interrupted run resumes from (`ddp_prune.run_state`) | the run, as the last act of its command |
+| `NAME.run` | what an interrupted run resumes from (`ddp_training.run_state`) | the run, as its command's last act |
 | `NAME.run.tmp` | the same folder while it is deleted | the same command, run again |
 
 No link is followed, and nothing is removed that is not ours by `manifest.is_ours`. Nothing here imports torch.

@@ -17,11 +17,14 @@ from typing import Any
 import click
 
 import ddp_vllm
-from ddp_prune.cli import GROUPS, NO_OPTION, SIZES, Grouped, field_docs, group_of
-from ddp_prune.read_recipe import INHERITED
-from ddp_prune.recipe import CHOICES, AlmSettings, Recipe, RecoveryRecipe, TrainingSettings
+from ddp_prune.cli import HEADINGS, INSTEAD, SIZES
+from ddp_prune.recipe import AlmSettings, Recipe
+from ddp_recover.recipe import INHERITED, RecoveryRecipe
+from ddp_training.settings import TrainingSettings
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
+from ddp_vllm.options import Grouped, heading_of
+from ddp_vllm.settings import field_docs
 
 FOLDER = Path(__file__).parent
 DEFAULT = re.compile(r"\s*\[((?:default: |required)[^\]]*)\]")
@@ -93,8 +96,8 @@ def recipe() -> Iterator[str]:
     """Yield the Markdown of each recipe: its fields with their docstrings, the fields of `Recipe` by group."""
     docs = field_docs(Recipe)
     fields = [each for each in dataclasses.fields(Recipe) if each.name not in ("model", "alm") and each.name in docs]
-    for title in GROUPS:
-        found = [each for each in fields if group_of(each.name) == title and not is_internal(each.name)]
+    for title in HEADINGS:
+        found = [each for each in fields if heading_of(each.name, HEADINGS) == title and not is_internal(each.name)]
         yield f"## {title}\n\n{settings_table(Recipe, found)}\n"
     yield f"## The table [alm]\n\n{settings_table(AlmSettings, dataclasses.fields(AlmSettings))}\n"
     shared = {each.name for each in dataclasses.fields(TrainingSettings)}
@@ -106,14 +109,14 @@ def recipe() -> Iterator[str]:
 
 def is_internal(name: str) -> bool:
     """Return whether the run itself sets a field."""
-    return name in NO_OPTION - {"target"}
+    return name in INSTEAD.keys() - {"target"}
 
 
 def settings_table(settings: type, fields: Any) -> str:
     docs = field_docs(settings)
     rows = ["| setting | what it does | default |", "|---|---|---|"]
     for field in fields:
-        text, choices = docs[field.name], [f"`{choice}`" for choice in CHOICES.get(field.name, ())]
+        text, choices = docs[field.name], [f"`{choice}`" for choice in field.metadata.get("choices", ())]
         if any(choice not in text for choice in choices):
             text += f" One of {', '.join(choices)}."
         has_default = field.name not in {*SIZES, "target"} and field.default not in (dataclasses.MISSING, None, "")

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ddp_benchmarks.engine import Server
 from ddp_benchmarks.processes import group_members
+from ddp_models.loading import load_model
+from ddp_models.source import Source, open_source
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.model import Source, load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.families import unit_shapes
 

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from ddp_models.source import open_source
 from ddp_prune.export import export
-from ddp_prune.model import open_source
 from ddp_vllm.cli import main
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.gguf.tokenizer import BYTE_LEVEL

@@ -21,24 +21,27 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_prune.distributed import load, make_accelerator
-from ddp_prune.export import layer_widths, write_masks
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.loss import perplexity
-from ddp_prune.masks_file import read_masks
-from ddp_prune.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
-from ddp_prune.model import Source, open_source, tokenizer_and_config_files, weight_files, weight_shapes
-from ddp_prune.pipeline import routing, suited_pools
+from ddp_models.loading import load
+from ddp_models.source import Source, open_source, tokenizer_and_config_files, weight_files
+from ddp_prune.budget import suited_pools
+from ddp_prune.export import layer_widths
+from ddp_prune.gates import GatedModel, Masks, block_losses
+from ddp_prune.masks_file import read_masks, write_masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.run_state import RunState, fingerprint
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
-from ddp_prune.weights import TrainedWeights
 from ddp_study.page import CELLS, STUDY_FILE
 from ddp_study.scores import Score, Search, choose, unfit
 from ddp_study.study import MASKS, Row, Study, read_test_blocks
+from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.tokens import load_tokenizer
+from ddp_training.fingerprint import fingerprint
+from ddp_training.loss import perplexity_of
+from ddp_training.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
+from ddp_training.processes import make_accelerator
+from ddp_training.run_state import RunState
+from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -58,7 +61,7 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
         sparsity; TextError if a text is too short; and as training does.
     """
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
-    shapes = weight_shapes(source)
+    shapes = source.shapes
     for sparsity in study.sparsities:
         suited_pools(dataclasses.replace(study.recipe, sparsity=sparsity, scope="global"), source, shapes)
     test = read_test_blocks(study.test, tokenizer, detokenize=study.detokenize, length=study.test_length)
@@ -114,7 +117,7 @@ class Cells:
     @cached_property
     def gated(self) -> GatedModel:
         """The dense model with gates, loaded for the first cell that is missing."""
-        head_unit, _ = suited_pools(self.study.recipe, self.source, weight_shapes(self.source))
+        head_unit, _ = suited_pools(self.study.recipe, self.source, self.source.shapes)
         model = load(self.source, self.study.recipe, self.accelerator)
         return GatedModel(model, self.source.family, self.source.sizes, head_unit)
 
@@ -175,7 +178,7 @@ class Cells:
     def evaluate(self, masks: Masks | None, heldout: torch.Tensor) -> dict[str, float]:
         """Return the perplexity with these gates on the test text and the held-out text."""
         texts = {"perplexity": self.test, "heldout": heldout}
-        return {name: perplexity(self.gated, masks, text) for name, text in texts.items()}
+        return {name: perplexity_of(block_losses(self.gated, masks, text)) for name, text in texts.items()}
 
     def masks(self, row: Row, recipe: Recipe, scores: Masks) -> tuple[Masks, Facts]:
         """Return the gates of a row and their metrics, or {} and the `reason` why there are none.
@@ -212,7 +215,7 @@ class Cells:
                 return str(first["reason"])
         if row.method and (reason := unfit(row.method, self.source.sizes)):
             return reason
-        shapes = weight_shapes(self.source)
+        shapes = self.source.shapes
         try:
             suited_pools(recipe, self.source, shapes)
         except SettingError as error:
@@ -245,7 +248,7 @@ class Cells:
                 weights = TrainedWeights(self.gated.model, self.accelerator)
             means = self.accelerator, run, lambda _metrics: None, weights, teacher
             loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
-            _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
+            _, pools = suited_pools(recipe, self.source, self.source.shapes)
             learned = train(self.gated, text.train, asked, pools, *means, make=make, loss_mask=loss_mask)
             seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if weights:
@@ -256,7 +259,7 @@ class Cells:
         found |= {
             "learns": sum(map(torch.numel, numbers)),
             "step_seconds": statistics.median(seconds),
-            **routing(learned, self.source.sizes.routed_layers),
+            **learned.routing(self.source.sizes.routed_layers),
         }
         return _of_sparsity(learned.gates, recipe.sparsity, found)
 
@@ -274,7 +277,7 @@ def kept_shares(gates: Masks, gated: GatedModel, source: Source) -> dict[str, fl
     if "experts" in gates:  # all channels cost the same, and there is no KV cache to prune
         return {"params left": float((gates["experts"] > 0).float().mean())}
     names = [name for name, _ in gated.model.named_parameters()]
-    kept, dense = layer_widths(gates, source, gated.head_unit), dense_layers(source.config)
+    kept, dense = layer_widths(gates, source.sizes), dense_layers(source.config)
     found = {}
     for budget in ("params", "kv-bytes"):
         layers = list(zip(prices(budget, source.config, names, 0), kept, dense, strict=True))

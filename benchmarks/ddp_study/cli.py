@@ -5,10 +5,10 @@ from typing import Any
 
 import click
 
-from ddp_prune.cli import Sizes
 from ddp_study import verbs
 from ddp_study.tables import TABLES
 from ddp_vllm.cli import echo
+from ddp_vllm.options import Sizes
 
 
 @click.command()

@@ -15,8 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ddp_prune.experts import IMPLEMENTATION
 from ddp_prune.gates import GatedModel
-from ddp_prune.loss import OutputHead, distilled_loss
 from ddp_study.scores import Score, observe, routed_experts
+from ddp_training.loss import OutputHead, distilled_loss
 from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT
 
 ALPHA = 0.9  # CAMERA-P's α

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ddp_prune.gates import DENSE_BLOCKS, GatedModel, Masks
-from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
 from ddp_prune.selection import exact_support
 from ddp_prune.trainer import Trainer
+from ddp_training.loss import OutputHead, distilled_loss, final_hidden
 from ddp_vllm.families import EXPERTS, Dimensions
 
 Location = tuple[int, str]

@@ -28,8 +28,8 @@ class HardConcrete(AlmTrainer):
 
     is_binarized = False  # by λ3
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def prepare(self) -> None:
+        super().prepare()
         self.noise = torch.Generator().manual_seed(self.recipe.seed)
         for z in self.gates.z.values():
             z.data.fill_(START)

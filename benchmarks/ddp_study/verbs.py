@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_prune.verbs import as_recipe_values
 from ddp_vllm.errors import SettingError, line_printer
 
 STUDY_FIELDS = ("methods", "other_data", "samples", "polish", "detokenize", "test_length")
@@ -30,7 +29,7 @@ def study(
     the text another order. recipe: a TOML file with settings. settings: any field of a `Study` (`methods`,
     `other_data`, `samples`, `polish`, `detokenize`, `test_length`) or of a `Recipe` (`data`, `steps`, …).
     """
-    from ddp_prune.read_recipe import load_recipe
+    from ddp_prune.recipe import load_recipe
     from ddp_study.cells import run_study
     from ddp_study.page import write_study
     from ddp_study.study import Study
@@ -45,7 +44,7 @@ def study(
         own["other_data"] = tuple(map(str, own["other_data"]))
     file = Path(recipe) if recipe else None
     for size in sizes:
-        base = load_recipe(file, as_recipe_values({**settings, "model": model, "sparsity": size}))
+        base = load_recipe(file, {**settings, "model": model, "sparsity": size})
     asked = Study(table=table, recipe=base, recipe_file=file, test=Path(test), sparsities=sizes, seeds=orders, **own)
     run_study(asked, Path(output), line_printer(verbose))
     return write_study(Path(output), table)

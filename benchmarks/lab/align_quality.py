@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.batches import Batches
-from ddp_prune.gates import Masks
-from ddp_prune.loss import block_losses
-from ddp_prune.model import load_model, open_source, weight_shapes
-from ddp_prune.pipeline import suited_pools
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
+from ddp_prune.budget import suited_pools
+from ddp_prune.gates import Masks, block_losses
 from ddp_prune.run import Run
 from ddp_prune.selection import realign
-from ddp_prune.text import load_tokenizer
 from ddp_prune.trainer import Trainer
 from ddp_study.study import read_test_blocks
+from ddp_text.tokens import load_tokenizer
+from ddp_training.batches import Batches
 from study import gate, learning_parser, prepare_run, print_result, take_steps
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 
     def trainer(align: int) -> Trainer:
         aligned = dataclasses.replace(recipe, align=align)
-        _, pools = suited_pools(aligned, source, weight_shapes(source))
+        _, pools = suited_pools(aligned, source, source.shapes)
         return Trainer(gated, Batches(blocks.train, aligned, accelerator), Run.alone(aligned), pools, accelerator)
 
     def losses(gates: Masks | None) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.evaluation import generate
-from ddp_prune.model import load_model, open_pruned, open_source
-from ddp_prune.text import load_tokenizer
+from ddp_models.evaluation import generate
+from ddp_models.loading import load_model
+from ddp_models.source import open_pruned, open_source
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from study import print_result
 

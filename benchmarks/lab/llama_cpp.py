@@ -24,7 +24,7 @@ import xllamacpp
 from transformers import AutoModelForCausalLM
 
 from ddp_benchmarks.protocol import rotated, script_parser
-from ddp_prune.text import load_tokenizer
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.families import register_pruned
 from ddp_vllm.gguf.file import write_gguf

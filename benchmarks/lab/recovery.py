@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.documents import Document, as_documents, open_rows
-from ddp_prune.loss import losses
-from ddp_prune.model import load_model, open_pruned, open_source
-from ddp_prune.templates import Templates
-from ddp_prune.text import load_tokenizer, pack
+from ddp_models.loading import load_model
+from ddp_models.source import open_pruned, open_source
 from ddp_study.study import TEST_BLOCKS, TEST_LENGTH
+from ddp_text.documents import Document, as_documents, open_rows
+from ddp_text.templates import Templates
+from ddp_text.tokens import load_tokenizer, pack
+from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import MASKS_FILE

@@ -23,15 +23,16 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import rotated, script_parser
-from ddp_prune.batches import Batches
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
+from ddp_prune.budget import suited_pools
 from ddp_prune.gates import GatedModel
-from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.memory import fit_attention, peak_bytes, reset_peak
-from ddp_prune.model import load_model, open_source, weight_shapes
-from ddp_prune.pipeline import suited_pools
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
+from ddp_training.batches import Batches
+from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.memory import fit_attention, peak_bytes, reset_peak
 from ddp_vllm.results import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
 
@@ -100,7 +101,7 @@ class Bench:
             micro_batch_size=self.arguments.batch_size,
         )  # fmt: skip
         accelerator = Accelerator(cpu=self.device.type == "cpu")
-        _, pools = suited_pools(recipe, self.source, weight_shapes(self.source))
+        _, pools = suited_pools(recipe, self.source, self.source.shapes)
         batches, run = Batches(self.blocks, recipe, accelerator), Run.alone(recipe)
         trainer = Trainer(self.gated(), batches, run, pools, accelerator)
         shapes = trainer.gates.support

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ddp_benchmarks.protocol import result_line, script_parser
+from ddp_models.source import Source
 from ddp_prune.gates import GatedModel
-from ddp_prune.model import Source
 from ddp_prune.recipe import Recipe
-from ddp_prune.text import Blocks, load_blocks
 from ddp_prune.trainer import Trainer
+from ddp_text.blocks import Blocks, load_blocks
 from ddp_vllm.families import choose_head_unit
 
 

@@ -32,11 +32,13 @@ from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from ddp_benchmarks.protocol import script_parser
-from ddp_prune.gates import GatedModel
-from ddp_prune.loss import OutputHead, distilled_loss, final_hidden, perplexity
-from ddp_prune.model import load_model, open_source
-from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
+from ddp_prune.gates import GatedModel, block_losses
 from ddp_study.study import read_test_blocks
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
+from ddp_training.loss import OutputHead, distilled_loss, final_hidden, perplexity_of
 from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 from ddp_vllm.output import atomic_folder
 from study import add_test_options, gate, print_result
@@ -259,16 +261,16 @@ def main() -> None:
     mixture = to_qwen2_moe(model.cpu(), plan)
     cost = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - cpu}
     gated = gate(parent.cpu(), source)
-    quality = {name: {"parent": perplexity(gated, None, text)} for name, text in texts.items()}
+    quality = {name: {"parent": perplexity_of(block_losses(gated, None, text))} for name, text in texts.items()}
     with atomic_folder(arguments.output) as folder:
         mixture.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         made = open_source(str(folder))
         gated = gate(load_model(made, "auto"), made)
         for name, text in texts.items():
-            quality[name]["mixture"] = perplexity(gated, None, text)
+            quality[name]["mixture"] = perplexity_of(block_losses(gated, None, text))
             with moved_on(gated.model):
-                quality[name]["moved on"] = perplexity(gated, None, text)
+                quality[name]["moved on"] = perplexity_of(block_losses(gated, None, text))
         result = {
             "plan": vars(plan), "perplexity": quality, "parameters": mixture.num_parameters(),
             "routing": routing(gated, blocks.heldout),

@@ -18,6 +18,11 @@ BAR = 24  # characters
 class SafeConsole(Console):
     """A console that writes out the control characters of names, because a terminal would obey them."""
 
+    @classmethod
+    def of(cls, verbose: bool) -> "SafeConsole":
+        """Return the console of a verb: silent unless `verbose`; lines are copied, so they are never wrapped."""
+        return cls(quiet=not verbose, soft_wrap=True)
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)

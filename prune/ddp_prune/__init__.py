@@ -1,7 +1,3 @@
-"""The training core of ddp-vllm."""
+"""The training core of ddp-vllm: masks learned on text, and the checkpoint that they make."""
 
-import os
-
-# Before torch is imported: OpenMP threads that spin while they wait slow a step several times over as soon as another
-# process needs the same cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import ddp_training  # noqa: F401  (before torch: it sets how threads wait)

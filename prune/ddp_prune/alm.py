@@ -5,16 +5,14 @@ Legend: L layers, U units of a layer; G groups that share a budget, N units of a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
-from ddp_prune.batches import Batches
 from ddp_prune.budget import Pool, kept_share
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.gates import Masks
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 
@@ -94,16 +92,13 @@ class AugmentedLagrangian(nn.Module):
 class AlmTrainer(Trainer):
     """Search with `controller="alm"`; rounding and polish are those of every search."""
 
-    def __init__(
-        self, gated: GatedModel, batches: Batches, run: Run, pools: Sequence[Pool], accelerator: Accelerator
-    ) -> None:
-        super().__init__(gated, batches, run, pools, accelerator)
+    def prepare(self) -> None:
         for z in self.gates.z.values():
             z.requires_grad_()
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
-        self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(accelerator.device)
-        alm, gentle = run.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
+        self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(self.accelerator.device)
+        alm, gentle = self.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [*self.gates.z.values()], "base": alm.learning_rate},
@@ -133,6 +128,10 @@ class AlmTrainer(Trainer):
         """Clamp z to its floor."""
         for z in self.gates.z.values():
             z.data.clamp_(min=self.recipe.alm.gate_floor)
+
+    def remedy(self, step: int) -> str:
+        searching = step < self.run.steps.search
+        return "try a lower learning_rate in the recipe's table [alm]" if searching else super().remedy(step)
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Do AdamW's step on z and λ."""

@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 
+from ddp_models.source import Source
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.selection import Rows, best_support, cut_rows, evenly, exact_choice, greedy, open_first
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
-from ddp_vllm.families import Dimensions, dense_layers, fewer_experts, unit_shapes
+from ddp_vllm.families import (
+    WHOLE_EXPERT,
+    Dimensions,
+    choose_head_unit,
+    dense_layers,
+    fewer_experts,
+    unit_shapes,
+)
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -241,6 +249,26 @@ class LatencyPool(Pool):
         return min(float(table_LB[:, 1:].amin()) for table_LB in self.tables.values())
 
 
+def suited_pools(
+    recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
+) -> tuple[str, Sequence[Pool]]:
+    """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not suit each other."""
+    longest = source.config.get("max_position_embeddings") or math.inf
+    if recipe.seq_len > longest:
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
+    if recipe.scope == "expert" and not source.sizes.num_experts:
+        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
+    if recipe.whole_experts and not source.sizes.num_experts:
+        raise SettingError(f"{recipe.model} is no mixture of experts, so it has no whole experts to remove")
+    unit = head_unit_of(recipe, source)
+    return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
+
+
+def head_unit_of(recipe: Recipe, source: Source) -> str:
+    """Return the attention unit that a recipe means for this model."""
+    return WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
+
+
 def make_pools(
     config: Mapping[str, Any],
     shapes: Mapping[str, Sequence[int]],
@@ -349,13 +377,9 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         costs[kind] = per_layer * curve.unit / math.prod(shape[1:-1])  # an expert has a share in its layer
         if not is_routed:  # the fixed cost of routed experts stays however many are removed
             fixed[kind] = per_layer * curve.fixed
-        step = math.lcm(align, EXPERT_BLOCK if is_routed else curve.multiple)
-        while step * MOST_BLOCKS < shape[-1]:
-            step *= 2
-        num_blocks = -(-shape[-1] // step) if shape[-1] % align == 0 else shape[-1] // step
-        widths = [min(block * step, shape[-1]) for block in range(num_blocks + 1)]
+        steps[kind], widths = _table_widths(shape[-1], align, EXPERT_BLOCK if is_routed else curve.multiple)
         seconds = [max(0.0, curve.seconds(width) - curve.fixed * is_routed) for width in widths]
-        steps[kind], tables[kind] = step, per_layer[:, None] * torch.tensor(seconds, dtype=torch.float64)
+        tables[kind] = per_layer[:, None] * torch.tensor(seconds, dtype=torch.float64)
     removable = times.prunable - times.unremovable
     saved = times.dense * (1.0 - 1.0 / recipe.speedup) if recipe.speedup else recipe.sparsity * removable
     if saved >= removable:
@@ -372,6 +396,15 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         kept=1e6 * (removable - saved),
         **layout | {"blocks": steps},
     )
+
+
+def _table_widths(units: int, align: int, multiple: int) -> tuple[int, list[int]]:
+    """Return how many units of a row are a block of its table, and the widths that the table lists: 0, 1, … blocks."""
+    step = math.lcm(align, multiple)
+    while step * MOST_BLOCKS < units:
+        step *= 2
+    num_blocks = -(-units // step) if units % align == 0 else units // step
+    return step, [min(block * step, units) for block in range(num_blocks + 1)]
 
 
 def _blocks(

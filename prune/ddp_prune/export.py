@@ -1,60 +1,115 @@
 """From masks to a checkpoint: slice the dense weights, fold the gates into them, and write a Hugging Face folder.
 
-Tensors are read, sliced and written one by one, so memory holds about one output shard whatever the size of the model.
+The gates come from training, or from a published masks file (`apply_masks`).
 """
 
-import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from ddp_models.source import Source, check_spares_source, open_source
+from ddp_models.writing import state_tokenizer_class, stored_tensors, write_card, write_model
 from ddp_prune.gates import Masks
-from ddp_prune.model import Source, tokenizer_and_config_files, weight_files
-from ddp_vllm import __version__
-from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError
-from ddp_vllm.families import WHOLE_EXPERT, Dimensions, fewer_experts, pruned_config
-from ddp_vllm.masks import MASKS_FILE, masks_metadata
+from ddp_prune.masks_file import read_masks, read_scores, write_masks
+from ddp_prune.selection import realign
+from ddp_vllm.checkpoint import Checkpoint, check_links
+from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.families import WHOLE_EXPERT, Dimensions, fewer_experts, pruned_config, unit_shapes
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import atomic_folder
-from ddp_vllm.pages.card import model_card
-from ddp_vllm.provenance import published, remember
-from ddp_vllm.remote_code import FILES
-from ddp_vllm.remote_code.files import INDEX_FILE
-from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection, dense_type
+from ddp_vllm.provenance import local_provenance
+from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection
 from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-MAX_SHARD_BYTES = 4_000_000_000
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 """Returns the updated value of a stored weight, given its name on disk and its old value."""
+Slice = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
+"""Returns the new name and the kept part of a stored tensor; None if nothing of it is kept."""
 
 
-def layer_widths(gates: Masks, source: Source, head_unit: str) -> list[LayerWidths]:
-    """Return the kept widths of each layer: the units whose gate is above 0."""
-    sizes, widths = source.sizes, []
+def export(
+    source: Source,
+    gates: Masks,
+    output: Path,
+    *,
+    head_unit: str,
+    provenance: Mapping[str, Any],
+    scores: Mapping[str, Masks] | None = None,
+    overwrite: bool = False,
+    extra_files: Mapping[str, str] | None = None,
+    transform: Transform | None = None,
+) -> Checkpoint:
+    """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card. Return it.
+
+    With whole experts removed it is a stock checkpoint: its config has fewer experts, and it needs no remote code.
+
+    gates: float32 of `unit_shapes`, 0 for removed units. head_unit: the unit of attention gates, or `expert` for whole
+    experts. provenance, scores: kept with the gates in the masks file. extra_files: file name -> text. transform: the
+    weights that were trained together with the masks. The output appears whole or not at all.
+    Raises: OutputError if the output exists and `overwrite` is off; for whole experts as `kept_experts`, and
+        SettingError if too few are kept.
+    """
+    if head_unit == WHOLE_EXPERT:
+        kept = kept_experts(gates, source)
+        slice_tensor: Slice = WholeExpertSlicer(gates, source, kept).slice
+        config = fewer_experts(source.config, len(next(iter(kept.values()))))
+        provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
+    else:
+        slice_tensor = UnitSlicer(gates, source).slice
+        config = pruned_config(source.config, layer_widths(gates, source.sizes))
+    with atomic_folder(output, overwrite=overwrite) as folder:
+        write_model(folder, source.folder, config, sliced_tensors(source.folder, slice_tensor, transform))
+        if head_unit != WHOLE_EXPERT:
+            state_tokenizer_class(source.folder, folder)
+        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
+        for name, text in (extra_files or {}).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return write_card(folder, output)
+
+
+def sliced_tensors(
+    folder: Path, slice_tensor: Slice, transform: Transform | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was stored in."""
+    for name, tensor in stored_tensors(folder):
+        updated = transform(name, tensor) if transform else tensor
+        if (kept := slice_tensor(name, updated)) is not None:
+            yield kept[0], kept[1].to(tensor.dtype)
+
+
+def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
+    """Return the gates of all layers by unit, float32 [L, U], or [L, E, C] for expert channels.
+
+    A KV head, whose key and value rows are not scaled, counts 1 while a query head that reads it is kept.
+    """
     if "experts" in gates:
-        kept = dict(zip(sizes.routed_layers, (gates["experts"] > 0).sum(-1).tolist(), strict=True))
+        scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
+        scales[list(sizes.routed_layers)] = gates["experts"]
+        return {"expert_channel": scales}
+    queries_LQ = gates["attn"].repeat_interleave(sizes.num_query_heads // gates["attn"].shape[1], dim=1)
+    kv_heads_LK = (queries_LQ > 0).unflatten(1, (sizes.num_kv_heads, -1)).any(-1).float()
+    return {"query_head": queries_LQ, "kv_head": kv_heads_LK, "channel": gates["mlp"]}
+
+
+def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
+    """Return the kept widths of each layer: the units whose gate is above 0."""
+    kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
+    if "experts" in gates:
+        heads, widths_LE = (sizes.queries_per_kv,) * sizes.num_kv_heads, kept["expert_channel"].sum(-1).tolist()
         return [
-            LayerWidths(
-                query_heads_per_kv_head=(sizes.queries_per_kv,) * sizes.num_kv_heads,
-                intermediate_size=0 if layer in kept else sizes.intermediate_size,
-                expert_intermediate_sizes=tuple(kept[layer]) if layer in kept else None,
-            )
-            for layer in range(sizes.num_layers)
+            LayerWidths(query_heads_per_kv_head=heads, intermediate_size=0, expert_intermediate_sizes=tuple(widths))
+            if layer in sizes.routed_layers
+            else LayerWidths(query_heads_per_kv_head=heads, intermediate_size=sizes.intermediate_size)
+            for layer, widths in enumerate(widths_LE)
         ]
-    for heads_U, channels_U in zip(gates["attn"] > 0, gates["mlp"] > 0, strict=True):
-        if head_unit == "kv-group":
-            counts = [sizes.queries_per_kv] * int(heads_U.sum())
-        else:
-            counts = [int(n) for n in heads_U.view(sizes.num_kv_heads, -1).sum(1) if n]
-        widths.append(LayerWidths(query_heads_per_kv_head=tuple(counts), intermediate_size=int(channels_U.sum())))
-    return widths
+    heads_LK = kept["query_head"].unflatten(1, (sizes.num_kv_heads, -1)).sum(-1).tolist()
+    return [
+        LayerWidths(query_heads_per_kv_head=tuple(filter(None, heads)), intermediate_size=width)
+        for heads, width in zip(heads_LK, kept["channel"].sum(-1).tolist(), strict=True)
+    ]
 
 
 class UnitSlicer:
@@ -63,21 +118,14 @@ class UnitSlicer:
     def __init__(self, gates: Masks, source: Source) -> None:
         self.table, self.head_dim = source.family.tensors, source.sizes.head_dim
         self.scales = unit_scales(gates, source.sizes)
-        self.is_removed = {  # block -> bool [all layers]
-            BLOCK_OF[unit]: ~(scales > 0).flatten(1).any(1)
-            for unit, scales in self.scales.items()
-            if unit != "expert_channel"
-        }
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the name and the kept part of a tensor, with gates folded in; None if nothing of it is kept."""
         if (place := _place(name)) is None:
             return name, tensor
         layer, module, kind = place
-        if any(removed[layer] and self._is_part_of(module, block) for block, removed in self.is_removed.items()):
-            return None
         if (found := self.table.find(module)) is None:
-            return name, tensor
+            return None if self._is_emptied(layer, module) else (name, tensor)
         projection, expert = found
         scale = self._scale(projection, layer, expert)
         keep = scale > 0
@@ -96,10 +144,27 @@ class UnitSlicer:
             scales = [scale[expert] for scale in scales]
         return torch.cat(scales).repeat_interleave(projection.unit_size(self.head_dim))
 
-    def _is_part_of(self, module: str, block: str) -> bool:
-        """Tell whether a module is removed with a block: its projections, its other submodules, and its norms."""
-        inside = self.table.output(block).name.partition(".")[0]
-        return module.startswith(f"{inside}.") or module in self.table.norms[block]
+    def _is_emptied(self, layer: int, module: str) -> bool:
+        """Tell whether a module without units, such as a norm, belongs to a block that keeps no unit."""
+        blocks = {BLOCK_OF[unit] for unit, scales in self.scales.items() if not (scales[layer] > 0).any()}
+        return any(
+            module in self.table.norms[block]
+            or module.startswith(self.table.output(block).name.partition(".")[0] + ".")
+            for block in blocks - {"experts"}
+        )
+
+
+def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
+    """Return the numbers of the experts that each routed layer keeps, the same count in every layer.
+
+    Raises: CheckpointError for gates that keep part of an expert, or different counts of experts.
+    """
+    open_LEC = gates["experts"] > 0
+    kept_LE = open_LEC.any(-1)
+    if not torch.equal(kept_LE, open_LEC.all(-1)) or len(set(kept_LE.sum(1).tolist())) != 1:
+        raise CheckpointError("the masks do not keep whole experts, as many in every layer; prune again")
+    rows = zip(source.sizes.routed_layers, kept_LE, strict=True)
+    return {layer: row.nonzero().flatten().tolist() for layer, row in rows}
 
 
 class WholeExpertSlicer:
@@ -128,36 +193,6 @@ class WholeExpertSlicer:
         return f"{LAYERS}.{layer}.{projection.name.format(kept.index(expert))}.{kind}", tensor
 
 
-Slicer = UnitSlicer | WholeExpertSlicer
-
-
-def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
-    """Return the gates of all layers by unit, float32 [L, U], or [L, E, C] for expert channels.
-
-    A KV head, whose key and value rows are not scaled, counts 1 while a query head that reads it is kept.
-    """
-    if "experts" in gates:
-        scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
-        scales[list(sizes.routed_layers)] = gates["experts"]
-        return {"expert_channel": scales}
-    queries_LQ = gates["attn"].repeat_interleave(sizes.num_query_heads // gates["attn"].shape[1], dim=1)
-    kv_heads_LK = (queries_LQ > 0).unflatten(1, (sizes.num_kv_heads, -1)).any(-1).float()
-    return {"query_head": queries_LQ, "kv_head": kv_heads_LK, "channel": gates["mlp"]}
-
-
-def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
-    """Return the numbers of the experts that each routed layer keeps, the same count in every layer.
-
-    Raises: CheckpointError for gates that keep part of an expert, or different counts of experts.
-    """
-    open_LEC = gates["experts"] > 0
-    kept_LE = open_LEC.any(-1)
-    if not torch.equal(kept_LE, open_LEC.all(-1)) or len(set(kept_LE.sum(1).tolist())) != 1:
-        raise CheckpointError("the masks do not keep whole experts, as many in every layer; prune again")
-    rows = zip(source.sizes.routed_layers, kept_LE, strict=True)
-    return {layer: row.nonzero().flatten().tolist() for layer, row in rows}
-
-
 def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply the columns of a weight by gates, in float32 and rounded once to the weight's dtype."""
     return (weight.float() * scale).to(weight.dtype).contiguous()
@@ -172,180 +207,55 @@ def _place(name: str) -> tuple[int, str, str] | None:
     return int(layer), module, kind
 
 
-def export(
-    source: Source,
-    gates: Masks,
-    output: Path,
-    *,
-    head_unit: str,
-    provenance: Mapping[str, Any],
-    scores: Mapping[str, Masks] | None = None,
-    overwrite: bool = False,
-    extra_files: Mapping[str, str] | None = None,
-    transform: Transform | None = None,
-) -> Checkpoint:
-    """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card. Return it.
+def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1, align: int = 1) -> Checkpoint:
+    """Prune a dense model by a masks file. The widths are those of the masks unless `align` changes them.
 
-    With whole experts removed it is a stock checkpoint: its config has fewer experts, and it needs no remote code.
-
-    gates: float32 of `unit_shapes`, 0 for removed units. head_unit: the unit of attention gates, or `expert` for whole
-    experts. provenance, scores: kept with the gates in the masks file. extra_files: file name -> text. transform: the
-    weights that were trained together with the masks. The output appears whole or not at all.
-    Raises: OutputError if the output exists and `overwrite` is off; for whole experts as `kept_experts`, and
-        SettingError if too few are kept.
+    Raises: CheckpointError if the masks belong to a model of other sizes, or lack the scores that aligning needs;
+        SettingError if the kept units do not split over `tp` devices or are fewer than a block; else as `open_source`
+        and `export`.
     """
-    if head_unit == WHOLE_EXPERT:
-        kept = kept_experts(gates, source)
-        slicer: Slicer = WholeExpertSlicer(gates, source, kept)
-        config = fewer_experts(source.config, len(next(iter(kept.values()))))
-        provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
-    else:
-        slicer = UnitSlicer(gates, source)
-        config = pruned_config(source.config, layer_widths(gates, source, head_unit))
-    with atomic_folder(output, overwrite=overwrite) as folder:
-        write_model(folder, source.folder, config, sliced_tensors(source.folder, slicer, transform))
-        if head_unit != WHOLE_EXPERT:
-            _state_tokenizer_class(source.folder, folder)
-        write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
-        for name, text in (extra_files or {}).items():
-            (folder / name).write_text(text, encoding="utf-8")
-        return write_card(folder, output)
+    source = open_source(model)
+    check_spares_source(output, source)
+    if (masks.parent / "config.json").exists():  # a model's folder, which somebody else may have made
+        check_links(masks.parent)
+    gates, provenance = read_masks(masks)[0], local_provenance(masks)
+    head_unit = provenance.get("head_unit", "kv-group")
+    shapes = {kind: tuple(values.shape) for kind, values in gates.items()}
+    if (needed := unit_shapes(source.sizes, head_unit)) != shapes:
+        raise CheckpointError(
+            f"{masks} holds gates of {_shown(shapes)}, {model} needs gates of {_shown(needed)}; the masks "
+            "were made for another model"
+        )
+    scores = read_scores(masks)
+    outdated = {"recovery", "perplexity", "prompts", "answers", "latency"}  # they describe other weights or widths
+    if align != 1:
+        gates = _aligned(gates, scores, provenance, masks, align)
+        outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
+    check_tensor_parallel(tp, source.config, layer_widths(gates, source.sizes), remedy=f"or prune with --tp {tp}")
+    provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
+    return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
 
 
-def sliced_tensors(
-    folder: Path, slicer: Slicer, transform: Transform | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was stored in."""
-    for name, tensor in stored_tensors(folder):
-        updated = transform(name, tensor) if transform else tensor
-        if (kept := slicer.slice(name, updated)) is not None:
-            yield kept[0], kept[1].to(tensor.dtype)
+def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return " and ".join(f"{kind} {list(shape)}" for kind, shape in shapes.items())
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a checkpoint with its name on disk."""
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                yield name, file.get_tensor(name)
-
-
-def write_model(
-    folder: Path, source: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Write weights and config, copy the tokenizer's and other data files of `source`, and add the code of a pruned
-    config."""
-    for file in tokenizer_and_config_files(source):
-        if file.name != "config.json":
-            copy = folder / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
-    tokenizer = folder / "tokenizer_config.json"
-    settings = _tokenizer_settings(tokenizer)
-    if settings.pop("auto_map", None) is not None:  # it names code, which is not copied
-        _write_json(settings, tokenizer)
-    _write_json(config, folder / "config.json")
-    for file in FILES if "ddp_layers" in config else ():
-        shutil.copyfile(file, folder / file.name)
-    write_weights(tensors, folder)
-
-
-def write_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write named tensors into shards of at most MAX_SHARD_BYTES, one in memory at a time, and their index."""
-    shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        _save(held, folder / f"shard-{len(shards)}.tmp", {"format": "pt"})
-        shards.append(list(held))
-        held.clear()
-
-    for name, tensor in tensors:
-        if held and sum(each.nbytes for each in held.values()) + tensor.nbytes > MAX_SHARD_BYTES:
-            flush()
-        held[name] = tensor
-    flush()
-    total_size, weight_map = 0, dict[str, str]()
-    for number, names in enumerate(shards):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        written = (folder / f"shard-{number}.tmp").rename(folder / file)
-        total_size += written.stat().st_size
-        weight_map |= dict.fromkeys(names, file)
-    # even one shard gets an index: without it vLLM loads every safetensors file, the masks among them
-    _write_json({"metadata": {"total_size": total_size}, "weight_map": weight_map}, folder / INDEX_FILE)
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file. Raises: OSError, also where safetensors raises an error of its own."""
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def write_masks(
-    gates: Masks,
-    path: Path,
-    *,
-    head_unit: str,
-    provenance: Mapping[str, Any],
-    scores: Mapping[str, Masks] | None = None,
-) -> None:
-    """Write a masks file, which `masks_file` reads.
-
-    gates, scores: float32 per module type, as in `export`. provenance: how the masks were made. The file holds
-    the names of models and texts only; their paths are kept in this machine's cache.
-    """
-    tensors = {f"{kind}.gates": values for kind, values in gates.items()}
-    for name, masks in (scores or {}).items():
-        tensors |= {f"{kind}.{name}": values for kind, values in masks.items()}
-    header = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
-    _save(tensors, path, masks_metadata(header, {name: each.numpy() for name, each in tensors.items()}))
-    remember(path, provenance)
-
-
-def write_card(folder: Path, output: Path) -> Checkpoint:
-    """Check a folder that will become `output`, write its model card, and return it as the checkpoint at `output`."""
-    checkpoint = read_checkpoint(folder)
-    (folder / "README.md").write_text(model_card(checkpoint, output.name), encoding="utf-8")
-    return replace(checkpoint, folder=output)
-
-
-def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config of a checkpoint to write again; it names no code but ours."""
-    if checkpoint.stock:
-        return dict(checkpoint.stock)
-    return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)
-
-
-def _write_json(content: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _tokenizer_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json; {} if it cannot be read, because then it does not load either."""
-    with suppress(OSError, ValueError, RecursionError):
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        return settings if isinstance(settings, dict) else {}
-    return {}
-
-
-def _state_tokenizer_class(source: Path, target: Path) -> None:
-    """Name in tokenizer_config.json the class by which transformers loads the dense model's tokenizer.
-
-    transformers sometimes chooses the class by model type, against tokenizer_config.json. The pruned model has a type
-    of its own, so transformers could not choose the same class for it.
-    """
-    from transformers import AutoTokenizer
-
-    if not any(target.glob("tokenizer*")):
-        return
-    try:
-        name = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
-    except Exception:  # a tokenizer that does not load for the dense model need not load for the pruned one
-        return
-    name = "PreTrainedTokenizerFast" if name == "TokenizersBackend" else name  # the name in transformers 4
-    path = target / "tokenizer_config.json"
-    settings = _tokenizer_settings(path)
-    if settings.get("tokenizer_class") != name:
-        _write_json(settings | {"tokenizer_class": name}, path)
+def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str, Any], path: Path, align: int) -> Masks:
+    """Return gates whose widths are multiples of `align`. Raises: SettingError, CheckpointError."""
+    kind = "experts" if "experts" in gates else "mlp"
+    scope = provenance.get("recipe", {}).get("scope", "global")
+    kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
+    if provenance.get("head_unit") == WHOLE_EXPERT:
+        raise SettingError(f"{path} keeps whole experts with all their channels; leave --align out")
+    if scope != "global":
+        raise SettingError(f"{path} has a budget per {scope}, which aligning would break; prune with --align")
+    if not 0 < align <= min(kept, units):
+        raise SettingError(
+            f"align is {align}; {kept:,} channels, at most {units:,} together, allow 1 to {min(kept, units):,}"
+        )
+    saliency = scores.get("saliency", {}).get(kind)
+    if saliency is None:
+        raise CheckpointError(f"{path} holds no {kind}.saliency, which aligning needs; prune again with --align")
+    if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
+        raise CheckpointError(f"{path} holds {kind}.saliency of another shape, negative or not finite; prune again")
+    return gates | {kind: realign(gates[kind], saliency, align)}

@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_prune.experts import IMPLEMENTATION, LayerGates
+from ddp_training.loss import OutputHead, losses
+from ddp_training.memory import fits_with_pass
 from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
 from ddp_vllm.remote_code.tensors import LAYERS, Projection
 
@@ -305,3 +308,23 @@ class NarrowLayers:
         finally:
             for (module, name), parameter in whole.items():
                 module._parameters[name] = parameter
+
+
+def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int) -> NarrowLayers | None:
+    """Return narrow layers if their copies fit next to a pass; None for experts and sharded weights.
+
+    A run that resumes with less memory also computes closed units: its sums round differently.
+    """
+    if gated.sizes.num_experts:
+        return None
+    narrow = NarrowLayers(gated)
+    copies = narrow.copied_bytes()
+    fits = copies is not None and fits_with_pass(copies, gated, num_sequences, seq_len, accelerator)
+    return narrow if fits else None
+
+
+def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:
+    """Return the `losses` of a gated model under `masks`; None: the dense model."""
+    device = OutputHead.of(gated.model).weight.device
+    with gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
+        return losses(gated.model, blocks)

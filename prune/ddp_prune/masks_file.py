@@ -1,4 +1,4 @@
-"""A masks file, published or of a pruned folder: read it, and prune a dense model by it without training."""
+"""The masks file, published or of a pruned folder: gates, the search results they were rounded from, and provenance."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,16 +6,12 @@ from typing import Any
 
 import torch
 
-from ddp_prune.export import export, layer_widths
+from ddp_models.writing import save_tensors
 from ddp_prune.gates import Masks
-from ddp_prune.model import check_spares_source, open_source
-from ddp_prune.selection import realign
-from ddp_vllm.checkpoint import Checkpoint, check_links
-from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.families import WHOLE_EXPERT, unit_shapes
-from ddp_vllm.masks import MASKS_FILE, read_masks_file, read_provenance
-from ddp_vllm.provenance import local_provenance
-from ddp_vllm.tensor_parallel import check_tensor_parallel
+from ddp_vllm import __version__
+from ddp_vllm.errors import CheckpointError
+from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file, read_provenance
+from ddp_vllm.provenance import published, remember
 
 SCORES = ("z", "saliency")  # the gates before rounding, and their importance: squared gradient × z²
 
@@ -53,55 +49,22 @@ def provenance_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: int = 1, align: int = 1) -> Checkpoint:
-    """Prune a dense model by a masks file. The widths are those of the masks unless `align` changes them.
+def write_masks(
+    gates: Masks,
+    path: Path,
+    *,
+    head_unit: str,
+    provenance: Mapping[str, Any],
+    scores: Mapping[str, Masks] | None = None,
+) -> None:
+    """Write a masks file, which `read_masks` and `read_scores` read.
 
-    Raises: CheckpointError if the masks belong to a model of other sizes, or lack the scores that aligning needs;
-        SettingError if the kept units do not split over `tp` devices or are fewer than a block; else as `open_source`
-        and `export`.
+    gates, scores: float32 per module type, as in `export`. provenance: how the masks were made. The file holds
+    the names of models and texts only; their paths are kept in this machine's cache.
     """
-    source = open_source(model)
-    check_spares_source(output, source)
-    if (masks.parent / "config.json").exists():  # a model's folder, which somebody else may have made
-        check_links(masks.parent)
-    gates, provenance = read_masks(masks)[0], local_provenance(masks)
-    head_unit = provenance.get("head_unit", "kv-group")
-    shapes = {kind: tuple(values.shape) for kind, values in gates.items()}
-    if (needed := unit_shapes(source.sizes, head_unit)) != shapes:
-        raise CheckpointError(
-            f"{masks} holds gates of {_shown(shapes)}, {model} needs gates of {_shown(needed)}; the masks "
-            "were made for another model"
-        )
-    scores = read_scores(masks)
-    outdated = {"recovery", "perplexity", "prompts", "answers", "latency"}  # they describe other weights or widths
-    if align != 1:
-        gates = _aligned(gates, scores, provenance, masks, align)
-        outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
-    check_tensor_parallel(tp, source.config, layer_widths(gates, source, head_unit), remedy=f"or prune with --tp {tp}")
-    provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
-    return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
-
-
-def _shown(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return " and ".join(f"{kind} {list(shape)}" for kind, shape in shapes.items())
-
-
-def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str, Any], path: Path, align: int) -> Masks:
-    """Return gates whose widths are multiples of `align`. Raises: SettingError, CheckpointError."""
-    kind = "experts" if "experts" in gates else "mlp"
-    scope = provenance.get("recipe", {}).get("scope", "global")
-    kept, units = int((gates[kind] > 0).sum()), gates[kind].shape[-1]
-    if provenance.get("head_unit") == WHOLE_EXPERT:
-        raise SettingError(f"{path} keeps whole experts with all their channels; leave --align out")
-    if scope != "global":
-        raise SettingError(f"{path} has a budget per {scope}, which aligning would break; prune with --align")
-    if not 0 < align <= min(kept, units):
-        raise SettingError(
-            f"align is {align}; {kept:,} channels, at most {units:,} together, allow 1 to {min(kept, units):,}"
-        )
-    saliency = scores.get("saliency", {}).get(kind)
-    if saliency is None:
-        raise CheckpointError(f"{path} holds no {kind}.saliency, which aligning needs; prune again with --align")
-    if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
-        raise CheckpointError(f"{path} holds {kind}.saliency of another shape, negative or not finite; prune again")
-    return gates | {kind: realign(gates[kind], saliency, align)}
+    tensors = {f"{kind}.gates": values for kind, values in gates.items()}
+    for name, masks in (scores or {}).items():
+        tensors |= {f"{kind}.{name}": values for kind, values in masks.items()}
+    header = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
+    save_tensors(tensors, path, masks_metadata(header, {name: each.numpy() for name, each in tensors.items()}))
+    remember(path, provenance)

@@ -3,58 +3,59 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.batches import Batches, sequences_at_once
-from ddp_prune.budget import Pool, make_pools
-from ddp_prune.distributed import check_sharding, load, make_accelerator
+from ddp_models.loading import check_sharding, load, loading_options
+from ddp_models.source import AGAIN, Source
+from ddp_prune.budget import Pool, suited_pools
 from ddp_prune.gates import GatedModel
-from ddp_prune.memory import TRAINING_BYTES, USABLE, free_memory, pass_bytes
-from ddp_prune.model import AGAIN, Source, loading_options
-from ddp_prune.pipeline import find_model, latency_profile, make_runs, resolve_training_mode, suited_pools
+from ddp_prune.pipeline import find_model, latency_profile
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
-from ddp_prune.train import TRAINERS, fit_batches
-from ddp_prune.weights import TrainedWeights
-from ddp_vllm.costs import whole_model
+from ddp_prune.run import Run, make_runs
+from ddp_prune.train import TRAINERS, resolve_training_mode
+from ddp_training.batches import Batches, fit_batches, sequences_at_once
+from ddp_training.memory import TRAINING_BYTES, USABLE, SizedModel, free_memory, pass_bytes
+from ddp_training.processes import make_accelerator
+from ddp_training.weights import TrainedWeights
+from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.families import Dimensions, dense_layers
+from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Profile
 
 
 def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     """Return the lines that describe what `prune` would do. Raises: as `prune` before it loads the model."""
-    first = recipes[0]
+    first, last = recipes[0], recipes[-1]
     accelerator = make_accelerator(output, None)
     check_sharding(first, accelerator.num_processes)
-    source, shapes = find_model(first, output)
+    source = find_model(first, output)
     profile = latency_profile(first, source, _refuse_to_measure)
-    mode = resolve_training_mode(first, shapes, output, accelerator)
+    mode = resolve_training_mode(first, source.shapes, output, accelerator)
     lines, pools_of = [], []
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
-        head_unit, pools = suited_pools(recipe, source, shapes, profile)
+        head_unit, pools = suited_pools(recipe, source, source.shapes, profile)
         pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
-        lines += _removed_of_model(recipe, source, shapes, head_unit, pools)
+        lines += _removed_of_model(recipe, source, pools)
     runs = make_runs(recipes, pools_of, mode, profile)
-    last, run = recipes[-1], runs[-1]
-    needed, memory = _memory(run, source, shapes, accelerator)
-    lines.append(memory)
-    tokens = (
-        f"{last.batch_size:,} × {last.seq_len:,} tokens, {run.steps.last * last.batch_size * last.seq_len:,} in all"
+    needed, memory = _memory(runs[-1], source, accelerator)
+    steps = runs[-1].steps.last
+    text = (
+        f"text: {steps:,} steps of {last.batch_size:,} × {last.seq_len:,} tokens, "
+        f"{steps * last.batch_size * last.seq_len:,} in all, from {last.data}"
     )
-    lines.append(f"text: {run.steps.last:,} steps of {tokens}, from {last.data}")
+    lines += [memory, text]
     if needed > USABLE * free_memory(accelerator):
         return [*lines, "time: not measured, because memory is short"]
-    seconds = _seconds_a_step(run, source, head_unit, pools, accelerator)
+    seconds = _seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     steps = sum(each.steps.last - each.steps.first for each in runs)
     lines.append(
         f"time: about {_duration(steps * seconds)}: {steps:,} steps of {seconds:.2g} s, measured now on random tokens "
@@ -70,51 +71,39 @@ def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
     )
 
 
-def _removed_of_model(
-    recipe: Recipe, source: Source, shapes: Mapping[str, Sequence[int]], head_unit: str, pools: Sequence[Pool]
-) -> Iterator[str]:
+def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> Iterator[str]:
     """Yield which share of the whole model is removed, and which option removes that share of the whole."""
-    share = 1.0 - sum(pool.kept for pool in pools) / sum(pool.total for pool in pools)
+    config, layers = source.config, dense_layers(source.config)
     if recipe.budget in ("flops", "kv-bytes"):
         (pool,) = pools
-        whole = whole_model(recipe.budget, source.config, dense_layers(source.config), shapes, recipe.context_length)
+        whole = whole_model(recipe.budget, config, layers, source.shapes, recipe.context_length)
         left = whole - pool.total + pool.kept
         yield (
-            f"removed: {share:.1%} of the prunable {recipe.budget} = {1 - left / whole:.1%} of the model: "
-            f"{whole:,.0f} → {left:,.0f} per token"
+            f"removed: {1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {1 - left / whole:.1%} of the "
+            f"model: {whole:,.0f} → {left:,.0f} per token"
         )
     if recipe.budget not in ("units", "params"):
         yield "parameters: how many are removed depends on which units the search removes"
         return
-    (pool,) = make_pools(
-        source.config,
-        shapes,
-        source.sizes,
-        head_unit,
-        dataclasses.replace(recipe, budget="params", target=0.0, sparsity=share, attention_sparsity=None),
-    )
-    whole = whole_model("params", source.config, dense_layers(source.config), shapes, recipe.context_length)
-    costs = {kind: float(pool.unit_costs(kind).mean()) for kind in pool.shapes}
-    removed = sum((each.total - each.kept) * costs.get(each.name, 1.0) for each in pools)
+    whole = whole_model("params", config, layers, source.shapes, recipe.context_length)
+    prunable = {"attn": 0.0, "mlp": 0.0, "experts": 0.0}
+    for price, layer in zip(prices("params", config, source.shapes, recipe.context_length), layers, strict=True):
+        prunable["attn"] += price.query_head * layer.num_query_heads + price.kv_head * layer.num_kv_heads
+        prunable["mlp"] += price.channel * layer.intermediate_size
+        prunable["experts"] += price.expert_channel * sum(layer.expert_intermediate_sizes or ())
+    total = sum(prunable.values())
+    removed = sum((each.total - each.kept) * sum(prunable[kind] for kind in each.shapes) / each.total for each in pools)
     line = (
-        f"removed: {removed / pool.total:.1%} of the prunable parameters = {removed / whole:.1%} of the model: "
+        f"removed: {removed / total:.1%} of the prunable parameters = {removed / whole:.1%} of the model: "
         f"{short(whole)} → {short(whole - removed)}"
     )
     wanted = (1.0 - recipe.sparsity) * whole
-    if recipe.sparsity and wanted > whole - pool.total:
+    if recipe.sparsity and wanted > whole - total:
         line += f"; to remove {recipe.sparsity:.0%} of the model: --target-params {short(wanted)}"
     yield line
 
 
-@dataclass(frozen=True)
-class _Sized:
-    model: torch.nn.Module
-    sizes: Dimensions
-
-
-def _memory(
-    run: Run, source: Source, shapes: Mapping[str, Sequence[int]], accelerator: Accelerator
-) -> tuple[float, str]:
+def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, str]:
     """Return the bytes that the weights and a forward and backward pass take, and a line that says so."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -126,11 +115,11 @@ def _memory(
         )
     learns = run.train == "weights"
     model.requires_grad_(learns)
-    held = sum(map(math.prod, shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
+    held = sum(map(math.prod, source.shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
     has_teacher = learns and recipe.distillation > 0  # a second model
     weights = held * (TRAINING_BYTES * learns + (1 + has_teacher) * model.dtype.itemsize)
-    at_once = sequences_at_once(recipe, accelerator)
-    passing = pass_bytes(_Sized(model, source.sizes), at_once, recipe.seq_len)
+    at_once, sized = sequences_at_once(recipe, accelerator), SimpleNamespace(model=model, sizes=source.sizes)
+    passing = pass_bytes(cast(SizedModel, sized), at_once, recipe.seq_len)
     return weights + passing, (
         f"memory: about {_gigabytes(weights + passing)}: {_gigabytes(weights)} for "
         f"{'the model and its teacher' if has_teacher else 'the model'}, {_gigabytes(passing)} for {at_once} × "

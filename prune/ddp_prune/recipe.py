@@ -6,91 +6,32 @@ was resolved. Both are saved inside the run and inside the checkpoint, so a resu
 command line, their help texts and defaults are made from these fields.
 """
 
-import dataclasses
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
+from pathlib import Path
 from typing import Any
 
-from ddp_vllm.errors import SettingError, is_utf8
+from ddp_training.settings import TrainingSettings
+from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import PHASES, Workload
+from ddp_vllm.settings import Settings, check_known, read_settings, setting
 
-CHOICES = {
-    "head_unit": ("auto", "kv-group", "query-head"),
-    "scope": ("global", "layer", "expert"),
-    "budget": ("units", "params", "flops", "kv-bytes", "latency"),
-    "phase": PHASES,
-    "controller": ("gradual", "alm"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "activation_checkpointing": ("auto", "on", "off"),
-    "train": ("auto", "masks", "weights"),
-    "method": ("auto", "full", "lora"),
-    "learn_from": ("auto", "assistant", "all"),
-}
-LEAST: dict[str, int] = {  # setting -> its smallest value
-    **dict.fromkeys(("batch_size", "heldout_blocks", "steps", "align", "tp", "rank"), 1),
-    **dict.fromkeys(("context_length", "concurrency"), 1),
-    **dict.fromkeys(("micro_batch_size", "seed", "distillation", "save_every", "recover", "masks_every"), 0),
-    **dict.fromkeys(("learning_rate", "lambda_learning_rate", "lambda2_learning_rate", "minutes", "tokens"), 0),
-    "seq_len": 8,
-}
-FRACTIONS = ("polish", "attention_sparsity", "warmup")
 WITH_WHOLE_EXPERTS = {  # the paper's search removes channels, and all layers keep equally many experts
     "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
 }  # fmt: skip
-
-
-def kind_of(field: dataclasses.Field[Any]) -> type:
-    """Return the type of a setting, without the None of an optional one."""
-    kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
-    assert isinstance(kind, type)
-    return kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings whose values are checked one by one: type, limits, choices."""
-
-    def __post_init__(self) -> None:
-        """Check every value. Raises: SettingError."""
-        for field in dataclasses.fields(self):
-            name = field.name
-            value: Any = getattr(self, name)
-            if value is None and isinstance(field.type, UnionType):
-                continue
-            kind = kind_of(field)
-            if kind is float and type(value) is int and value.bit_length() <= 1000:  # no float holds larger ones
-                value = float(value)  # TOML writes 0 for 0.0
-                object.__setattr__(self, name, value)
-            if (given := type(value)) is not kind:
-                raise SettingError(f"{name} is {value!r}, a {given.__name__}; it must be a {kind.__name__}")
-            if isinstance(value, str) and not is_utf8(value):
-                raise SettingError(f"{name} is {value!r}, which is not UTF-8; rename the file or folder")
-            if name in CHOICES and value not in CHOICES[name]:
-                raise SettingError(f"{name} is {value!r}; it must be one of {', '.join(CHOICES[name])}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise SettingError(f"{name} is {value}; it must be a finite number")
-            if name in FRACTIONS and not 0.0 <= value < 1.0:
-                raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
-            if name in LEAST and value < LEAST[name]:
-                raise SettingError(f"{name} is {value}; it must be at least {LEAST[name]}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, as they are saved; without those that are None, as TOML has no null."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlmSettings(Settings):
     """The paper's search, `controller = "alm"`; in a recipe file the table `[alm]`."""
 
-    learning_rate: float = 2e-2
+    learning_rate: float = setting(2e-2, least=0)
     """AdamW's rate for z."""
-    lambda_learning_rate: float = 2e-2
+    lambda_learning_rate: float = setting(2e-2, least=0)
     """Ascent rate of λ1 and λ3 (Eq. 13 and 15)."""
-    lambda2_learning_rate: float = 4e-1
+    lambda2_learning_rate: float = setting(4e-1, least=0)
     """Ascent rate of λ2; the paper uses 8e-1 at higher sparsity."""
-    warmup: float = 0.05
+    warmup: float = setting(0.05, is_fraction=True)
     """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its length."""
     mu_start: float = 0.5
     """Sharpness μ0 of the surrogate (Eq. 14)."""
@@ -112,54 +53,6 @@ class AlmSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings(Settings):
-    """Settings that pruning and recovery share."""
-
-    data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
-    """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`; the default split is
-    `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by commas, take turns of about `seq_len`
-    tokens; `NAME:3` gives a text three turns for every turn of the others."""
-    text_column: str = ""
-    """Column that holds the text, if it is not called text, conversations or messages. Every text of `data` that has
-    columns must have it."""
-    batch_size: int = 16
-    """Sequences per optimizer step, over all devices."""
-    seq_len: int = 2048
-    """Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it."""
-    seed: int = 0
-    """Seed of the order of documents. Gates start at exactly 1, so nothing else is random."""
-    heldout_blocks: int = 16
-    """Sequences that are held out from training; their perplexity is reported."""
-    distillation: float = 2.0
-    """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
-    learn_from: str = "auto"
-    """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text), or all. `auto` is
-    `all` while pruning, and `assistant` in a recovery of a model with a chat template. The KL term covers every
-    token."""
-
-    micro_batch_size: int = 0
-    """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about 8,192 tokens, 1,024 on
-    a CPU, and fewer if memory is short."""
-    dtype: str = "auto"
-    """Number format of the weights in forward and backward passes; `auto` takes the checkpoint's. For float16, in
-    which small gradients vanish, `auto` takes bfloat16. The written model has the checkpoint's format either way."""
-    activation_checkpointing: str = "auto"
-    """Recompute layers in the backward pass instead of storing their activations. This takes a third more computation
-    and a small part of the memory; gradients are the same. `auto` turns it on if the activations would fill more than
-    half of the free memory."""
-    shard: bool = False
-    """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
-    save_every: int = 0
-    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time. Saving by time happens at
-    most every two minutes and takes at most a twentieth of the run. A run is saved after its last step too."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.seed >= 2**32:
-            raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe(TrainingSettings):
     """Settings of a pruning run, as the user asked for them."""
 
@@ -169,7 +62,7 @@ class Recipe(TrainingSettings):
     sparsity: float = 0.0
     """Fraction to remove of what can be pruned (not embeddings, norms, routers), between 0 and 1. It is 1 − ρ of Eq. 6,
     by default of each module type: heads and MLP channels, or the expert channels of a mixture of experts."""
-    attention_sparsity: float | None = None
+    attention_sparsity: float | None = setting(None, is_fraction=True)
     """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0 prunes MLPs only. It
     requires the budget `units`."""
     target: float = 0.0
@@ -177,54 +70,54 @@ class Recipe(TrainingSettings):
     speedup: float = 0.0
     """Target speedup of a step over the dense model on the serving machine, for example 1.25. Replaces `sparsity` and
     implies the budget `latency`."""
-    budget: str = "units"
+    budget: str = setting("units", choices=("units", "params", "flops", "kv-bytes", "latency"))
     """What the fraction counts: `units` of each module type as in the paper; or, over all types together, `params`,
     `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits) or `latency` (measured time of a step)."""
-    context_length: int = 2048
+    context_length: int = setting(2048, least=1)
     """Tokens in the context, on which the budgets `flops` and `latency` depend."""
-    concurrency: int = 8
+    concurrency: int = setting(8, least=1)
     """Sequences served at the same time, on which the budget `latency` depends."""
-    phase: str = "decode"
+    phase: str = setting("decode", choices=PHASES)
     """Step whose time the budget `latency` counts: `decode` or the `prefill` of prompts."""
     profile: str = ""
     """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, the machine is profiled
     first."""
     other_machine: bool = False
     """Accept a latency profile from another machine, on which the model will be served."""
-    scope: str = "global"
+    scope: str = setting("global", choices=("global", "layer", "expert"))
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     whole_experts: bool = False
     """Remove whole experts of a mixture of experts, equally many from every layer, and their rows of the router. The
     result is a stock checkpoint that requires no plugin. It keeps as many experts as the budget allows."""
-    head_unit: str = "auto"
+    head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"))
     """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
-    align: int = 1
+    align: int = setting(1, least=1)
     """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit kernels and quantization.
     The kept width is the largest multiple within the budget."""
-    tp: int = 1
+    tp: int = setting(1, least=1)
     """Make every layer split over this many devices without padding; the share of a device is a multiple of `align`."""
 
-    steps: int = 1000
+    steps: int = setting(1000, least=1)
     """Optimizer steps in total: search and polish."""
 
-    controller: str = "gradual"
+    controller: str = setting("gradual", choices=("gradual", "alm"))
     """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, those of the
     least Fisher information times squared scale first, while the other scales are trained; it is better in short runs.
     `alm` is the paper's surrogate with multipliers, which requires about 1,000 steps."""
-    polish: float = 0.35
+    polish: float = setting(0.35, is_fraction=True)
     """Last fraction of the steps, in which only the kept scales are fine-tuned. 0 is the paper's single phase. This
     phase is ours; its length was not tuned."""
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
-    masks_every: int = 0
+    masks_every: int = setting(0, least=0)
     """Steps between snapshots of the gates, stored in the masks file as `mlp.after_100` and so on; 0: none."""
 
-    train: str = "auto"
+    train: str = setting("auto", choices=("auto", "masks", "weights"))
     """What is trained while units are removed: only `masks`, with frozen weights as in the paper, or also `weights`.
     `weights` distills the remaining weights, except embeddings, from the dense model at the same time; it holds a
     second copy of the model, the teacher, and 18 more bytes per parameter. `auto` is `weights` if memory holds that,
     and `masks` for the controller `alm`."""
-    recover: float = 0.0
+    recover: float = setting(0.0, least=0)
     """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
     def __post_init__(self) -> None:
@@ -280,37 +173,51 @@ class Recipe(TrainingSettings):
         return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoveryRecipe(TrainingSettings):
-    """Settings of a recovery: distillation of a pruned model from the dense one."""
+def load_recipes(path: Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
+    """Build the recipe of each size, smallest cut first, as `load_recipe` does; several sizes are one size family."""
+    values = read_settings(path, settings, Recipe)
+    name = "speedup" if values.get("speedup") else "sparsity"
+    if not isinstance(sizes := values.get(name), list | tuple):
+        return [load_recipe(path, settings)]
+    rising = sorted({float(each) for each in sizes if type(each) in (int, float)})
+    if len(rising) != len(sizes):
+        raise SettingError(f"{name} is {sizes}; give numbers that differ, as 0.1,0.2,0.3")
+    return [load_recipe(path, {**settings, name: size}) for size in rising]
 
-    model: str
-    """Folder of the pruned model."""
-    teacher: str
-    """Folder or Hub name of the dense model from which it was pruned."""
-    minutes: float = 10.0
-    """Minutes of training. A step is timed first; the number of steps that fit is saved with the run, so that an
-    interrupted run resumes to the bit."""
-    tokens: int = 0
-    """Tokens to train on. Replaces `minutes`."""
-    method: str = "auto"
-    """Weights to train: `full` all of them but embeddings and output head, `lora` low-rank additions to the
-    projections, merged at the end. `auto` is `full` if memory holds its optimizer, 18 bytes per parameter."""
-    rank: int = 16
-    """Rank of the additions of `lora`."""
-    learning_rate: float = 0.0
-    """AdamW's highest rate; 0 chooses by method and hidden size."""
-    warmup: float = 0.1
-    """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
-    watch: str = ""
-    """Text of another kind, named as `data`, that is only evaluated: a loss of quality on it is reported."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.minutes or self.tokens):
-            raise SettingError("minutes and tokens are 0; give one of them")
+def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
+    """Build a recipe from a TOML file, overridden by settings of the command line (None means not given).
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps; at least one."""
-        return max(1, self.tokens // (self.batch_size * self.seq_len))
+    Raises: SettingError for an unreadable file, an unknown key or a value out of range.
+    """
+    values = read_settings(path, settings, Recipe)
+    where = str(path or "the recipe")
+    if values.get("speedup"):
+        values.setdefault("budget", "latency")
+    if "alm" in values:
+        if not isinstance(alm := values["alm"], Mapping):
+            raise SettingError(f"alm is {alm!r}; it must be a table, [alm]")
+        check_known(f"[alm] of {where}", alm, AlmSettings)
+        values["alm"] = AlmSettings(**alm)
+        if values["alm"] != AlmSettings() and values.get("controller") != "alm":
+            raise SettingError(f'the table [alm] of {where} is for controller = "alm"; set that, or leave it out')
+    if "model" not in values:
+        raise SettingError("model is missing; give it on the command line or in the recipe")
+    if not {"sparsity", "target", "speedup"} & values.keys():
+        raise SettingError(
+            "sparsity is missing; give it, or --speedup, or a target such as --target-params 5.5B, on the command line "
+            "or in the recipe"
+        )
+    if isinstance(values.get("target"), str):
+        values["target"] = parse_amount(values["target"])
+    return Recipe(**values)
+
+
+def parse_amount(text: str) -> float:
+    """Read a number such as 5.5B, 120M, 8G or 1e9; suffixes are powers of 1,000. Raises: SettingError."""
+    suffixes = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+    scale = suffixes.get(text[-1:].upper())
+    try:
+        return float(text if scale is None else text[:-1]) * (scale or 1.0)
+    except ValueError:
+        raise SettingError(f"target is {text!r}; it must be a number such as 5.5B, 120M or 1e9") from None

@@ -5,11 +5,14 @@ A size family has one search: each size begins where the search of the size befo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
+
+if TYPE_CHECKING:  # which imports torch
+    from ddp_prune.budget import Pool
 
 FAMILY_STEPS = 1.3  # steps of all sizes together, in multiples of those of the largest cut alone
 
@@ -81,3 +84,14 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
         found.append(Steps(done, end, end + polish))
         done = end
     return found
+
+
+def make_runs(
+    recipes: Sequence[Recipe], pools: Sequence[Sequence["Pool"]], mode: str, profile: Profile | None
+) -> list[Run]:
+    """Return the run of each size; each begins at the keep ratios of the size before."""
+    starts = [{}, *({pool.name: pool.keep_ratio for pool in each} for each in pools)]
+    return [
+        Run(recipe=recipe, steps=steps, train=mode, profile=profile, start=start, in_family=len(recipes) > 1)
+        for recipe, steps, start in zip(recipes, schedule(recipes), starts[:-1], strict=True)
+    ]

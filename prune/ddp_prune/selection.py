@@ -33,38 +33,65 @@ def greedy(
     """
     cost_GM = cost_GM.double()
     ratio_GM = torch.where(cost_GM > 0, importance_GM.double() / cost_GM, torch.inf)
-    order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
     budget_G1 = budget_G.double()[:, None] * (1.0 + 1e-9)  # a budget such as 0.8 · 768 is not exact in binary
+    taken_GM = _take_alone(ratio_GM, cost_GM, budget_G1, parent_GM)
+    return taken_GM if len(budget_G) == 1 else _take_together(taken_GM, ratio_GM, cost_GM, budget_G1, parent_GM)
 
-    def left_over() -> torch.Tensor:
-        return budget_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
 
-    def available(left: torch.Tensor) -> torch.Tensor:
-        fits_GM = ~taken_GM & (cost_GM <= left)
-        if parent_GM is None:
-            return fits_GM
-        has_none_GM = parent_GM == torch.arange(parent_GM.shape[1], device=parent_GM.device)
-        return fits_GM & (has_none_GM | taken_GM.gather(-1, parent_GM))
+def _take_alone(
+    ratio_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G1: torch.Tensor, parent_GM: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the blocks that each group takes from its own budget."""
+    order_GM = ratio_GM.argsort(dim=-1, descending=True, stable=True)
+    taken_GM = torch.zeros_like(cost_GM, dtype=torch.bool)
+    fits_GM = torch.ones_like(taken_GM)
+    left_G1 = budget_G1
+    while fits_GM.any():
+        trial_GM = torch.where(fits_GM, cost_GM, 0.0)
+        sums_GM = torch.empty_like(cost_GM).scatter_(-1, order_GM, trial_GM.gather(-1, order_GM).cumsum(-1))
+        taken_GM |= fits_GM & (sums_GM <= left_G1)
+        left_G1 = _left_over(taken_GM, cost_GM, budget_G1)
+        fits_GM = _available(taken_GM, cost_GM, left_G1, parent_GM)
+    return taken_GM
 
-    def up_to(cost_GM: torch.Tensor) -> torch.Tensor:
-        """Return the cost of each block and of all that come before it by importance per cost."""
-        return torch.empty_like(cost_GM).scatter_(-1, order_GM, cost_GM.gather(-1, order_GM).cumsum(-1))
 
-    taken_GM = up_to(cost_GM) <= budget_G1
-    while (fits_GM := available(left_G1 := left_over())).any():
-        taken_GM |= fits_GM & (up_to(torch.where(fits_GM, cost_GM, 0.0)) <= left_G1)
-    if len(budget_G) == 1:
-        return taken_GM
+def _take_together(
+    taken_GM: torch.Tensor,
+    ratio_GM: torch.Tensor,
+    cost_GM: torch.Tensor,
+    budget_G1: torch.Tensor,
+    parent_GM: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the blocks that are taken when every group may take one more block from what all groups left over."""
     waiting_G1 = torch.ones_like(budget_G1, dtype=torch.bool)
-    while (fits_GM := available(left := left_over().sum()) & waiting_G1).any():
+    while True:
+        left = _left_over(taken_GM, cost_GM, budget_G1).sum()
+        fits_GM = _available(taken_GM, cost_GM, left, parent_GM) & waiting_G1
         groups = fits_GM.any(-1).nonzero()[:, 0]
+        if not len(groups):
+            return taken_GM
         blocks = ratio_GM.masked_fill(~fits_GM, -torch.inf).argmax(-1)[groups]
-        best_first = ratio_GM[groups, blocks].argsort(descending=True, stable=True)
-        groups, blocks = groups[best_first], blocks[best_first]
+        by_ratio = ratio_GM[groups, blocks].argsort(descending=True, stable=True)
+        groups, blocks = groups[by_ratio], blocks[by_ratio]
         paid = cost_GM[groups, blocks].cumsum(0) <= left
         taken_GM[groups[paid], blocks[paid]] = True
         waiting_G1[groups[paid]] = False
-    return taken_GM
+
+
+def _left_over(taken_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G1: torch.Tensor) -> torch.Tensor:
+    """Return what the taken blocks leave of each budget, [G, 1]."""
+    return budget_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
+
+
+def _available(
+    taken_GM: torch.Tensor, cost_GM: torch.Tensor, left: torch.Tensor, parent_GM: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the blocks that could be taken next, bool [G, M]: they fit into `left`, and their parents are taken."""
+    fits_GM = ~taken_GM & (cost_GM <= left)
+    if parent_GM is None:
+        return fits_GM
+    has_none_GM = parent_GM == torch.arange(parent_GM.shape[1], device=parent_GM.device)
+    return fits_GM & (has_none_GM | taken_GM.gather(-1, parent_GM))
 
 
 def exact_support(importance: torch.Tensor, kept: int) -> torch.Tensor:

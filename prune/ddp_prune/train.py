@@ -1,63 +1,196 @@
-"""The loop of every run: a step, its metrics, a save now and then; and resuming from a save."""
+"""Trains one size: the dense model and text in, its gates, their evaluation and the updated weights out."""
 
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
 
+from ddp_models.evaluation import Evaluation, bos_warning
+from ddp_models.loading import load
+from ddp_models.source import Source, tokenizer_and_config_files, weight_files
 from ddp_prune.alm import AlmTrainer
-from ddp_prune.batches import Batches
-from ddp_prune.budget import Pool
-from ddp_prune.distributed import broadcast_from_main
+from ddp_prune.budget import Pool, head_unit_of
+from ddp_prune.export import Transform
 from ddp_prune.gates import GatedModel
-from ddp_prune.memory import SizedModel, fit_activations, fit_attention
-from ddp_prune.recipe import Recipe, RecoveryRecipe
-from ddp_prune.run import Run, Steps
-from ddp_prune.run_state import RunState, load_run
+from ddp_prune.masks_file import provenance_of
+from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
 from ddp_prune.trainer import Learned, Trainer
-from ddp_prune.weights import TrainedWeights
-from ddp_vllm.errors import OutputError, TrainingError
+from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.tokens import load_tokenizer
+from ddp_training.batches import Batches, fit_batches
+from ddp_training.fingerprint import decisive, fingerprint
+from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
+from ddp_training.memory import TRAINING_BYTES, fit_attention, fits_training
+from ddp_training.processes import broadcast_from_main
+from ddp_training.run_state import RunState, saved_header
+from ddp_training.weights import TrainedWeights
+from ddp_vllm.errors import ModelError, TrainingError
+from ddp_vllm.pages.progress import StepProgress
+from ddp_vllm.provenance import published_recipe
 
-SAVE_SECONDS = 120.0  # least time between two saves, and so the most work that a kill costs if a save takes up to 6 s
-SAVE_SHARE = 20  # least time between two saves in multiples of the last save: saving takes at most 5 % of a run
 TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
 
-Report = Callable[[dict[str, float]], None]
+
+def resolve_training_mode(
+    recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accelerator: Accelerator
+) -> str:
+    """Return `masks` or `weights`: as asked, as the interrupted run for this output had it, or as memory allows now."""
+    if recipe.train != "auto":
+        return recipe.train
+    for saved in (saved_header(output), provenance_of(output)):
+        same = accelerator.is_main_process and is_same_recipe(saved.get("recipe", {}), recipe)
+        resolved = saved.get("resolved") or saved.get("run") or {}
+        if mode := broadcast_from_main(accelerator, resolved.get("train") if same else None):
+            return str(mode)
+    num_weights = sum(math.prod(shape) for shape in shapes.values())
+    held = num_weights // (accelerator.num_processes if recipe.shard else 1)
+    models = 2 if recipe.distillation > 0 else 1  # not loaded yet
+    fits = fits_training(held, accelerator, TRAINING_BYTES + 2 * models)
+    return "weights" if fits and recipe.controller == "gradual" else "masks"
 
 
-class FamilyCheckpoints(NamedTuple):
-    """States of a size family's search, between which one size is trained."""
-
-    resume_from: RunState | None = None
-    """End of the search of the size before; None for the smallest cut."""
-    save_to: RunState | None = None
-    """Where the end of this size's search is saved for the next size; None for the largest cut."""
+def is_same_recipe(saved: dict[str, Any], recipe: Recipe) -> bool:
+    """Tell whether the decisive settings are the same; checkpoints hold names instead of paths."""
+    ours = published_recipe(json.loads(json.dumps(recipe.to_dict())))
+    return decisive(published_recipe(saved)) == decisive(ours)
 
 
-NO_FAMILY = FamilyCheckpoints()
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The dense model, the text and the devices that all sizes share."""
+
+    source: Source
+    head_unit: str
+    tokenizer: Any
+    blocks: Blocks
+    loss_mask: torch.Tensor | None
+    """Of the blocks to train on, as of `Batches`."""
+    learned_from: dict[str, Any]
+    """The training-data fingerprint."""
+    accelerator: Accelerator
+    console: Console
+    say: Callable[[str], None]
+    """Prints a line, from one process."""
+
+    def announce(self, run: Run) -> None:
+        """Print what the run is about to do, before the model is loaded."""
+        recipe, source, blocks = run.recipe, self.source, self.blocks
+        passes = run.steps.last * recipe.batch_size / len(blocks.train)
+        unit = "expert channel" if source.sizes.num_experts and not recipe.whole_experts else self.head_unit
+        trained = {"weights": "masks and weights are trained together", "masks": "only masks are trained"}[run.train]
+        self.say(
+            f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
+            f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
+        )
+        self.say(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; {trained}")
+
+    def state(self, output: Path, run: Run, say: Callable[[str], None] = lambda _: None) -> RunState:
+        """Return the folder of a run on this text that writes `output`."""
+        same: dict[str, Any] = {"resolved": run.to_dict(), "learned_from": self.learned_from}
+        return RunState(output, run.recipe, **same, writes=self.accelerator.is_main_process, say=say)
 
 
-class Learner(Protocol):
-    """Trains gates, or the weights of a pruned model, step by step."""
+def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Console) -> Inputs:
+    """Read the text for the steps of `run`, the longest one. Raises: TextError, SettingError."""
+    recipe, tokenizer = run.recipe, load_tokenizer(str(source.folder))
+    blocks = load_blocks(
+        recipe.data,
+        tokenizer,
+        seq_len=recipe.seq_len,
+        train_blocks=run.steps.last * recipe.batch_size,
+        heldout_blocks=recipe.heldout_blocks,
+        min_train_blocks=recipe.batch_size,
+        seed=recipe.seed,
+        text_column=recipe.text_column,
+    )
+    check_vocabulary(blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
+    files = weight_files(source.folder), tokenizer_and_config_files(source.folder)
+    profile = str(run.profile.path) if run.profile else ""
+    show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
+    say: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
+    return Inputs(
+        source=source,
+        head_unit=head_unit_of(recipe, source),
+        tokenizer=tokenizer,
+        blocks=blocks,
+        loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, say),
+        learned_from=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
+        accelerator=accelerator,
+        console=console,
+        say=say,
+    )
 
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Plain data that a saved run requires besides tensors."""
 
-    def step(self, step: int) -> dict[str, float]:
-        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
+class Result(NamedTuple):
+    """What the checkpoint of a size is written from."""
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return everything the next step depends on, as named tensors."""
+    learned: Learned
+    evaluation: dict[str, Any]
+    """Perplexity and samples of the dense and the pruned model."""
+    transform: Transform | None
+    """The updated weights; None if only masks were trained."""
 
-    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Take back what `state` and `extra` returned before `step`."""
+
+def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
+    """Load the dense model, train gates, and weights too if the run says so, and evaluate both models.
+
+    Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no sequence fits a device.
+    """
+    set_seed(run.recipe.seed)
+    try:
+        return _train_size(inputs, run, pools, state, family)
+    except torch.OutOfMemoryError as error:  # outside of a step, which has a message of its own
+        raise TrainingError(
+            f"{run.recipe.model} and a sequence of {run.recipe.seq_len:,} tokens do not fit into the memory "
+            "of a device; free it of other processes, lower --seq-len, or distribute the weights over more devices "
+            "with --shard"
+        ) from error
+
+
+def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
+    recipe, source, accelerator = run.recipe, inputs.source, inputs.accelerator
+    gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, inputs.head_unit)
+    joint = run.train == "weights"
+    weights = TrainedWeights(gated.model, accelerator) if joint else None  # before any forward pass
+    evaluation = Evaluation({recipe.data: inputs.blocks.heldout}, inputs.tokenizer)
+    evaluation.evaluate("dense", gated.model)
+    if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
+        raise ModelError(
+            f"{recipe.model} has perplexity {dense} before pruning; its weights are broken, or dtype is too small"
+        )
+    if warning := bos_warning(gated.model, recipe.model, inputs.tokenizer, inputs.blocks.heldout):
+        inputs.say(warning)
+    teacher = load(source, recipe, accelerator) if joint and recipe.distillation > 0 else None
+    phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
+    with StepProgress(inputs.console, run.steps.last, phase, accelerator.is_main_process) as report:
+        learned = train(
+            gated, inputs.blocks.train, run, pools, accelerator, state, report, weights, teacher, family,
+            loss_mask=inputs.loss_mask,
+        )  # fmt: skip
+    transform = weights.finish() if weights else None
+    with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
+        evaluation.evaluate("pruned", gated.model)
+    return Result(learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, transform)
+
+
+def _phase(run: Run, wanted: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
+    """Return the phase of a step and the sparsity it reached, for the progress bar."""
+    shares = {name.removesuffix("_sparsity"): value for name, value in metrics.items() if name.endswith("_sparsity")}
+    goals = {name: f" of {share:.0%}" for name, share in wanted.items()}
+    sparsity = ", ".join(f"{name} {value:.1%}{goals.get(name, '')}" for name, value in shares.items())
+    annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
+    phase = "search" if metrics["step"] <= run.steps.search else "polish"
+    return phase, f"sparsity {sparsity} {annealed}"
 
 
 def train(
@@ -93,153 +226,6 @@ def train(
         if teacher is not None:
             fit_attention(teacher, recipe.seq_len, accelerator.device)
         trainer.train_weights(weights, teacher)
-    take_steps(trainer, recipe, accelerator, state, report, run.steps, family)
+    take_steps(trainer, recipe, run.steps.last, accelerator, state, report, family)
     model.set_attn_implementation(stock_attention)  # evaluated like the dense model
     return trainer.learned()
-
-
-def fit_batches(
-    model: SizedModel,
-    batches: Batches,
-    recipe: Recipe | RecoveryRecipe,
-    accelerator: Accelerator,
-    say: Callable[[str], None],
-) -> None:
-    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory is short."""
-    fitting = fit_activations(model, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
-    if fitting < batches.micro and not recipe.micro_batch_size:
-        if accelerator.is_main_process:
-            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro} sequences")
-        batches.micro = fitting
-
-
-def take_steps(
-    learner: Learner,
-    recipe: Recipe | RecoveryRecipe,
-    accelerator: Accelerator,
-    state: RunState,
-    report: Report,
-    steps: Steps | None = None,
-    family: FamilyCheckpoints = NO_FAMILY,
-) -> None:
-    """Do the steps of a run, or those that an interruption has left.
-
-    report: called after every step with its metrics (losses in nats per token, tokens and seconds).
-    steps: those of the run; by default all steps of the recipe, without a search.
-    family: a size family saves its own state at the end of its search, then the state for the next size. A run that
-        resumes from the first save repeats the second.
-
-    Raises: TrainingError if the loss is not a number or memory runs out; the last save stays in the run's folder.
-        KeyboardInterrupt after Ctrl-C, when the step is done and saved.
-    """
-    _, search, last = steps or Steps(0, 0, recipe.steps)
-    first = _resume(learner, accelerator, state, family, search)
-    clock = SaveClock(recipe.save_every, accelerator)
-    with stopping(alone=accelerator.num_processes == 1) as stop:
-        for step in range(first, last):
-            metrics = _timed_step(learner, step, recipe, state, search)
-            state.log(metrics)
-            ends_search = family.save_to is not None and step + 1 == search
-            if stop or ends_search or step + 1 == last or clock.is_due(step + 1):  # the export after it can fail too
-                with clock.saving():
-                    tensors = learner.state()
-                    state.save(step + 1, tensors, learner.extra)
-                if family.save_to and ends_search:
-                    family.save_to.save(step + 1, tensors, learner.extra)
-                del tensors
-            accelerator.log(metrics, step=step + 1)
-            report(metrics)
-            if stop:
-                raise KeyboardInterrupt(f"stopped at step {step + 1} of {last}; the same command resumes")
-
-
-def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family: FamilyCheckpoints, search: int) -> int:
-    """Restore what was saved of this run, or else of the size before, and return the first step to do."""
-    saved = load_run(state, accelerator)
-    if saved is None:
-        state.start()
-        if (before := family.resume_from) is None:
-            return 0
-        if (saved := load_run(before, accelerator)) is None:
-            raise OutputError(
-                f"{before.folder} lacks the search of the size before, from which this size resumes; delete "
-                f"{before.folder.parent} and begin anew"
-            )
-    learner.restore(*saved)
-    if family.save_to and saved[0] == search:
-        family.save_to.save(search, learner.state(), learner.extra)
-    return saved[0]
-
-
-def _timed_step(
-    learner: Learner, step: int, recipe: Recipe | RecoveryRecipe, state: RunState, search: int
-) -> dict[str, float]:
-    """Do one step and return its metrics with its seconds and tokens. Raises: TrainingError with a remedy."""
-    began = time.perf_counter()
-    try:
-        metrics = learner.step(step)
-    except (TrainingError, torch.OutOfMemoryError) as error:
-        kept = f"the last save is in {state.folder}" if state.state.exists() else "nothing was saved yet"
-        out_of_memory = not isinstance(error, TrainingError)
-        reason = f"a device ran out of memory at step {step + 1}" if out_of_memory else str(error)
-        if out_of_memory:
-            remedy = (
-                'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
-            )
-        elif isinstance(recipe, RecoveryRecipe):
-            remedy = f"try a --learning-rate below {recipe.learning_rate:g}"
-        elif recipe.controller != "gradual" and step < search:
-            remedy = "try a lower learning_rate in the recipe's table [alm]"
-        else:
-            remedy = "check the weights" if recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
-        raise TrainingError(f"{reason}; {kept}; {remedy}") from error
-    seconds = time.perf_counter() - began
-    return metrics | {"seconds": seconds, "tokens": float(recipe.batch_size * recipe.seq_len)}
-
-
-class SaveClock:
-    """Decides when a run is saved: by the main process's clock, as all processes take part in a save together."""
-
-    def __init__(self, save_every: int, accelerator: Accelerator) -> None:
-        """save_every: steps between saves; 0 saves by the clock."""
-        self.save_every, self.accelerator = save_every, accelerator
-        self.saved_at, self.pause = time.perf_counter(), SAVE_SECONDS
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether to save after this step; all processes must call it together and get the same answer."""
-        if self.save_every:
-            return step % self.save_every == 0
-        return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Measure how long a save takes; the pause before the next one is in proportion."""
-        began = time.perf_counter()
-        yield
-        self.saved_at = time.perf_counter()
-        self.pause = max(SAVE_SECONDS, SAVE_SHARE * (self.saved_at - began))
-
-
-@contextmanager
-def stopping(*, alone: bool) -> Iterator[list[int]]:
-    """Postpone Ctrl-C to the end of a step: it adds to the list that is yielded; a second Ctrl-C stops at once.
-
-    In the middle of a step there is no consistent state to save. With several processes (alone=False) Ctrl-C stops at
-    once, as they would not all stop at the same step. Only the main thread receives signals.
-    """
-    heard: list[int] = []
-
-    def hear(number: int, _frame: Any) -> None:
-        heard.append(number)
-        signal.signal(number, signal.default_int_handler)
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")  # not amid what is being printed
-
-    ours = threading.current_thread() is threading.main_thread()
-    if not (alone and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-        yield heard
-        return
-    signal.signal(signal.SIGINT, hear)
-    try:
-        yield heard
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

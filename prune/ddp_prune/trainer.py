@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.batches import Batches, Teacher
 from ddp_prune.budget import Pool, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.memory import narrow_layers
+from ddp_prune.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.run import Run
-from ddp_prune.weights import WARMUP, TrainedWeights, highest_rate, rate_of
+from ddp_training.batches import Batches, Teacher
+from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.weights import WARMUP, TrainedWeights, highest_rate, rate_of
 from ddp_vllm.errors import TrainingError
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 its share of the budget would be wasted
@@ -48,6 +47,11 @@ class Learned:
     """Changes by rounding, per module type: sparsity before it, units revived, units dropped."""
     routed: Masks
     """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense model."""
+
+    def routing(self, routed_layers: tuple[int, ...]) -> dict[str, Any]:
+        """Return `routed` as plain data, layer number -> counts; {} for a dense model."""
+        counts = {kind: values.tolist() for kind, values in self.routed.items()}
+        return {"routing": {"chosen": dict(zip(routed_layers, counts["experts"], strict=True))}} if counts else {}
 
 
 @dataclass(kw_only=True)
@@ -114,6 +118,10 @@ class Trainer:
         self.gates = GateState.opened(gated.shapes, accelerator.device)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make what a search needs besides the gates; this one needs nothing."""
 
     def train_weights(self, weights: TrainedWeights, teacher: Any) -> None:
         """Also train the weights of the gated model; `teacher` is another copy of it."""
@@ -159,6 +167,10 @@ class Trainer:
             gates.snapshots[f"{SNAPSHOT}{step + 1}"] = copies
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | self.measure(step)
+
+    def remedy(self, step: int) -> str:
+        """Return what the user can do if the loss of a step is not a number."""
+        return "check the weights" if self.recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
 
     def _move_weights(self, weights: TrainedWeights, step: int) -> None:
         """Do AdamW's step; until its search ends, the rate of a size does not depend on the sizes after it."""

@@ -4,20 +4,18 @@ Each function imports what it needs when it is called, so that importing this mo
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ddp_vllm
-from ddp_prune import read_recipe
-from ddp_prune.recipe import Recipe, TrainingSettings
+from ddp_prune.recipe import Recipe, load_recipes
+from ddp_prune.run import schedule
+from ddp_training.settings import TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output, clear, is_unfinished
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def prune(
@@ -39,10 +37,10 @@ def prune(
     field of a `Recipe` (`sparsity`, `data`, `steps`, …); these are the options of
     [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
     """
-    recipes = _recipes(model, recipe, settings)
-    if len(recipes) > 1:
-        raise SettingError(f"{len(recipes)} sizes are given, but prune makes one; prune_sizes makes several")
-    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)[0]
+    if (count := len(_recipes(model, recipe, settings))) > 1:
+        raise SettingError(f"{count} sizes are given, but prune makes one; prune_sizes makes several")
+    asked: dict[str, Any] = {"overwrite": overwrite, "tracker": tracker, "verbose": verbose}
+    return prune_sizes(model, output=output, recipe=recipe, **asked, **settings)[0]
 
 
 def prune_sizes(
@@ -59,41 +57,17 @@ def prune_sizes(
 
     Each size is written into a folder inside `output`. The arguments are those of `prune`.
     """
-    recipes = _recipes(model, recipe, settings)
-    return _prune(recipes, Path(output), overwrite=overwrite, tracker=tracker, verbose=verbose)
-
-
-def plan(
-    model: str | Path, *, output: str | Path = "pruned", recipe: str | Path | None = None, **settings: Any
-) -> list[str]:
-    """Return what `prune` would remove and the memory and time it would take, a line each; nothing is written."""
-    recipes = _recipes(model, recipe, settings)
-    from ddp_prune import plan as planning
-
-    return planning.plan(recipes, Path(output))
-
-
-def _recipes(model: str | Path, recipe: str | Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
-    return read_recipe.load_recipes(Path(recipe) if recipe else None, as_recipe_values({**settings, "model": model}))
-
-
-def as_recipe_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with every path as text, as recipes hold it."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-
-
-def _prune(
-    recipes: Sequence[Recipe], output: Path, *, overwrite: bool, tracker: str | None, verbose: bool
-) -> list[Checkpoint]:
+    recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
     resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
     if not resumes:
         check_output(output, overwrite=overwrite)
     from ddp_prune import pipeline
+    from ddp_vllm.pages.terminal import SafeConsole
     from ddp_vllm.pages.written import show
 
     checkpoints = pipeline.prune(
-        recipes, output, overwrite=overwrite, tracker=tracker, console=verb_console(verbose),
+        recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose), show=show,
     )  # fmt: skip
     return [_recovered(recipe, checkpoint, verbose) for recipe, checkpoint in zip(recipes, checkpoints, strict=True)]
@@ -110,6 +84,23 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpo
     )  # fmt: skip
 
 
+def plan(
+    model: str | Path, *, output: str | Path = "pruned", recipe: str | Path | None = None, **settings: Any
+) -> list[str]:
+    """Return what `prune` would remove and the memory and time it would take, a line each; nothing is written."""
+    recipes = _recipes(model, recipe, settings)
+    from ddp_prune import plan as planning
+
+    return planning.plan(recipes, Path(output))
+
+
+def _recipes(model: str | Path, recipe: str | Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
+    """Return the recipe of each size. Raises: SettingError before anything expensive."""
+    recipes = load_recipes(Path(recipe) if recipe else None, {**settings, "model": model})
+    schedule(recipes)
+    return recipes
+
+
 def apply(
     model: str | Path, masks: str | Path, *, output: str | Path, tp: int = 1, align: int = 1, overwrite: bool = False
 ) -> Checkpoint:
@@ -120,12 +111,6 @@ def apply(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
-    from ddp_prune.masks_file import apply_masks
+    from ddp_prune.export import apply_masks
 
     return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
-
-
-def verb_console(verbose: bool) -> "Console":
-    from ddp_vllm.pages.terminal import SafeConsole
-
-    return SafeConsole(quiet=not verbose, soft_wrap=True)  # lines are copied, so never wrapped

@@ -1,20 +1,20 @@
 """The verbs recover and quantize. torch is imported when one of them runs, not before."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ddp_prune.cli import Grouped, given, output_option, overwrite_option, recipe_option, recipe_options
-from ddp_prune.recipe import RecoveryRecipe
+from ddp_prune.cli import HEADINGS
 from ddp_recover import verbs
+from ddp_recover.recipe import INHERITED, RecoveryRecipe
 from ddp_vllm.cli import echo
+from ddp_vllm.options import Grouped, given, output_option, overwrite_option, recipe_option, settings_options
 
 
-@click.command(cls=Grouped)
+@click.command(cls=Grouped, headings=HEADINGS)
 @click.argument("model")
-@partial(recipe_options, RecoveryRecipe)
+@settings_options(RecoveryRecipe, instead={"model": ()}, inherited=INHERITED)
 @recipe_option
 @output_option
 @overwrite_option

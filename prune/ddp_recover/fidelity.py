@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
-from ddp_prune.distributed import make_accelerator
-from ddp_prune.documents import content_of
-from ddp_prune.evaluation import Evaluation
-from ddp_prune.model import Source, load_model, open_pruned, open_source
-from ddp_prune.text import check_vocabulary, load_blocks, load_tokenizer
+from ddp_models.evaluation import Evaluation
+from ddp_models.loading import load_model
+from ddp_models.source import Source, open_pruned, open_source
+from ddp_text.blocks import check_vocabulary, load_blocks
+from ddp_text.tokens import load_tokenizer
+from ddp_training.processes import make_accelerator
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import ModelError, SettingError, TextError, TrainingError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.machine import hardware, today, versions
+from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
 from ddp_vllm.provenance import bare_name, local_provenance
@@ -82,7 +84,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
         "against": describe_model(str(dense.folder)).to_json(),
         "texts": {
             bare_name(name): evaluation.perplexity(name)
-            | ({"sha256": content_of(Path(name))} if Path(name).is_file() else {})
+            | ({"sha256": sha256(Path(name))[:32]} if Path(name).is_file() else {})
             for name in settings.texts
         },
     }

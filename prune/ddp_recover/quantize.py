@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.export import config_of, stored_tensors, write_card, write_model
-from ddp_prune.model import open_source
+from ddp_models.source import open_source
+from ddp_models.writing import config_of, stored_tensors, write_card, write_model
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, DdpError, SettingError
 from ddp_vllm.families import register_pruned

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,21 +16,9 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from ddp_prune.batches import Batches
-from ddp_prune.distributed import (
-    broadcast_from_main,
-    check_sharding,
-    load,
-    local_part,
-    main_process_first,
-    make_accelerator,
-    raise_on_all_ranks,
-)
-from ddp_prune.evaluation import Evaluation, bos_warning
-from ddp_prune.export import Transform, config_of, stored_tensors, write_card, write_masks, write_model
-from ddp_prune.masks_file import provenance_of, read_masks, read_scores
-from ddp_prune.memory import fit_attention, fits_training
-from ddp_prune.model import (
+from ddp_models.evaluation import Evaluation, bos_warning
+from ddp_models.loading import check_sharding, load
+from ddp_models.source import (
     Source,
     check_index,
     check_spares_source,
@@ -40,18 +27,33 @@ from ddp_prune.model import (
     tokenizer_and_config_files,
     weight_files,
 )
-from ddp_prune.progress import StepProgress
-from ddp_prune.recipe import RecoveryRecipe
-from ddp_prune.run_state import RunState, check_run_folders, decisive, fingerprint, saved_header
-from ddp_prune.text import Blocks, check_vocabulary, load_blocks, load_tokenizer, select_loss_mask, sources_of
-from ddp_prune.train import fit_batches, take_steps
-from ddp_prune.weights import TrainedWeights, highest_rate
+from ddp_models.writing import config_of, stored_tensors, write_card, write_model
+from ddp_prune.export import Transform
+from ddp_prune.masks_file import provenance_of, read_masks, read_scores, write_masks
+from ddp_recover.recipe import RecoveryRecipe
 from ddp_recover.weight_trainer import WeightTrainer
+from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.documents import sources_of
+from ddp_text.tokens import load_tokenizer
+from ddp_training.batches import Batches, fit_batches
+from ddp_training.fingerprint import decisive, fingerprint
+from ddp_training.loop import take_steps
+from ddp_training.memory import fit_attention, fits_training
+from ddp_training.processes import (
+    broadcast_from_main,
+    local_part,
+    main_process_first,
+    make_accelerator,
+    raise_on_all_ranks,
+)
+from ddp_training.run_state import RunState, check_run_folders, locked_run, saved_header
+from ddp_training.weights import TrainedWeights, highest_rate
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
+from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import show
 from ddp_vllm.provenance import local_provenance
 
@@ -131,9 +133,7 @@ def recover(
         text = _load_text(resolved, provenance, models, say)
         fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
         run = RunState(output, resolved, learned_from=fingerprints, writes=main, say=say)
-        with ExitStack() as stack:
-            with raise_on_all_ranks(accelerator):
-                stack.enter_context(run.locked())
+        with locked_run(run, accelerator):
             evaluation, transform = _train(resolved, models, weights, text, run, console)
             with raise_on_all_ranks(accelerator):
                 if main:
@@ -260,7 +260,7 @@ def _train(
     evaluation.evaluate("pruned", models.model)
     trainer = _trainer(recipe, models, weights, text.blocks, text.loss_mask, run.say)
     with StepProgress(console, recipe.steps, _phase, run.writes) as report:
-        take_steps(trainer, recipe, models.accelerator, run, report)
+        take_steps(trainer, recipe, recipe.steps, models.accelerator, run, report)
     transform = weights.finish()
     evaluation.evaluate("recovered", models.model)
     return evaluation, transform

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_prune import read_recipe
-from ddp_prune.verbs import as_recipe_values, verb_console
+from ddp_recover.recipe import load_recovery
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
@@ -16,6 +15,7 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
+from ddp_vllm.settings import plain
 
 
 def recover(
@@ -39,11 +39,11 @@ def recover(
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     pruned_with = provenance.get("recipe", {}) | dense
-    values = as_recipe_values({**settings, "model": model})
-    found = read_recipe.load_recovery(Path(recipe) if recipe else None, values, pruned_with)
+    found = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
     from ddp_recover.recover import recover_alone
+    from ddp_vllm.pages.terminal import SafeConsole
 
-    return recover_alone(found, output, overwrite=overwrite, console=verb_console(verbose))
+    return recover_alone(found, output, overwrite=overwrite, console=SafeConsole.of(verbose))
 
 
 def quantize(
@@ -77,7 +77,7 @@ def evaluate_text(
 
     folder = Path(output) if output else default_output(str(model))
     names = [texts] if isinstance(texts, str | Path) else texts
-    chosen = FidelitySettings(model=str(model), texts=tuple(map(str, names)), **as_recipe_values(settings))
+    chosen = FidelitySettings(model=str(model), texts=tuple(map(str, names)), **plain(settings))
     chosen.check()
     with results_folder(folder):
         return compare_on_text(chosen, folder, say=line_printer(verbose))

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ddp_prune.batches import Batches, Teacher
-from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.recipe import RecoveryRecipe
-from ddp_prune.weights import TrainedWeights, rate_of
+from ddp_recover.recipe import RecoveryRecipe
+from ddp_training.batches import Batches, Teacher
+from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.weights import TrainedWeights, rate_of
 from ddp_vllm.errors import TrainingError
 
 
@@ -55,6 +55,10 @@ class WeightTrainer:
         self.weights.move(rate, norm)
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | {"learning_rate": rate}
+
+    def remedy(self, _step: int) -> str:
+        """Return what the user can do if the loss of a step is not a number."""
+        return f"try a --learning-rate below {self.recipe.learning_rate:g}"
 
     def _gradients(self, step: int) -> tuple[float, float, float]:
         """Compute the gradients of a step; return CE and KL in nats per token, and the gradients' norm."""

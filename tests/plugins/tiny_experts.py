@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import PROMPTS, generate
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel
-from ddp_prune.model import load_model, open_source
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 

@@ -9,15 +9,16 @@ from accelerate import Accelerator
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from ddp_prune.batches import Batches
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.budget import Pool, make_pools
 from ddp_prune.gates import GatedModel
-from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run import Run
-from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned, Trainer
+from ddp_training.batches import Batches
+from ddp_training.run_state import RunState
 from ddp_vllm.cli import main
 
 BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))

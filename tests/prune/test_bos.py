@@ -11,8 +11,8 @@ import torch
 from runs import prune
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.evaluation import bos_warning
-from ddp_prune.text import load_tokenizer
+from ddp_models.evaluation import bos_warning
+from ddp_text.tokens import load_tokenizer
 
 BOS, VOCABULARY = 7, 320
 pytestmark = pytest.mark.usefixtures("no_pictures")

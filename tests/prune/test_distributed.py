@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from ddp_prune.distributed import check_sharding, load_sharded
-from ddp_prune.memory import pending_bytes
-from ddp_prune.model import load_model, open_source
+from ddp_models.loading import check_sharding, load_model, load_sharded
+from ddp_models.source import open_source
 from ddp_prune.recipe import Recipe
+from ddp_training.memory import pending_bytes
 from ddp_vllm.errors import ModelError, SettingError
 
 TOKENS = torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))

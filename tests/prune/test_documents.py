@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_prune.documents import Document, as_documents, open_rows
-from ddp_prune.templates import Templates
+from ddp_text.documents import Document, as_documents, open_rows
+from ddp_text.templates import Templates
 from ddp_vllm.errors import OutputError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]

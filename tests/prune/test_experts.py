@@ -23,12 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from ddp_models.loading import load_model
+from ddp_models.source import Source, open_source
 from ddp_prune import experts as experts_module
 from ddp_prune.experts import grouped, looped, neutral_where_idle
-from ddp_prune.export import export
+from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.masks_file import apply_masks
-from ddp_prune.model import Source, load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import FAMILIES, unit_shapes

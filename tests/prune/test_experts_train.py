@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from ddp_models.source import open_source
 from ddp_prune import trainer as trainer_module
 from ddp_prune.export import export
 from ddp_prune.gates import Masks
-from ddp_prune.model import open_source
 from ddp_study.gradient_scores import of_gates
 from ddp_study.scores import magnitude
 from ddp_vllm.checkpoint import read_checkpoint

@@ -17,11 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from ddp_models import writing
+from ddp_models.loading import load_model
+from ddp_models.source import Source, open_source
 from ddp_prune import export as export_module
-from ddp_prune.export import export
+from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.masks_file import apply_masks, read_masks, read_scores
-from ddp_prune.model import Source, load_model, open_source
+from ddp_prune.masks_file import read_masks, read_scores
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, OutputError
@@ -359,7 +361,7 @@ def test_an_existing_output_is_refused_and_replaced_on_request(
 def test_shards_hold_what_one_file_holds(
     pruned: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_module, "MAX_SHARD_BYTES", 30_000)
+    monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 30_000)
     apply_masks(str(tiny_model), pruned / "ddp_masks.safetensors", tmp_path / "sharded", overwrite=False)
     files = sorted((tmp_path / "sharded").glob("model*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"

@@ -14,9 +14,10 @@ import sys, threading, time
 from pathlib import Path
 
 import torch
+from ddp_models import writing
 from ddp_prune import export
 from ddp_vllm.families import unit_shapes
-from ddp_prune.model import open_source
+from ddp_models.source import open_source
 
 def own():  # bytes of this process's own memory; of the mapped files only pages in use are in memory, and can go
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -31,7 +32,7 @@ def run(model, output):
     gates = {kind: torch.rand(shape) + 0.5 for kind, shape in unit_shapes(source.sizes, "kv-group").items()}
     export.export(source, gates, Path(output), head_unit="kv-group", provenance={})
 
-export.MAX_SHARD_BYTES = int(sys.argv[4])
+writing.MAX_SHARD_BYTES = int(sys.argv[4])
 run(sys.argv[1], sys.argv[3] + "-tiny")  # imports what it needs
 began, done = own(), threading.Event()
 most = [began]

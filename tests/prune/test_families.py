@@ -11,10 +11,11 @@ from family_cases import CASES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune import gates as gates_module
 from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, NarrowLayers
-from ddp_prune.model import load_model, open_source
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import FAMILIES, unit_shapes

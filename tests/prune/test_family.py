@@ -11,13 +11,12 @@ from click.testing import CliRunner, Result
 from latency_profiles import written
 from runs import SMALL, assert_refused, prune, weights
 
+from ddp_prune import pipeline
 from ddp_prune.masks_file import read_masks
-from ddp_prune.pipeline import Pruning
-from ddp_prune.read_recipe import load_recipes
-from ddp_prune.recipe import Recipe
+from ddp_prune.recipe import Recipe, load_recipes
 from ddp_prune.run import Steps, schedule
-from ddp_prune.run_state import RunState
 from ddp_prune.trainer import Trainer
+from ddp_training.run_state import RunState
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
@@ -158,14 +157,14 @@ def test_two_families_are_not_written_into_one_folder_at_once(
 ) -> None:
     """The second meets the first while it writes a size that the second has not."""
     refused: list[Result] = []
-    write = Pruning.write
+    write = pipeline.write
 
-    def meet(self: Pruning, *arguments: Any, **options: Any) -> None:
+    def meet(*arguments: Any, **options: Any) -> None:
         if not refused:
             refused.append(prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.3,0.5"))
-        write(self, *arguments, **options)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(Pruning, "write", meet)
+    monkeypatch.setattr(pipeline, "write", meet)
     assert prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4").exit_code == 0
     assert_refused(refused[0], 5, "another process works on", "wait for it")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES[:2]

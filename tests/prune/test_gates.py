@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel, _Scale
-from ddp_prune.model import load_model, open_source
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])

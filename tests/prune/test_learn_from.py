@@ -16,11 +16,12 @@ from chat_templates import PUBLISHED, tokenizer_of
 from runs import BLOCKS, Lab, pools_of, prune
 from safetensors.torch import load_file
 
-from ddp_prune.batches import Batches
-from ddp_prune.documents import Document, as_documents
-from ddp_prune.templates import Templates
-from ddp_prune.text import Blocks, cut, select_loss_mask, tokenize
 from ddp_prune.trainer import Trainer
+from ddp_text.blocks import Blocks, cut, select_loss_mask
+from ddp_text.documents import Document, as_documents
+from ddp_text.templates import Templates
+from ddp_text.tokens import tokenize
+from ddp_training.batches import Batches
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE
 

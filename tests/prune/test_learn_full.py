@@ -14,11 +14,14 @@ from runs import prune
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import distributed, gates, memory
-from ddp_prune.loss import losses
-from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_models import loading
+from ddp_prune import gates
 from ddp_prune.trainer import Trainer
-from ddp_prune.weights import highest_rate
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
+from ddp_training import memory
+from ddp_training.loss import losses
+from ddp_training.weights import highest_rate
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE
@@ -139,7 +142,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """How many models are in memory when one is loaded: to prune, a teacher if it has something to say; to recover."""
-    load_model, models, found = distributed.load_model, list[weakref.ref[Any]](), []
+    load_model, models, found = loading.load_model, list[weakref.ref[Any]](), []
 
     def load(*arguments: Any) -> Any:
         found.append(sum(each() is not None for each in models))
@@ -147,7 +150,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(distributed, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
     options = ["--train", "weights", "--recover", "0.001", *options]
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4")
     assert result.exit_code == 0, result.output

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from family_cases import CASES
 from transformers import AutoModelForCausalLM
 
-from ddp_prune import loss as loss_module
-from ddp_prune.loss import OutputHead, distilled_loss, negative_log_likelihood
+from ddp_training import loss as loss_module
+from ddp_training.loss import OutputHead, distilled_loss, negative_log_likelihood
 
 HEADS: dict[str, dict[str, float]] = {"plain": {}, "granite": {"divisor": 4.0}, "gemma": {"cap": 2.5}}
 HEADS["both"] = {"divisor": 0.5, "cap": 1.5}

@@ -21,9 +21,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ddp_prune import memory
-from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.memory import (
+from ddp_prune.gates import GatedModel, Masks, narrow_layers
+from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run
+from ddp_prune.train import train
+from ddp_prune.trainer import Learned
+from ddp_training import memory
+from ddp_training.memory import (
     EAGER_TOKENS,
     USABLE,
     activation_bytes,
@@ -32,16 +36,11 @@ from ddp_prune.memory import (
     fit_attention,
     free_memory,
     gate_bytes,
-    narrow_layers,
     pass_bytes,
     pending_bytes,
 )
-from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
-from ddp_prune.run_state import RunState
-from ddp_prune.train import train
-from ddp_prune.trainer import Learned
-from ddp_prune.weights import TrainedWeights
+from ddp_training.run_state import RunState
+from ddp_training.weights import TrainedWeights
 from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))

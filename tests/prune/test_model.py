@@ -12,8 +12,9 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
+from ddp_models.loading import load_model, loading_options
+from ddp_models.source import open_source, weight_files
 from ddp_prune.export import export
-from ddp_prune.model import load_model, loading_options, open_source, weight_files, weight_shapes
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import FAMILIES, choose_head_unit, unit_shapes
 
@@ -133,7 +134,7 @@ def test_shapes_on_disk_are_those_of_the_parameters(folder: Path) -> None:
     _weights(lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}))(folder)
     source = open_source(str(folder))
     parameters = load_model(source, "auto").named_parameters()
-    assert weight_shapes(source) == {name: list(parameter.shape) for name, parameter in parameters}
+    assert source.shapes == {name: list(parameter.shape) for name, parameter in parameters}
 
 
 @pytest.mark.parametrize("case", INCOMPLETE)
@@ -175,7 +176,7 @@ def test_the_remedy_for_a_decoder_saved_alone_works(folder: Path, tmp_path: Path
     LlamaModel.from_pretrained(folder).save_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "whole")
     whole = open_source(str(tmp_path / "whole"))
-    assert weight_shapes(whole).keys() == dict(load_model(whole, "auto").named_parameters()).keys()
+    assert whole.shapes.keys() == dict(load_model(whole, "auto").named_parameters()).keys()
 
 
 @pytest.mark.parametrize("beside", ["the shards of an index", "a stray file"])

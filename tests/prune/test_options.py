@@ -13,14 +13,15 @@ from click.testing import CliRunner
 from latency_profiles import written
 from runs import SMALL, assert_refused, prune
 
-from ddp_prune import cli, read_recipe
-from ddp_prune.read_recipe import load_recipes
-from ddp_prune.recipe import CHOICES, Recipe, kind_of
+from ddp_prune import cli, verbs
+from ddp_prune.recipe import Recipe, load_recipes
 from ddp_recover import cli as recovery
 from ddp_study.cli import study
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
+from ddp_vllm.options import Sizes, given
+from ddp_vllm.settings import field_docs, kind_of
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 FLAGS = {
@@ -46,7 +47,7 @@ FLAGS = {
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
     recovery.quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip
-FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.NO_OPTION]
+FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.INSTEAD]
 
 
 def _option(name: str) -> click.Option:
@@ -64,17 +65,17 @@ def test_the_flags_are_these(command: click.Command) -> None:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
     """Its help is the field's first sentence and its default, its type the field's."""
-    option, text = _option(field.name), cli.field_docs(Recipe)[field.name].replace("`", "")
+    option, text = _option(field.name), field_docs(Recipe)[field.name].replace("`", "")
     help_text = option.help or ""
     assert text.startswith(help_text.removesuffix(".")) and ". " not in help_text and help_text.endswith(".")
     rest = text.removeprefix(help_text.removesuffix("."))
     assert rest in ("", ".") or rest.startswith(". ")  # a whole sentence
     has_default = field.name not in cli.SIZES and not option.is_flag and field.default != ""  # else it may be given
     assert (option.default == field.default and option.show_default) if has_default else not option.show_default
-    if field.name in CHOICES:
-        assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == CHOICES[field.name]
+    if choices := field.metadata.get("choices"):
+        assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == choices
     elif field.name in cli.SIZES:
-        assert isinstance(option.type, cli.Sizes)
+        assert isinstance(option.type, Sizes)
     else:
         assert isinstance(option.type, type(click.types.convert_type(kind_of(field))))
 
@@ -86,7 +87,7 @@ def test_what_is_not_given_overrides_nothing() -> None:
     ):
         with command.make_context(command.name, ["model", "-o", "out", *words]) as context:
             settings = {name: value for name, value in context.params.items() if name not in ("model", "output")}
-            assert cli.given(settings) == said
+            assert given(settings) == said
 
 
 def test_help_groups_options_by_what_they_are_about() -> None:
@@ -104,7 +105,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         seen.extend(load_recipes(*arguments))  # type: ignore[arg-type]
         raise SettingError("enough")
 
-    monkeypatch.setattr(read_recipe, "load_recipes", keep)
+    monkeypatch.setattr(verbs, "load_recipes", keep)
     (tmp_path / "r.toml").write_text('tp = 4\nsteps = 7\nheldout_blocks = 3\ncontroller = "alm"\n[alm]\nmu_end = 0.1\n')
     more = ["--scope", "layer", "--polish", "0", "--shard", "--align", "128", "--recipe", str(tmp_path / "r.toml")]
     assert_refused(prune("m", "t", tmp_path / "out", *more), 2, "enough")
@@ -178,6 +179,7 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
                   r"^budget: keep 12 of 12 attn units .*\n(.*\n)*removed: 17.9% .* = 14.6% of the model"),
     "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
     "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
+    "a speed of prefill": (["--speedup", "1.2", *PREFILL], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
     "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *MEASURED],
                             r"^budget: keep .* µs per step of attn, mlp \(80.0%\)"),
 }  # fmt: skip
@@ -216,11 +218,11 @@ def test_a_dry_run_takes_every_option(tiny_model: Path, tiny_experts: Path, tmp_
         arguments = ["prune", str(model), "--sparsity", "0.4", "--data", "no text", "-o", str(tmp_path / "out")]
         result = CliRunner().invoke(main, [*arguments, "--dry-run", *options])
         assert result.exit_code == 0, (result.output, result.exception)
-        assert re.search(r"^budget: .* stay", result.stdout, re.MULTILINE)
+        assert re.search(r"^budget: keep .*", result.stdout, re.MULTILINE)
         assert list(tmp_path.iterdir()) == [recipe]
         if model == tiny_model:
             assert re.search(r"^text: 20 steps of 4 × 64 tokens, 5,120 in all", result.stdout, re.MULTILINE)
-            assert "for the model" in result.stdout and "and then 3 minutes of recovery" in result.stdout
+            assert "for the model" in result.stdout and "plus 3 minutes of recovery" in result.stdout
     tried = {each for options, _ in DRY.values() for each in options} | {*OTHERS, *OF_EXPERTS, "--recipe"}
     given = {"--data", "--output", "-o", "--dry-run", "--shard"}  # the last one takes several processes
     assert tried | given >= set(FLAGS[cli.prune])

@@ -22,13 +22,14 @@ from two_processes import (
     summed_gradients,
 )
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
-from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.run_state import RunState
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
+from ddp_training.run_state import RunState
 from ddp_vllm.cli import main
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ddp_prune.masks_file import read_masks
-from ddp_prune.read_recipe import load_recipe
-from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_prune.recipe import load_recipe
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -176,7 +177,7 @@ def test_an_interrupted_prune_goes_on(
     pruned: tuple[Path, Result], tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "r.toml").write_text("save_every = 2\n")
-    from ddp_prune.progress import StepProgress
+    from ddp_vllm.pages.progress import StepProgress
 
     def stop(self: Any, metrics: dict[str, float]) -> None:
         if metrics["step"] == 5:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_prune.read_recipe import load_recipe
-from ddp_prune.recipe import AlmSettings, Recipe
+from ddp_prune.recipe import AlmSettings, Recipe, load_recipe
 from ddp_prune.run import Run
 from ddp_vllm.errors import SettingError
 

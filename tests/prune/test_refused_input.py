@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from runs import assert_refused, prune
 from safetensors.torch import load_file, save_file
 
-from ddp_prune import pipeline
+from ddp_models.source import open_source
+from ddp_prune import train
 from ddp_prune.export import export
-from ddp_prune.model import open_source
 from ddp_vllm.cli import main
 from ddp_vllm.manifest import MANIFEST
 
@@ -177,7 +177,7 @@ def test_a_model_that_a_device_cannot_hold(
     def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(pipeline, where, run_out)
+    monkeypatch.setattr(train, where, run_out)
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out"), 6, str(tiny_model), "memory of a device", "--shard")
     assert list(tmp_path.iterdir()) == []
 

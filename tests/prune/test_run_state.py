@@ -20,11 +20,11 @@ from click.testing import Result
 from runs import prune
 from safetensors.torch import load_file, save_file
 
-from ddp_prune import run_state
-from ddp_prune.progress import StepProgress
 from ddp_prune.recipe import Recipe
-from ddp_prune.run_state import RunState, check_run_folders
+from ddp_training import fingerprint as fingerprint_module
+from ddp_training.run_state import RunState, check_run_folders
 from ddp_vllm.errors import OutputError
+from ddp_vllm.pages.progress import StepProgress
 
 RECIPE = Recipe(model="m", sparsity=0.5, steps=6)
 
@@ -100,7 +100,7 @@ def test_a_fingerprint_is_of_text_weights_config_and_tokenizer(tmp_path: Path) -
     tokenizer.write_text("{}")
 
     def fingerprint(text: list[torch.Tensor], weights: list[Path]) -> dict[str, Any]:
-        return run_state.fingerprint(text, weights, [config, tokenizer])
+        return fingerprint_module.fingerprint(text, weights, [config, tokenizer])
 
     weights, text = tmp_path / "model.safetensors", [torch.arange(6).view(2, 3)]
     weights.write_bytes(b"12")
@@ -131,7 +131,7 @@ def test_what_changed_since_a_run_was_interrupted_is_said(what: str, tmp_path: P
     config, said = tmp_path / what, list[str]()
     for content in ("{}", "{ }"):
         config.write_text(content)
-        learned_from = run_state.fingerprint([torch.ones(2)], [], [config])
+        learned_from = fingerprint_module.fingerprint([torch.ones(2)], [], [config])
         run = RunState(tmp_path / "out", RECIPE, learned_from=learned_from, say=said.append)
         if content == "{}":
             run.save(3, {"z.mlp": torch.ones(2)}, {})

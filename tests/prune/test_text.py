@@ -11,9 +11,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from ddp_prune import text
-from ddp_prune.documents import Document
-from ddp_prune.text import Tokens, leading_bos, load_tokenizer, pack
+from ddp_text import blocks as text
+from ddp_text.documents import Document
+from ddp_text.tokens import Tokens, leading_bos, load_tokenizer, pack
 from ddp_vllm.errors import ModelError, OutputError, TextError
 
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]

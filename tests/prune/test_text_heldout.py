@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_prune.documents import Document
-from ddp_prune.text import Tokens, cut, excerpts_of, hash_of, hold_out
+from ddp_text.blocks import cut, excerpts_of, hash_of, hold_out
+from ddp_text.documents import Document
+from ddp_text.tokens import Tokens
 from ddp_vllm.errors import TextError
 
 Write = Callable[[str, list[str]], Path]

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.documents import Document
-from ddp_prune.text import cut, excerpts_of, sources_of, take_turns
+from ddp_text.blocks import cut, excerpts_of, take_turns
+from ddp_text.documents import Document, sources_of
 from ddp_vllm.errors import TextError
 from ddp_vllm.provenance import bare_name
 

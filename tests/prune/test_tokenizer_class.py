@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_prune.export import export, write_masks
-from ddp_prune.model import open_source
+from ddp_models.source import open_source
+from ddp_prune.export import export
+from ddp_prune.masks_file import write_masks
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
@@ -64,9 +65,9 @@ def _deepseek(tiny_model: Path, folder: Path) -> Path:
 FRESH = """
 import json, sys
 from pathlib import Path
-from ddp_prune.masks_file import apply_masks
-from ddp_prune.model import open_source
-from ddp_prune.text import load_tokenizer
+from ddp_prune.export import apply_masks
+from ddp_models.source import open_source
+from ddp_text.tokens import load_tokenizer
 dense, masks, pruned, text = sys.argv[1:]
 tokenizer = load_tokenizer(str(open_source(dense).folder))
 apply_masks(dense, Path(masks), Path(pruned), overwrite=False)

@@ -11,19 +11,19 @@ import pytest
 import torch
 from runs import BLOCKS, STEPS, Lab, assert_same
 
-from ddp_prune import batches as batches_module
 from ddp_prune import gates as gates_module
-from ddp_prune import memory
-from ddp_prune import run_state as run_state_module
-from ddp_prune import train as train_module
 from ddp_prune import trainer as trainer_module
 from ddp_prune.alm import learning_rate
-from ddp_prune.gates import NarrowLayers
-from ddp_prune.loss import perplexity, perplexity_of
+from ddp_prune.gates import NarrowLayers, block_losses
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run import Run
-from ddp_prune.run_state import RunState
 from ddp_prune.trainer import PRIOR_PRECISION, natural_step
+from ddp_training import batches as batches_module
+from ddp_training import loop as train_module
+from ddp_training import memory
+from ddp_training import run_state as run_state_module
+from ddp_training.loss import perplexity_of
+from ddp_training.run_state import RunState
 from ddp_vllm.errors import TrainingError
 
 
@@ -357,12 +357,14 @@ def test_perplexity_is_that_of_plain_transformers(lab: Lab) -> None:
     model: Any = lab.gated.model
     with torch.no_grad():
         losses = [model(tokens[None], labels=tokens[None]).loss for tokens in BLOCKS[:5]]
-    assert perplexity(lab.gated, None, BLOCKS[:5]) == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-4)
+    assert perplexity_of(block_losses(lab.gated, None, BLOCKS[:5])) == pytest.approx(
+        torch.stack(losses).mean().exp().item(), rel=1e-4
+    )
     closed = {kind: torch.zeros(shape) for kind, shape in lab.gated.shapes.items()}
     with torch.no_grad():
         hidden = model.model.norm(model.model.embed_tokens(BLOCKS[:5, :-1]))  # nothing is left but the embedding
         losses = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), BLOCKS[:5, 1:].flatten())
-    assert perplexity(lab.gated, closed, BLOCKS[:5]) == pytest.approx(losses.exp().item(), rel=1e-4)
+    assert perplexity_of(block_losses(lab.gated, closed, BLOCKS[:5])) == pytest.approx(losses.exp().item(), rel=1e-4)
 
 
 def test_another_recipe_puts_an_older_run_aside(lab: Lab) -> None:

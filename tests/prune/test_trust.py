@@ -19,7 +19,7 @@ from hostile import ATTACKS, LOADABLE, make_hostile
 from runs import SMALL, assert_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ddp_prune.templates import Templates
+from ddp_text.templates import Templates
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
@@ -222,7 +222,7 @@ def test_a_chat_template_that_never_ends_its_first_step_is_an_error(
     template: str, said: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No handler of a signal runs before a step ends, so the process that renders is killed; the limit is its own."""
-    monkeypatch.setattr("ddp_prune.templates.RENDERING_SECONDS", 0.9)
+    monkeypatch.setattr("ddp_text.templates.RENDERING_SECONDS", 0.9)
     tokenizer.chat_template = template
     limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
     with Templates(tokenizer) as templates, pytest.raises(TextError) as caught:
@@ -238,7 +238,7 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (model / "chat_template.jinja").write_text(f"{{% if messages[0].content == 'hang' %}}{NESTED}{{% endif %}}")
     code = (
-        "import sys\nfrom ddp_prune import templates\nfrom ddp_prune.text import load_tokenizer\n"
+        "import sys\nfrom ddp_text import templates\nfrom ddp_text.tokens import load_tokenizer\n"
         "templates.RENDERING_SECONDS = 900\nwith templates.Templates(load_tokenizer(sys.argv[1])) as each:\n"
         "    for word in ('start', 'hang'):\n"
         "        each.render([[{'role': 'user', 'content': word}]])\n"
@@ -272,7 +272,7 @@ def test_a_chat_template_that_does_not_end_is_an_error(
     conversations: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It fails where conversations are read, or else where the prompts of the evaluation are rendered."""
-    monkeypatch.setattr("ddp_prune.templates.RENDERING_SECONDS", 0.2)
+    monkeypatch.setattr("ddp_text.templates.RENDERING_SECONDS", 0.2)
     dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
     for each in (dense, folder):
         (each / "chat_template.jinja").write_text(loop)

@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from test_experts import CASES, CHANNELS, LOAD, NUM_EXPERTS, TOKENS
 from transformers import AutoModelForCausalLM
 
-from ddp_prune.export import export
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
+from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
-from ddp_prune.masks_file import apply_masks, read_masks
-from ddp_prune.model import load_model, open_source
-from ddp_prune.text import load_blocks, load_tokenizer
+from ddp_prune.masks_file import read_masks
 from ddp_study.scores import choose
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, SettingError
@@ -220,7 +222,7 @@ def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -
         masks = tmp_path / "study" / "cells" / f"{name}_0.4_0.safetensors"
         apply_masks(str(tiny_experts), masks, tmp_path / name, overwrite=False)
         assert read_checkpoint(tmp_path / name).stock
-    assert "controller is 'alm'; where whole experts go, it must be 'gradual'" in result.stdout
+    assert "controller is 'alm'; with whole_experts it must be 'gradual'" in result.stdout
     assert "scope is 'expert'" in result.stdout
 
 

@@ -23,18 +23,19 @@ from accelerate import Accelerator
 from runs import pools_of
 from safetensors.torch import save_file
 
-from ddp_prune import train as train_module
-from ddp_prune.distributed import load_sharded, local_part, raise_on_all_ranks
+from ddp_models.loading import load_model, load_sharded
+from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
-from ddp_prune.loss import OutputHead, distilled_loss, final_hidden
-from ddp_prune.memory import free_memory, peak_bytes, reset_peak
-from ddp_prune.model import load_model, open_source
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.run_state import RunState, load_run
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
-from ddp_prune.weights import TrainedWeights
+from ddp_training import loop as train_module
+from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.memory import free_memory, peak_bytes, reset_peak
+from ddp_training.processes import local_part, raise_on_all_ranks
+from ddp_training.run_state import RunState, load_run
+from ddp_training.weights import TrainedWeights
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
@@ -211,7 +212,7 @@ def keep_weights(model: str, folder: Path) -> None:
         same = [torch.equal(one, other) for one, other in zip(before, held(), strict=True)]
         finishing = measured(weights.finish)
         peaks[name] = {"save": saving, "resume": resuming - moments, "finish": finishing, "same": all(same)}
-    with patch("ddp_prune.memory.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
+    with patch("ddp_training.memory.get_max_memory", lambda: {"cpu": 2000 - 1000 * rank}):
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from runs import assert_refused, prune
 
-from ddp_prune.evaluation import Evaluation
-from ddp_prune.loss import OutputHead, agreement
+from ddp_models.evaluation import Evaluation
+from ddp_training.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 
 
 def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_prune.loss.CHUNK_BYTES", 4 * 50 * 16)  # 16 tokens at once
+    monkeypatch.setattr("ddp_training.loss.CHUNK_BYTES", 4 * 50 * 16)  # 16 tokens at once
     chance = torch.Generator().manual_seed(0)
     ours, theirs = (torch.randn(37, 8, generator=chance) for _ in range(2))
     head = OutputHead(weight=torch.randn(50, 8, generator=chance), divisor=2.0, cap=3.0)
@@ -70,7 +70,8 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_p
 
 
 def test_only_tokens_in_the_loss_mask_are_evaluated(tiny_model: Path) -> None:
-    from ddp_prune.model import load_model, open_source
+    from ddp_models.loading import load_model
+    from ddp_models.source import open_source
 
     model = load_model(open_source(str(tiny_model)), "float32")
     blocks = torch.randint(1, 320, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -87,7 +88,8 @@ def test_only_tokens_in_the_loss_mask_are_evaluated(tiny_model: Path) -> None:
 
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
     """One block has a single counted token, another all of its own: the sum of losses is over the sum of tokens."""
-    from ddp_prune.model import load_model, open_source
+    from ddp_models.loading import load_model
+    from ddp_models.source import open_source
 
     model = load_model(open_source(str(tiny_model)), "float32")
     blocks = torch.randint(1, 320, (3, 64), generator=torch.Generator().manual_seed(1))

@@ -14,9 +14,10 @@ from click.testing import CliRunner, Result
 from runs import assert_refused, prune, recover, weights
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from ddp_prune.model import load_model, open_pruned, open_source
-from ddp_prune.run_state import RunState
+from ddp_models.loading import load_model
+from ddp_models.source import open_pruned, open_source
 from ddp_recover.weight_trainer import WeightTrainer
+from ddp_training.run_state import RunState
 from ddp_vllm import output
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -47,8 +48,9 @@ def test_what_is_written_is_what_was_judged(method: str, pruned: Path, tiny_text
     """Plain transformers reads the same perplexity from the written folder; nothing but embeddings stayed as it was."""
     assert recover(pruned, tmp_path / "out", "--method", method, "--dtype", "float32").exit_code == 0
     checkpoint = read_checkpoint(tmp_path / "out")
-    from ddp_prune.loss import losses
-    from ddp_prune.text import load_blocks, load_tokenizer
+    from ddp_text.blocks import load_blocks
+    from ddp_text.tokens import load_tokenizer
+    from ddp_training.loss import losses
 
     assert checkpoint.provenance["recovery"]["recipe"]["data"] == tiny_text.name
     blocks = load_blocks(
@@ -354,6 +356,6 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_if_nothing_had_learned(
 def test_auto_learns_all_weights_where_memory_holds_the_optimizer(
     free: int, method: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddp_prune.memory.free_memory", lambda _: free)
+    monkeypatch.setattr("ddp_training.memory.free_memory", lambda _: free)
     assert recover(pruned, tmp_path / "out").exit_code == 0
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["method"] == method

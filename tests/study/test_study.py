@@ -13,16 +13,16 @@ from accelerate import Accelerator
 from click.testing import CliRunner, Result
 from runs import BLOCKS, Lab, assert_refused, pools_of
 
-from ddp_prune.batches import Batches
 from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import AlmSettings, Recipe
-from ddp_prune.run_state import RunState
-from ddp_prune.text import load_tokenizer
 from ddp_study import study
 from ddp_study.scores import Score, choose, even_support
 from ddp_study.searches import HardConcrete
 from ddp_study.study import BY_DEFAULT, METHODS
 from ddp_study.tables import TABLES, chains
+from ddp_text.tokens import load_tokenizer
+from ddp_training.batches import Batches
+from ddp_training.run_state import RunState
 from ddp_vllm.cli import main
 
 pytestmark = pytest.mark.usefixtures("cache")

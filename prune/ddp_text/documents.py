@@ -7,8 +7,8 @@ chat template turns the last two into a text whose loss mask selects what the as
 
 import errno
 import glob
-import hashlib
 import itertools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from ddp_prune.templates import Rendered, Templates
+from ddp_text.templates import Message, Rendered, Templates
 from ddp_vllm.cache import cache_folder, unwritable_cache
 from ddp_vllm.errors import TextError, reading
+from ddp_vllm.manifest import sha256
+from ddp_vllm.provenance import split_sources
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -49,25 +51,12 @@ class Document:
         return Document(self.text[characters], None if self.loss_mask is None else self.loss_mask[characters])
 
 
-@dataclass(frozen=True)
-class Documents:
-    """The documents of a source. Each iteration reads and renders the rows anew, so few of them are in memory.
-
-    rows: a `datasets.Dataset` or `IterableDataset`.
-    templates: the chat template for conversations.
-    data: the name of the source, for errors.
-    """
-
-    rows: Any
-    templates: Templates
-    data: str
-
-    def __iter__(self) -> Iterator[Document]:
-        """Yield the documents in the order of the rows. Raises: as `reading_text`, `as_documents`."""
-        with reading_text(self.data):
-            for columns in self.rows.iter(batch_size=ROWS_PER_BATCH):
-                rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-                yield from as_documents(rows, self.templates, self.data)
+def sources_of(data: str) -> list[str]:
+    """Return the names in a comma-separated list of texts, `NAME:3` three times. Raises: TextError if one is empty."""
+    names = [name for name, turns in split_sources(data) for _ in range(turns)]
+    if not all(names):
+        raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
+    return [os.path.normpath(name) if os.path.exists(name) else name for name in names]
 
 
 def open_rows(name: str, column: str = "") -> Any:
@@ -129,7 +118,7 @@ def _read_file(path: Path) -> Any:
         raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
     options = {"sample_by": "document"} if kind == "text" else {}
     # `datasets` identifies a file by its name and time, a decompressed one by its name alone
-    cache, file = str(cache_folder() / "datasets" / content_of(path)), str(path)
+    cache, file = str(cache_folder() / "datasets" / sha256(path)[:32]), str(path)
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # the error below repeats what it would log
     if kind != "text" and path.suffix in COMPRESSIONS:  # the Parquet reader requires a file that it can seek in
@@ -156,52 +145,69 @@ def _check_depth(decompressed: Path, path: Path) -> None:
                 raise TextError(f"{path}, line {number}: nested more than {MAX_DEPTH} deep; leave the line out")
 
 
-def content_of(path: Path) -> str:
-    """Return a hash of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+def read_documents(rows: Any, templates: Templates, name: str) -> Iterator[Document]:
+    """Yield the documents of a source in the order of its rows, of which few are in memory.
+
+    rows: a `datasets.Dataset` or `IterableDataset`. templates: the chat template for conversations. name: of the
+    source, for errors.
+    Raises: as `reading_text`, `as_documents`.
+    """
+    with reading_text(name):
+        for columns in rows.iter(batch_size=ROWS_PER_BATCH):
+            batch = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            yield from as_documents(batch, templates, name)
 
 
-def as_documents(rows: Sequence[dict[str, Any]], templates: Templates, data: str) -> list[Document]:
+def as_documents(rows: Sequence[dict[str, Any]], templates: Templates, name: str) -> list[Document]:
     """Return the document of each row. A conversation that the chat template rejects becomes plain text.
 
-    Raises: TextError, naming `data`, if a row has neither text nor conversation; as `Templates.render`.
+    Raises: TextError, naming the source, if a row has neither text nor conversation; as `Templates.render`.
     """
-    found = [Document(row["text"]) if isinstance(row.get("text"), str) else None for row in rows]
-    conversations = {place: _messages(rows[place], data) for place, each in enumerate(found) if each is None}
+    texts = [row["text"] if isinstance(row.get("text"), str) else None for row in rows]
+    conversations = [_messages(row, name) if text is None else [] for row, text in zip(rows, texts, strict=True)]
+    documents = []
+    for text, conversation, rendered in zip(texts, conversations, _render(conversations, templates), strict=True):
+        if rendered:
+            documents.append(Document(rendered.text, _loss_mask(rendered)))
+        else:
+            plain = "\n\n".join(message["content"] for message in conversation)
+            documents.append(Document(plain if text is None else text))
+    return documents
+
+
+def _render(conversations: Sequence[list[Message]], templates: Templates) -> list[Rendered | None]:
+    """Render each conversation as it is, or made to alternate if the chat template rejects that.
+
+    Returns None for one that is empty or rejected both times, and for all of them without a chat template.
+    """
+    found: list[Rendered | None] = [None] * len(conversations)
     for arrange in (list, _alternating) if templates.tokenizer.chat_template else ():
-        arranged = {
-            place: messages
-            for place, conversation in conversations.items()
-            if found[place] is None and (messages := arrange(conversation))
-        }
+        arranged = {place: arrange(each) for place, each in enumerate(conversations) if not found[place]}
+        arranged = {place: messages for place, messages in arranged.items() if messages}
         rendered = templates.render(list(arranged.values())) if arranged else []
         for place, each in zip(arranged, rendered, strict=True):
-            found[place] = each and _rendered_document(each)
-    return [
-        each or Document("\n\n".join(message["content"] for message in conversations[place]))
-        for place, each in enumerate(found)
-    ]
+            found[place] = each
+    return found
 
 
-def _rendered_document(rendered: Rendered) -> Document:
-    """Return a document whose loss mask selects the answers; without an assistant, all of it contributes."""
+def _loss_mask(rendered: Rendered) -> np.ndarray | None:
+    """Return the loss mask that selects the answers; None without an assistant, because all of it contributes."""
     if rendered.answers is None:
-        return Document(rendered.text)
+        return None
     loss_mask = np.zeros(len(rendered.text), dtype=bool)
     for start, stop in rendered.answers:
         loss_mask[start:stop] = True
-    return Document(rendered.text, loss_mask)
+    return loss_mask
 
 
-def _messages(row: dict[str, Any], data: str) -> list[dict[str, str]]:
-    """Return the non-empty messages of a row. Raises: TextError, naming `data`, if it has no column for them."""
+def _messages(row: dict[str, Any], name: str) -> list[Message]:
+    """Return the non-empty messages of a row. Raises: TextError, naming the source, if it has no column for them."""
     turns = row.get("conversations") or row.get("messages")
     if turns is None and (turns := _instruction(row)) is None:
         if row.keys() & {"text", "conversations", "messages"}:
             return []
         raise TextError(
-            f"{data} has no column text, conversations or messages, nor instruction and response, only "
+            f"{name} has no column text, conversations or messages, nor instruction and response, only "
             f"{', '.join(row)[:200]}; name one with --text-column"
         )
     messages = [
@@ -231,7 +237,7 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     return content or ""
 
 
-def _alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _alternating(messages: list[Message]) -> list[Message]:
     """Drop the assistant's messages before the first question, and join neighbours of the same role."""
     rest = itertools.dropwhile(lambda message: message["role"] == "assistant", messages)
     return [

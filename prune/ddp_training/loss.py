@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ddp_prune.gates import GatedModel, Masks
 from ddp_vllm.evaluations import mean_loss
 
 # Bytes of one float32 copy of a chunk's logits. Logits and probabilities of student and teacher are four copies.
@@ -176,14 +175,6 @@ def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return hidden[:, :-1].reshape(-1, hidden.shape[-1])
 
 
-def block_losses(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> list[float]:
-    """Return the `losses` of a gated model under `masks`; None: the dense model."""
-    model: Any = gated.model
-    device = OutputHead.of(model).weight.device
-    with gated.masks(masks and {kind: mask.to(device) for kind, mask in masks.items()}):
-        return losses(model, blocks)
-
-
 @torch.no_grad()
 def losses(model: Any, blocks: torch.Tensor) -> list[float]:
     """Return the mean next-token loss of each block (int64 [num_blocks, seq_len]), in nats per token."""
@@ -206,11 +197,6 @@ def agreement(
         agreeing += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
         divergence += _divergence(teacher_logits, logits, torch.logsumexp(logits, -1))[1].item()
     return divergence, agreeing
-
-
-def perplexity(gated: GatedModel, masks: Masks | None, blocks: torch.Tensor) -> float:
-    """Return `perplexity_of` the `block_losses`."""
-    return perplexity_of(block_losses(gated, masks, blocks))
 
 
 def perplexity_of(block_losses: Sequence[float], block_tokens: Sequence[int] | None = None) -> float:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from ddp_prune.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
-from ddp_prune.memory import checkpoint_layers
-from ddp_prune.templates import Templates
-from ddp_prune.text import leading_bos
+from ddp_text.templates import Templates
+from ddp_text.tokens import leading_bos
+from ddp_training.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
+from ddp_training.memory import checkpoint_layers
 from ddp_vllm.evaluations import mean_loss
 
 PROMPTS = (  # one question of each common kind, written before any model had answered

@@ -3,19 +3,37 @@
 Legend: B sequences of a micro-batch, H hidden size.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.loss import final_hidden
-from ddp_prune.recipe import Recipe, RecoveryRecipe
+from ddp_training.loss import final_hidden
+from ddp_training.memory import SizedModel, fit_activations
 
 TEACHER_CACHE_BYTES = 4 << 30  # host memory per process for hidden states of text that is read more than once
 
 
-def sequences_at_once(recipe: Recipe | RecoveryRecipe, accelerator: Accelerator) -> int:
+class Settings(Protocol):
+    """The settings of a recipe that training reads; `ddp_prune.recipe.TrainingSettings` documents them."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def activation_checkpointing(self) -> str: ...
+    @property
+    def save_every(self) -> int: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def sequences_at_once(recipe: Settings, accelerator: Accelerator) -> int:
     """Return the micro-batch size in sequences before it is fitted to memory."""
     tokens = 8192 if accelerator.device.type == "cuda" else 1024
     per_process = -(-recipe.batch_size // accelerator.num_processes)
@@ -28,7 +46,7 @@ class Batches:
     def __init__(
         self,
         blocks: torch.Tensor,
-        recipe: Recipe | RecoveryRecipe,
+        recipe: Settings,
         accelerator: Accelerator,
         loss_mask: torch.Tensor | None = None,
     ) -> None:
@@ -62,6 +80,17 @@ class Batches:
         mine = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
         for start in range(0, len(mine), self.micro):
             yield mine[start : start + self.micro]
+
+
+def fit_batches(
+    model: SizedModel, batches: Batches, recipe: Settings, accelerator: Accelerator, say: Callable[[str], None]
+) -> None:
+    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory is short."""
+    fitting = fit_activations(model, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
+    if fitting < batches.micro and not recipe.micro_batch_size:
+        if accelerator.is_main_process:
+            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro} sequences")
+        batches.micro = fitting
 
 
 class Teacher:

@@ -1,18 +1,16 @@
-"""The model of a run: a local folder, or a hub name downloaded into the hub's cache; checked, then loaded.
+"""The model of a run on disk, checked before it is loaded: a local folder, or a hub name in the hub's cache.
 
 It is the dense model, or for recovery a pruned one that was cut from it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import torch
-
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.errors import CheckpointError, ModelError, OutputError, reading
+from ddp_vllm.errors import CheckpointError, ModelError, OutputError
 from ddp_vllm.families import (
     Dimensions,
     Family,
@@ -49,6 +47,8 @@ class Source:
     """Of the dense model."""
     sizes: Dimensions
     """Of the dense model."""
+    shapes: Mapping[str, list[int]]
+    """Shape of every weight on disk; tied embeddings are listed once."""
 
 
 def open_source(model: str) -> Source:
@@ -62,9 +62,8 @@ def open_source(model: str) -> Source:
         family, sizes = family_of(config), dimensions_of(config)
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
-    source = Source(folder=folder, config=config, family=family, sizes=sizes)
-    shapes = weight_shapes(source)
-    _check_names(source, shapes)
+    shapes = _weight_shapes(folder, tied=bool(config.get("tie_word_embeddings")))
+    _check_names(folder, shapes)
     try:  # as every checkpoint made from it will be checked
         widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
         widths.check_complete(widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items()))
@@ -72,7 +71,7 @@ def open_source(model: str) -> Source:
         fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # which states the dense widths
         raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
     _prepare_transformers(config)
-    return source
+    return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
 
 
 def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
@@ -99,7 +98,7 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     if checkpoint.stock:
         return open_source(str(folder))
     register_pruned(config)
-    return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes)
+    return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=checkpoint.shapes)
 
 
 def tokenizer_and_config_files(folder: Path) -> list[Path]:
@@ -137,15 +136,16 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(str(error)) from error
 
 
-def weight_shapes(source: Source) -> dict[str, list[int]]:
+def _weight_shapes(folder: Path, *, tied: bool) -> dict[str, list[int]]:
     """Return the shape of every parameter of a dense model from its safetensors headers.
 
+    tied: the output head is the embedding, which some checkpoints store twice.
     Raises: ModelError if there are no weights, or a file cannot be read, for example because it is cut short.
     """
     shapes: dict[str, list[int]] = {}
-    files = weight_files(source.folder)
+    files = weight_files(folder)
     if not files:
-        raise ModelError(f"{source.folder} holds no .safetensors weights; convert the model with save_pretrained")
+        raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
     for path in files:
         try:
             found = list(file_tensors(path))
@@ -161,12 +161,12 @@ def weight_shapes(source: Source) -> dict[str, list[int]]:
                     f"{path}: tensor {short(name)} is {dtype}, but only {supported} are supported; prune the "
                     "unquantized checkpoint"
                 )
-    if source.config.get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)  # some checkpoints store the embedding twice
+    if tied:
+        shapes.pop("lm_head.weight", None)
     return shapes
 
 
-def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:
+def _check_names(folder: Path, shapes: Mapping[str, list[int]]) -> None:
     """Refuse a decoder that was saved without the prefix of the whole model. Raises: ModelError.
 
     transformers loads it too, but the export looks for the prefix.
@@ -174,7 +174,7 @@ def _check_names(source: Source, shapes: Mapping[str, list[int]]) -> None:
     prefix = f"{LAYERS}."
     if not any(name.startswith(prefix) for name in shapes):
         raise ModelError(
-            f"{source.folder} names its tensors like {min(shapes, default='')!r}, not {prefix}…; load it with "
+            f"{folder} names its tensors like {min(shapes, default='')!r}, not {prefix}…; load it with "
             "transformers' AutoModelForCausalLM, write it with save_pretrained to another folder, and prune that"
         )
 
@@ -204,69 +204,3 @@ def _prepare_transformers(config: Mapping[str, Any]) -> None:
         from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
         register_deepseek()
-
-
-def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
-    """Return the dtype and the attention implementation for loading the model on `device` (None: a CPU).
-
-    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
-    bfloat16, so there it is float32 for both. Gemma-2 requires eager attention: transformers' fused attention leaves
-    out the soft-cap on scores that it was trained with and vLLM applies.
-    """
-    from safetensors import safe_open
-    from transformers import AutoConfig
-
-    wanted = (
-        AutoConfig.from_pretrained(source.folder, trust_remote_code=False).dtype
-        if dtype == "auto"
-        else getattr(torch, dtype)
-    )
-    if wanted is None:  # not in the config
-        with safe_open(weight_files(source.folder)[0], framework="pt") as file:
-            wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
-    if dtype == "auto" and wanted == torch.float16:
-        wanted = torch.bfloat16
-    on_gpu = device is not None and device.type == "cuda"
-    if dtype == "auto" and wanted == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
-        wanted = torch.float32
-    attention = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
-    return {"dtype": wanted, **attention}
-
-
-def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
-    """Load the stock transformers model, frozen and in eval mode, straight to `device`.
-
-    Raises: ModelError if weights are missing or have another shape; transformers would initialize them at random.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    with reading(source.folder, ModelError, AGAIN):
-        options = loading_options(source, dtype, device)
-    if device is not None and device.type != "cpu":
-        options["device_map"] = {"": device}
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would list missing weights, which our error reports
-    try:
-        with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                source.folder,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                trust_remote_code=False,
-                **options,
-            )
-    finally:
-        logging.set_verbosity(verbosity)
-    check_complete(source, {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
-    model.requires_grad_(False)
-    return model.eval()
-
-
-def check_complete(source: Source, lacking: Collection[str]) -> None:
-    """Refuse a checkpoint that lacks weights, given by their names in transformers. Raises: ModelError."""
-    if lacking:
-        raise ModelError(
-            f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json states "
-            f"({len(lacking)} weights in all); download the model again, as published"
-        )

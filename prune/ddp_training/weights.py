@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from ddp_prune.distributed import gather_to_main, local_part, scatter_from_main
-from ddp_prune.loss import OutputHead
+from ddp_training.loss import OutputHead
+from ddp_training.processes import gather_to_main, local_part, scatter_from_main
 from ddp_vllm.errors import TrainingError
 from ddp_vllm.remote_code.tensors import LAYERS
 

@@ -1,4 +1,4 @@
-"""What fits into the memory of a device: activations, narrow layers, micro-batches, weights that are trained.
+"""What fits into the memory of a device: activations, micro-batches, weights that are trained.
 
 Frozen linear layers keep nothing between forward and backward; norms, attention, activation functions and gates do.
 A checkpointed layer keeps only its input, and runs forward again in backward. All sizes are bytes.
@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ddp_prune.distributed import local_part
-from ddp_prune.gates import GatedModel, NarrowLayers
-from ddp_prune.loss import head_bytes
+from ddp_training.loss import head_bytes
+from ddp_training.processes import local_part
 from ddp_vllm.families import Dimensions
 from ddp_vllm.remote_code.tensors import LAYERS
 
@@ -83,18 +82,12 @@ def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int) -> NarrowLayers | None:
-    """Return narrow layers if their copies fit next to a pass; None for experts and sharded weights.
-
-    A run that resumes with less memory also computes closed units: its sums round differently.
-    """
-    if gated.sizes.num_experts:
-        return None
-    narrow = NarrowLayers(gated)
-    copies, needed = narrow.copied_bytes(), pass_bytes(gated, num_sequences, seq_len)
-    free = free_memory(accelerator) - pending_bytes(gated.model)
-    fits = copies is not None and copies + needed <= USABLE * free
-    return narrow if fits else None
+def fits_with_pass(
+    num_bytes: int, sized: SizedModel, num_sequences: int, seq_len: int, accelerator: Accelerator
+) -> bool:
+    """Tell whether `num_bytes` fit into free memory next to a forward and backward pass."""
+    free = free_memory(accelerator) - pending_bytes(sized.model)
+    return num_bytes + pass_bytes(sized, num_sequences, seq_len) <= USABLE * free
 
 
 def fits_training(num_weights: int, accelerator: Accelerator, bytes_each: int = TRAINING_BYTES) -> bool:

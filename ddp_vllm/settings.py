@@ -1,0 +1,111 @@
+"""Settings as frozen dataclasses: each value is checked once, and files, options and pages are made from the fields."""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+from ddp_vllm.errors import SettingError, is_utf8
+
+
+def setting(
+    default: Any, *, least: float | None = None, choices: tuple[str, ...] = (), is_fraction: bool = False
+) -> Any:
+    """Return a field with limits: its smallest value, its possible values, or from 0 to below 1."""
+    return dataclasses.field(default=default, metadata={"least": least, "choices": choices, "is_fraction": is_fraction})
+
+
+def kind_of(field: dataclasses.Field[Any]) -> type:
+    """Return the type of a setting, without the None of an optional one."""
+    kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
+    assert isinstance(kind, type)
+    return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of a dataclass of settings, whose values are checked one by one: type, choices, limits."""
+
+    def __post_init__(self) -> None:
+        """Check every value. Raises: SettingError."""
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            kind = kind_of(field)
+            if kind is float and type(value) is int and value.bit_length() <= 1000:  # no float holds larger ones
+                value = float(value)  # TOML writes 0 for 0.0
+                object.__setattr__(self, field.name, value)
+            if value is not None or not isinstance(field.type, UnionType):
+                _check(field, kind, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain data, as they are saved; without those that are None, as TOML has no null."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def _check(field: dataclasses.Field[Any], kind: type, value: Any) -> None:
+    """Refuse a value of another type or outside of the limits of its field. Raises: SettingError."""
+    name, limits = field.name, field.metadata
+    if (given := type(value)) is not kind:
+        raise SettingError(f"{name} is {value!r}, a {given.__name__}; it must be a {kind.__name__}")
+    if isinstance(value, str) and not is_utf8(value):
+        raise SettingError(f"{name} is {value!r}, which is not UTF-8; rename the file or folder")
+    if (choices := limits.get("choices")) and value not in choices:
+        raise SettingError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingError(f"{name} is {value}; it must be a finite number")
+    if limits.get("is_fraction") and not 0.0 <= value < 1.0:
+        raise SettingError(f"{name} is {value}; it must be at least 0 and below 1")
+    if (least := limits.get("least")) is not None and value < least:
+        raise SettingError(f"{name} is {value}; it must be at least {least}")
+
+
+def field_docs(settings: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass and its bases, on one line; {} without source files."""
+    docs: dict[str, str] = {}
+    for kind in filter(dataclasses.is_dataclass, reversed(settings.__mro__)):
+        try:
+            body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+        except OSError:
+            continue
+        for field, below in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return docs
+
+
+def read_settings(path: Path | None, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return the settings of a TOML file, overridden by those that are given, for a dataclass `kind`.
+
+    given: None means not given; a path becomes text.
+    Raises: SettingError for an unreadable file or an unknown name.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without end, of nesting
+            raise SettingError(
+                f"the recipe {path} cannot be read ({error}); it must be TOML, one setting per line"
+            ) from error
+    values |= {name: value for name, value in plain(given).items() if value is not None}
+    check_known(str(path or "the recipe"), values, kind)
+    return values
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with every path as text, as recipes hold it."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+
+
+def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:
+    """Refuse names that are no field of a dataclass. Raises: SettingError."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := set(values) - known:
+        raise SettingError(f"{where} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}")

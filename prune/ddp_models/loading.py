@@ -1,0 +1,153 @@
+"""Loads the model of a run, frozen and in eval mode: whole, or sharded over all processes.
+
+With `shard`, FSDP2 shards the decoder layers by rows, and each layer is gathered just before it is used. Weights
+outside the layers stay whole in every process, because the output head is used all the time (`ddp_training/loss.py`);
+accelerate's own FSDP2 plugin would shard them too, and does not support CPUs.
+"""
+
+import gc
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ddp_models.source import AGAIN, Source, weight_files
+from ddp_training.settings import TrainingSettings
+from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.remote_code.tensors import LAYERS
+
+
+def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:
+    """Check that `shard` has several processes, each with equally many sequences per step. Raises: SettingError."""
+    if not recipe.shard:
+        return
+    if num_processes == 1:
+        raise SettingError(
+            "shard spreads the weights over processes, but there is one; start with: "
+            "accelerate launch --num_processes N -m ddp_vllm …"
+        )
+    if recipe.batch_size % num_processes:
+        raise SettingError(
+            f"batch_size is {recipe.batch_size}, which {num_processes} processes that share weights cannot divide "
+            f"evenly; make it {recipe.batch_size + -recipe.batch_size % num_processes}"
+        )
+
+
+def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> Any:
+    """Load a model for a run, whole or sharded; see `load_model` and `load_sharded`."""
+    gc.collect()  # models of earlier sizes: FSDP and peft leave reference cycles
+    if recipe.shard:
+        return load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
+    return load_model(source, recipe.dtype, accelerator.device)
+
+
+def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
+    """Return the dtype and the attention implementation for loading the model on `device` (None: a CPU).
+
+    `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
+    bfloat16, so there it is float32 for both. Gemma-2 requires eager attention: transformers' fused attention leaves
+    out the soft-cap on scores that it was trained with and vLLM applies.
+    """
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    wanted = (
+        AutoConfig.from_pretrained(source.folder, trust_remote_code=False).dtype
+        if dtype == "auto"
+        else getattr(torch, dtype)
+    )
+    if wanted is None:  # not in the config
+        with safe_open(weight_files(source.folder)[0], framework="pt") as file:
+            wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
+    if dtype == "auto" and wanted == torch.float16:
+        wanted = torch.bfloat16
+    on_gpu = device is not None and device.type == "cuda"
+    if dtype == "auto" and wanted == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
+        wanted = torch.float32
+    attention = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
+    return {"dtype": wanted, **attention}
+
+
+def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:
+    """Load the stock transformers model, frozen and in eval mode, straight to `device`.
+
+    Raises: ModelError if weights are missing or have another shape; transformers would initialize them at random.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    with reading(source.folder, ModelError, AGAIN):
+        options = loading_options(source, dtype, device)
+    if device is not None and device.type != "cpu":
+        options["device_map"] = {"": device}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would list missing weights, which our error reports
+    try:
+        with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,
+                **options,
+            )
+    finally:
+        logging.set_verbosity(verbosity)
+    check_complete(source, {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def check_complete(source: Source, lacking: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks weights, given by their names in transformers. Raises: ModelError."""
+    if lacking:
+        raise ModelError(
+            f"{source.folder} lacks {min(lacking)}, or has it in another shape than config.json states "
+            f"({len(lacking)} weights in all); download the model again, as published"
+        )
+
+
+def load_sharded(source: Source, dtype: str, device: torch.device, num_processes: int) -> Any:
+    """Load the stock transformers model, frozen, in eval mode, with its decoder layers sharded over all processes.
+
+    The model is built without memory; then each process reads only its own rows from disk. All processes must call
+    this together. Raises: ModelError if the checkpoint lacks weights.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    files = [safe_open(path, framework="pt") for path in weight_files(source.folder)]
+    slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    options = loading_options(source, dtype, device)
+    with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
+        model: Any = AutoModelForCausalLM.from_config(config, **options)
+    model.requires_grad_(False)
+    shard_layers(model, device, num_processes, options["dtype"])
+    settings = LoadStateDictConfig(
+        device_map={"": device}, dtype=options["dtype"], weight_mapping=get_model_conversion_mapping(model)
+    )
+    convert_and_load_state_dict_in_model(model, slices, settings)  # reads each DTensor's own rows
+    model.tie_weights()
+    check_complete(source, [name for name, parameter in model.named_parameters() if parameter.is_meta])
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def shard_layers(model: Any, device: torch.device, num_processes: int, dtype: torch.dtype) -> None:
+    """Shard every decoder layer by rows. Layers compute in `dtype`, and gradients are summed in float32."""
+    mesh = init_device_mesh(device.type, (num_processes,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    sharded: set[torch.nn.Parameter] = set()
+    for layer in model.get_submodule(LAYERS).children():
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        sharded.update(layer.parameters())
+    # The decoder shards no weights of its own, but as the root of its layers it lets them be gathered ahead of use.
+    fully_shard(model.get_decoder(), mesh=mesh, ignored_params=set(model.parameters()) - sharded)

@@ -1,0 +1,65 @@
+"""Every setting of a recovery, checked once; those that are not given are as in the run that pruned the model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_training.settings import TrainingSettings
+from ddp_vllm.errors import SettingError
+from ddp_vllm.settings import read_settings, setting
+
+INHERITED = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
+"""Settings that a recovery takes over from the run that learned the masks, unless they are passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryRecipe(TrainingSettings):
+    """Settings of a recovery: distillation of a pruned model from the dense one."""
+
+    model: str
+    """Folder of the pruned model."""
+    teacher: str
+    """Folder or Hub name of the dense model from which it was pruned."""
+    minutes: float = setting(10.0, least=0)
+    """Minutes of training. A step is timed first; the number of steps that fit is saved with the run, so that an
+    interrupted run resumes to the bit."""
+    tokens: int = setting(0, least=0)
+    """Tokens to train on. Replaces `minutes`."""
+    method: str = setting("auto", choices=("auto", "full", "lora"))
+    """Weights to train: `full` all of them but embeddings and output head, `lora` low-rank additions to the
+    projections, merged at the end. `auto` is `full` if memory holds its optimizer, 18 bytes per parameter."""
+    rank: int = setting(16, least=1)
+    """Rank of the additions of `lora`."""
+    learning_rate: float = setting(0.0, least=0)
+    """AdamW's highest rate; 0 chooses by method and hidden size."""
+    warmup: float = setting(0.1, is_fraction=True)
+    """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
+    watch: str = ""
+    """Text of another kind, named as `data`, that is only evaluated: a loss of quality on it is reported."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.minutes or self.tokens):
+            raise SettingError("minutes and tokens are 0; give one of them")
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; at least one."""
+        return max(1, self.tokens // (self.batch_size * self.seq_len))
+
+
+def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Mapping[str, Any]) -> RecoveryRecipe:
+    """Build the recipe of a recovery as `load_recipe` does; settings that are not given are inherited.
+
+    pruned_by: the recipe that learned the masks, as the checkpoint has it; {} if that is unknown.
+    """
+    inherited = {name: pruned_by[name] for name in INHERITED if name in pruned_by}
+    values = inherited | read_settings(path, settings, RecoveryRecipe)
+    if "teacher" not in values and "model" in pruned_by:
+        values["teacher"] = known = pruned_by["model"]
+        if "/" not in known and not Path(known).exists():  # a folder of another machine
+            raise SettingError(f"the dense model was {known}, which is no folder here; pass its place as --teacher")
+    if missing := {"model", "teacher"} - set(values):
+        raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
+    return RecoveryRecipe(**values)

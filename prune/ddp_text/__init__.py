@@ -1,0 +1,1 @@
+"""Text in, blocks of tokens out. Nothing here knows of pruning."""

@@ -1,0 +1,52 @@
+"""What decides the result of a run: its settings, and the training-data fingerprint of text, weights and configs."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_vllm.manifest import sha256
+
+INDECISIVE = (  # settings that do not change what is learned, or are compared by what was resolved of them
+    *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "profile"),
+)
+PAGES, PAGE = 64, 4096  # number and bytes of the pages of a weight file, evenly spread, that a fingerprint reads
+
+
+def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe that decide what is learned."""
+    return {name: value for name, value in recipe.items() if name not in INDECISIVE}
+
+
+def fingerprint(
+    text: Iterable[torch.Tensor], weights: Iterable[Path], companions: Iterable[Path], *, profile: str = ""
+) -> dict[str, Any]:
+    """Return the training-data fingerprint: hashes of text blocks, weights, config, tokenizer files and profile.
+
+    The hash of a weight file covers name, size, time and some of its pages, which differ after any training.
+    profile: path of the latency profile that decides the budget, if any.
+    """
+    digest = hashlib.sha256()
+    for blocks in text:
+        digest.update(f"{list(blocks.shape)}".encode())
+        digest.update(blocks.contiguous().numpy().data)
+    files = [(path.name, path.stat(), _hash_of_pages(path)) for path in weights]
+    hashes = [(path.name, sha256(path)) for path in companions]
+    return {
+        "text": digest.hexdigest(),
+        "weights": [[name, status.st_size, status.st_mtime_ns, pages] for name, status, pages in files],
+        "config": [each for name, each in hashes if name == "config.json"],
+        "tokenizer": [[name, each] for name, each in hashes if name != "config.json"],
+        **({"profile": sha256(Path(profile))} if profile else {}),
+    }
+
+
+def _hash_of_pages(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        for number in range(PAGES):
+            file.seek(max(0, size - PAGE) * number // (PAGES - 1))
+            digest.update(file.read(PAGE))
+    return digest.hexdigest()

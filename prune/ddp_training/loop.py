@@ -1,0 +1,176 @@
+"""The loop of every run: a step, its metrics, a save now and then; and resuming from a save."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from ddp_training.batches import Settings
+from ddp_training.processes import broadcast_from_main
+from ddp_training.run_state import RunState, Saved, load_run
+from ddp_vllm.errors import OutputError, TrainingError
+
+SAVE_SECONDS = 120.0  # least time between two saves, and so the most work that a kill costs if a save takes up to 6 s
+SAVE_SHARE = 20  # least time between two saves in multiples of the last save: saving takes at most 5 % of a run
+OUT_OF_MEMORY = 'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
+
+Report = Callable[[dict[str, float]], None]
+
+
+class FamilyCheckpoints(NamedTuple):
+    """States of a size family's search, between which one size is trained."""
+
+    resume_from: RunState | None = None
+    """End of the search of the size before; None for the smallest cut."""
+    save_to: RunState | None = None
+    """Where the end of this size's search is saved for the next size; None for the largest cut."""
+    search: int = 0
+    """Steps after which the search of this size ends."""
+
+
+NO_FAMILY = FamilyCheckpoints()
+
+
+class Learner(Protocol):
+    """Trains gates, or the weights of a pruned model, step by step."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Plain data that a saved run requires besides tensors."""
+
+    def step(self, step: int) -> dict[str, float]:
+        """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
+
+    def remedy(self, step: int) -> str:
+        """Return what the user can do if the loss of a step is not a number."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return everything the next step depends on, as named tensors; all processes call it together."""
+
+    def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+        """Take back what `state` and `extra` returned before `step`; all processes call it together."""
+
+
+def take_steps(
+    learner: Learner,
+    settings: Settings,
+    num_steps: int,
+    accelerator: Accelerator,
+    state: RunState,
+    report: Report,
+    family: FamilyCheckpoints = NO_FAMILY,
+) -> None:
+    """Do the steps of a run, or those that an interruption has left.
+
+    report: called after every step with its metrics (losses in nats per token, tokens and seconds).
+    family: a size saves its own state at the end of its search, then the state for the next size. A run that resumes
+        from the first save repeats the second.
+
+    Raises: TrainingError if the loss is not a number or memory runs out; the last save stays in the run's folder.
+        KeyboardInterrupt after Ctrl-C, when the step is done and saved.
+    """
+    first = _resume(learner, accelerator, state, family)
+    clock = SaveClock(settings.save_every, accelerator)
+    with stopping(alone=accelerator.num_processes == 1) as stop:
+        for step in range(first, num_steps):
+            metrics = _timed_step(learner, step, settings, state)
+            state.log(metrics)
+            ends_search = family.save_to is not None and step + 1 == family.search
+            if stop or ends_search or step + 1 == num_steps or clock.is_due(step + 1):  # the export can fail too
+                with clock.saving():
+                    tensors = learner.state()
+                    state.save(step + 1, tensors, learner.extra)
+                if family.save_to and ends_search:
+                    family.save_to.save(step + 1, tensors, learner.extra)
+                del tensors
+            accelerator.log(metrics, step=step + 1)
+            report(metrics)
+            if stop:
+                raise KeyboardInterrupt(f"stopped at step {step + 1} of {num_steps}; the same command resumes")
+
+
+def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family: FamilyCheckpoints) -> int:
+    """Restore what was saved of this run, or else of the size before, and return the first step to do."""
+    saved: Saved | None = load_run(state, accelerator)
+    if saved is None:
+        state.start()
+        if (before := family.resume_from) is None:
+            return 0
+        if (saved := load_run(before, accelerator)) is None:
+            raise OutputError(
+                f"{before.folder} lacks the search of the size before, from which this size resumes; delete "
+                f"{before.folder.parent} and begin anew"
+            )
+    learner.restore(*saved)
+    if family.save_to and saved.step == family.search:
+        family.save_to.save(saved.step, learner.state(), learner.extra)
+    return saved.step
+
+
+def _timed_step(learner: Learner, step: int, settings: Settings, state: RunState) -> dict[str, float]:
+    """Do one step and return its metrics with its seconds and tokens. Raises: TrainingError with a remedy."""
+    began = time.perf_counter()
+    try:
+        metrics = learner.step(step)
+    except (TrainingError, torch.OutOfMemoryError) as error:
+        reason, remedy = str(error), learner.remedy(step)
+        if isinstance(error, torch.OutOfMemoryError):
+            reason, remedy = f"a device ran out of memory at step {step + 1}", OUT_OF_MEMORY
+        kept = f"the last save is in {state.folder}" if state.state.exists() else "nothing was saved yet"
+        raise TrainingError(f"{reason}; {kept}; {remedy}") from error
+    seconds = time.perf_counter() - began
+    return metrics | {"seconds": seconds, "tokens": float(settings.batch_size * settings.seq_len)}
+
+
+class SaveClock:
+    """Decides when a run is saved: by the main process's clock, as all processes take part in a save together."""
+
+    def __init__(self, save_every: int, accelerator: Accelerator) -> None:
+        """save_every: steps between saves; 0 saves by the clock."""
+        self.save_every, self.accelerator = save_every, accelerator
+        self.saved_at, self.pause = time.perf_counter(), SAVE_SECONDS
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to save after this step; all processes must call it together and get the same answer."""
+        if self.save_every:
+            return step % self.save_every == 0
+        return broadcast_from_main(self.accelerator, time.perf_counter() - self.saved_at >= self.pause)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure how long a save takes; the pause before the next one is in proportion."""
+        began = time.perf_counter()
+        yield
+        self.saved_at = time.perf_counter()
+        self.pause = max(SAVE_SECONDS, SAVE_SHARE * (self.saved_at - began))
+
+
+@contextmanager
+def stopping(*, alone: bool) -> Iterator[list[int]]:
+    """Postpone Ctrl-C to the end of a step: it adds to the list that is yielded; a second Ctrl-C stops at once.
+
+    In the middle of a step there is no consistent state to save. With several processes (alone=False) Ctrl-C stops at
+    once, as they would not all stop at the same step. Only the main thread receives signals.
+    """
+    heard: list[int] = []
+
+    def hear(number: int, _frame: Any) -> None:
+        heard.append(number)
+        signal.signal(number, signal.default_int_handler)
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")  # not amid what is being printed
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not (alone and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield heard
+        return
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,106 @@
+"""Several processes as one run: who goes first, errors that all raise, and tensors that are sharded over all of them.
+
+Processes are started by accelerate launch or torchrun.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from ddp_vllm.errors import DdpError, SettingError
+
+Found = TypeVar("Found")
+
+
+def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
+    """Return the accelerator, which knows this process's device and rank. Raises: SettingError without the tracker."""
+    trackers = [str(name) for name in get_available_trackers()]
+    if tracker and tracker not in trackers:
+        known = ", ".join(trackers) or "none; for example pip install tensorboard"
+        raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
+    # Without cpu=True, accelerate takes a CPU process that torchrun started for the only one.
+    device = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = device is None or device.type == "mps"  # Apple GPUs lack float64, in which gradients are summed
+    # Other ranks wait while the first downloads and tokenizes; torch's default timeout is ten minutes.
+    timeout = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[timeout])
+
+
+@contextmanager
+def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
+    """Wait for all processes after the block, and raise a DdpError in all of them if any of them raised one.
+
+    Without this, the other processes would wait forever for the failed one. The block itself must not communicate. Any
+    other exception ends its process at once, and the launcher ends the rest.
+    """
+    own: DdpError | None = None
+    try:
+        yield
+    except DdpError as error:
+        own = error
+    raised: list[DdpError | None] = gather_object([own])
+    if first := own or next(filter(None, raised), None):
+        raise first
+
+
+def main_process_first(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
+    """Return `find()` of each process; the first process of each machine runs it before the others, and fills caches.
+
+    Errors are raised as by `raise_on_all_ranks`.
+    """
+    for first in (True, False):
+        with raise_on_all_ranks(accelerator):
+            if accelerator.is_local_main_process == first:
+                found = find()
+    return found
+
+
+def broadcast_from_main(accelerator: Accelerator, value: Found) -> Found:
+    """Return the main process's `value` in all processes."""
+    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's rows of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a whole tensor in the main process, None in the others, which never hold more than their own rows."""
+    main, part = accelerator.is_main_process, local_part(tensor)
+    if not isinstance(tensor, DTensor):
+        return part if main else None
+    if not main:
+        if part.numel():
+            distributed.send(part.contiguous(), 0)
+        return None
+    whole = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
+    for rank, rows in enumerate(whole.chunk(accelerator.num_processes)):  # as FSDP shards them
+        if rank:
+            distributed.recv(rows, rank)
+        else:
+            rows.copy_(part)
+    return whole
+
+
+def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, whole: torch.Tensor | None) -> None:
+    """Copy the main process's `whole` into a tensor, or into its rows that this process holds; None in the others."""
+    part = local_part(tensor)
+    if whole is not None:
+        pieces = whole.chunk(accelerator.num_processes) if isinstance(tensor, DTensor) else [whole]
+        part.copy_(pieces[0])
+        for rank, rows in enumerate(pieces[1:], 1):
+            distributed.send(rows.to(part.device).contiguous(), rank)
+    elif isinstance(tensor, DTensor) and part.numel():
+        distributed.recv(part, 0)
+    if accelerator.num_processes > 1 and not isinstance(tensor, DTensor):
+        distributed.broadcast(part, 0)

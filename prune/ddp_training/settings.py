@@ -1,0 +1,54 @@
+"""The settings that pruning and recovery share: text, batches, memory."""
+
+from dataclasses import dataclass
+
+from ddp_vllm.errors import SettingError
+from ddp_vllm.settings import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings(Settings):
+    """Settings that pruning and recovery share."""
+
+    data: str = "HuggingFaceFW/fineweb-edu:sample-10BT"
+    """Text to train on: a Hub dataset (`name`, `name:configuration` or `name:configuration:split`; the default split is
+    `train`) or a .txt/.jsonl/.json/.parquet file. Several texts, separated by commas, take turns of about `seq_len`
+    tokens; `NAME:3` gives a text three turns for every turn of the others."""
+    text_column: str = ""
+    """Column that holds the text, if it is not called text, conversations or messages. Every text of `data` that has
+    columns must have it."""
+    batch_size: int = setting(16, least=1)
+    """Sequences per optimizer step, over all devices."""
+    seq_len: int = setting(2048, least=8)
+    """Tokens per sequence; the first is BOS if the model's tokenizer begins every text with it."""
+    seed: int = setting(0, least=0)
+    """Seed of the order of documents. Gates start at exactly 1, so nothing else is random."""
+    heldout_blocks: int = setting(16, least=1)
+    """Sequences that are held out from training; their perplexity is reported."""
+    distillation: float = setting(2.0, least=0)
+    """Weight η of KL(teacher ‖ student); 0 trains on cross-entropy alone. Eq. 17."""
+    learn_from: str = setting("auto", choices=("auto", "assistant", "all"))
+    """Tokens that contribute to the cross-entropy: assistant turns (plus all tokens of other text), or all. `auto` is
+    `all` while pruning, and `assistant` in a recovery of a model with a chat template. The KL term covers every
+    token."""
+
+    micro_batch_size: int = setting(0, least=0)
+    """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about 8,192 tokens, 1,024 on
+    a CPU, and fewer if memory is short."""
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    """Number format of the weights in forward and backward passes; `auto` takes the checkpoint's. For float16, in
+    which small gradients vanish, `auto` takes bfloat16. The written model has the checkpoint's format either way."""
+    activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"))
+    """Recompute layers in the backward pass instead of storing their activations. This takes a third more computation
+    and a small part of the memory; gradients are the same. `auto` turns it on if the activations would fill more than
+    half of the free memory."""
+    shard: bool = False
+    """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
+    save_every: int = setting(0, least=0)
+    """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time. Saving by time happens at
+    most every two minutes and takes at most a twentieth of the run. A run is saved after its last step too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seed >= 2**32:
+            raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
