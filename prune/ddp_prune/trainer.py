@@ -199,21 +199,18 @@ class Trainer:
         gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         routed = {kind: torch.zeros_like(counts) for kind, counts in self.gates.routed.items()}
-        size, tokens_each = self.recipe.batch_size, self.recipe.seq_len - 1
         for numbers in self.batches.step(step):
-            tokens = self.batches.blocks[numbers].to(self.accelerator.device)
+            share, num_tokens = len(numbers) / self.recipe.batch_size, len(numbers) * (self.recipe.seq_len - 1)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            loss_mask_N = self.batches.loss_mask_of(step, numbers)
-            found = self._backward(tokens, numbers, loss_mask_N, leaves, parts, routed.get("experts"))
-            losses += found * (len(numbers) / size)
+            losses += share * self._backward(step, numbers, leaves, parts, routed.get("experts"))
             if self.weights:
-                self.weights.collect(len(numbers) / size)
+                self.weights.collect(share)
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
-                gradients[kind] += leaf.grad.double() * (len(numbers) / size)
+                gradients[kind] += leaf.grad.double() * share
                 # the loss is a mean over this many tokens, so each token's own gradient is this many times larger
-                squares[kind] += parts[kind].double() * (len(numbers) * tokens_each) ** 2
+                squares[kind] += parts[kind].double() * num_tokens**2
         reduce = self.accelerator.reduce
         cross_entropy, divergence = reduce(losses, "sum").tolist()
         for kind, counts in routed.items():
@@ -222,17 +219,13 @@ class Trainer:
         return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
 
     def _backward(
-        self,
-        tokens: torch.Tensor,
-        numbers: list[int],
-        loss_mask_N: torch.Tensor | None,
-        leaves: Masks,
-        squares: Masks,
-        counts: torch.Tensor | None,
+        self, step: int, numbers: list[int], leaves: Masks, squares: Masks, counts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run one micro-batch forward and backward into the leaves; return [CE, KL] in nats per token."""
+        """Run the blocks `numbers` forward, and backward into the leaves; return [CE, KL] in nats per token."""
         model: Any = self.gated.model
+        tokens = self.batches.blocks[numbers].to(self.accelerator.device)
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
+        loss_mask_N = self.batches.loss_mask_of(step, numbers)
         with self.gated.masks(leaves, squares, self.narrow):
             with self.gated.counting(counts):  # forward alone: checkpointed layers run again in backward
                 student = final_hidden(model, tokens)
