@@ -74,46 +74,6 @@ LLAMA2 = (
     "{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 
-LLAMA31 = r"""{{- bos_token }}
-{%- if not date_string is defined %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}{%- set system_message = "" %}{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
-{{- "Cutting Knowledge Date: December 2023\n" }}
-{{- "Today Date: " + date_string + "\n\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
-
-MISTRAL = r"""{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
-{%- else %}{%- set loop_messages = messages %}{%- endif %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\n\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"]|trim + eos_token}}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, with the exception of an initial one") }}
-    {%- endif %}
-{%- endfor %}"""
-
-CHATML = (
-    "{% for message in messages %}"
-    "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
     "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -123,30 +83,22 @@ GEMMA = (
     "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
 )
 
-BOS = {
-    "r1": "<｜begin▁of▁sentence｜>",
-    "llama31": "<|begin_of_text|>",
-    "gemma": "<bos>",
-    "llama2": "<s>",
-    "mistral": "<s>",
-}
-EOS = {"r1": "<｜end▁of▁sentence｜>", "llama31": "<|eot_id|>", "gemma": "<eos>", "llama2": "</s>", "mistral": "</s>"}
-PUBLISHED = {
-    "qwen3": QWEN3, "r1": R1, "llama2": LLAMA2, "llama31": LLAMA31, "mistral": MISTRAL, "chatml": CHATML, "gemma": GEMMA
-}  # fmt: skip
+BOS = {"r1": "<｜begin▁of▁sentence｜>", "gemma": "<bos>", "llama2": "<s>"}
+EOS = {"r1": "<｜end▁of▁sentence｜>", "gemma": "<eos>", "llama2": "</s>"}
+PUBLISHED = {"qwen3": QWEN3, "r1": R1, "llama2": LLAMA2, "gemma": GEMMA}
 SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<｜User｜>", "<｜Assistant｜>", "<start_of_turn>"),
-    *("<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "[INST]", "[/INST]", *BOS.values(), *EOS.values()),
+    *("<end_of_turn>", *BOS.values(), *EOS.values()),
 ]
 WORDS = "how many foxes jump nine of them do system user assistant model they are red why because the answer is 42 "
 
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     """Return a small tokenizer of the kind that a family has, with its chat template."""
-    falls_back = family in ("llama2", "mistral", "gemma")
+    falls_back = family in ("llama2", "gemma")
     pieces = Tokenizer(models.BPE(byte_fallback=falls_back))
-    special = [token for token in SPECIAL if not token.endswith("INST]") or family == "mistral"]
-    if family in ("llama2", "mistral"):  # a word begins with its blank, and digits stand alone
+    special = list(SPECIAL)
+    if family == "llama2":  # a word begins with its blank, and digits stand alone
         pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     elif family == "gemma":

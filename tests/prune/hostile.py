@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.remote_code import FILES
+from ddp_vllm.remote_code.__init__ import FILES
 
 CODE = """
 import pathlib

@@ -8,15 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_prune.budget import keep_schedule
-from ddp_prune.selection import (
-    Rows,
-    best_support,
-    cut_rows,
-    evenly,
-    exact_support,
-    greedy,
-    open_first,
-)
+from ddp_prune.selection import Rows, best_support, cut_rows, evenly, exact_support, greedy, open_first
 
 
 def _whole(budget: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ from chat_templates import PUBLISHED, tokenizer_of
 from runs import BLOCKS, Lab, pools_of, prune
 from safetensors.torch import load_file
 
+from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_text.blocks import Blocks, cut, select_loss_mask
 from ddp_text.documents import Document, as_documents
@@ -48,11 +49,6 @@ def test_the_loss_mask_of_a_conversation_holds_the_assistants_words_and_the_end_
     said = "".join(tokenizer.decode([number]) if mask else "|" for number, mask in stream)
     answers = {part for part in said.split("|") if part}
     assert {f"nine foxes jump {i}<eos>" for i in range(10, 20)} & answers
-    assert all(
-        part.removesuffix("<eos>").rpartition(" ")[0] in ("nine foxes jump", "clouds")
-        for part in answers
-        if "<eos>" in part and part[0] in "nc"
-    )
     assert not any("how" in part or "why" in part or "assistant" in part for part in answers)
 
 
@@ -67,9 +63,6 @@ GENERATED = {  # family: text in the loss without the token that ends a turn, fo
     "qwen3": (["nine foxes", WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
     "r1": (["\n\nnine foxes", "\n\n42 foxes do."], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
     "llama2": ([f" {each} " for each in WHOLE], [f" {each} " for each in STRIPPED], "</s>"),
-    "llama31": (WHOLE, STRIPPED, "<|eot_id|>"),
-    "mistral": ([f" {each}" for each in WHOLE], [f" {each}" for each in STRIPPED], "</s>"),
-    "chatml": (WHOLE, [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
     "gemma": (WHOLE, STRIPPED, "<end_of_turn>"),
 }
 
@@ -141,16 +134,16 @@ def test_masks_learn_from_the_cross_entropy_of_the_loss_mask(lab: Lab) -> None:
     for size in (1, 4):
         recipe = lab.recipe(micro_batch_size=size)
         batches = Batches(BLOCKS, recipe, Accelerator(), loss_mask)
-        trainer = Trainer(lab.gated, batches, recipe, pools_of(lab.gated, recipe), Accelerator())
+        trainer = Trainer(lab.gated, batches, Run.alone(recipe), pools_of(lab.gated, recipe), Accelerator())
         assert trainer.step(0)["ce"] == pytest.approx(wanted, rel=1e-5)
         moved.append(trainer.gates.z["mlp"])
     torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=0)
     everything = lab.trainer()
     everything.step(0)
-    assert not torch.allclose(everything.z["mlp"], moved[0], atol=1e-3)
+    assert not torch.allclose(everything.gates.z["mlp"], moved[0], atol=1e-3)
 
 
-def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
@@ -166,9 +159,8 @@ def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, t
         assert result.exit_code == 0, result.output
         found.append(load_file(tmp_path / source / MASKS_FILE))
     assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
-    for data in (tiny_text, chats("asked.jsonl", "user")):
-        told = prune(model, data, tmp_path / data.stem, "--learn-from", "assistant")
-        assert told.exit_code == 0 and "no turns of an assistant were found" in told.output
+    told = prune(model, chats("asked.jsonl", "user"), tmp_path / "asked", "--learn-from", "assistant")
+    assert told.exit_code == 0 and "no turns of an assistant were found" in told.output
 
 
 def test_text_without_an_assistants_words_is_refused() -> None:

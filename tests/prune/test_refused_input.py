@@ -1,6 +1,7 @@
 """Models, texts, outputs and masks that cannot be used: one line and an exit code each, and nothing left behind."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,14 @@ from ddp_prune import train
 from ddp_prune.export import export
 from ddp_vllm.cli import main
 from ddp_vllm.manifest import MANIFEST
+from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
 def pruned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pruned checkpoint; nothing was learned."""
+    """A pruned checkpoint without training."""
     source, folder = open_source(str(tiny_model)), tmp_path_factory.mktemp("pruned") / "pruned"
     gates = {"attn": torch.ones(3, 4), "mlp": torch.ones(3, 96)}
     gates["mlp"][:, 60:] = 0.0
@@ -31,11 +33,20 @@ def pruned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _copy(model: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(model, folder))
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def _config(**changes: Any) -> Callable[[Path], None]:
+def apply(model: Path, masks: Path, output: Path, *more: str) -> Any:
+    return CliRunner().invoke(main, ["apply", str(model), "--masks", str(masks), "-o", str(output), *more])
+
+
+Edit = Callable[[Path], Any]
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def _config(**changes: Any) -> Edit:
     def edit(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps(config))
@@ -43,129 +54,111 @@ def _config(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
+def _weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Edit:
+    def edit(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def _tokenizer(change: Callable[[dict[str, Any]], Any]) -> Edit:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        change(content)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return edit
+
+
+def _index(weight_map: Callable[[list[str]], dict[str, Any]]) -> Edit:
+    """Call the weights model-1.safetensors, with an index and a file of the same name outside the folder."""
+
+    def edit(folder: Path) -> None:
+        weights = (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+        (folder.parent / "model-1.safetensors").write_bytes(weights.read_bytes())
+        index = {"metadata": {}, "weight_map": weight_map(list(load_file(weights)))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+def _adapter(folder: Path) -> None:
+    """transformers would load it too."""
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
+
+
 def _no_tokenizer(folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
 
 
-MODELS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+ODD: dict[str, Any] = {  # fields of a config that no model has so
+    "hidden_act": "nope", "rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}, "dtype": "float8_e4m3fn",
+    "rms_norm_eps": "x", "num_hidden_layers": "3", "vocab_size": None, "max_position_embeddings": "many",
+    "tie_word_embeddings": "x", "layer_types": 5, "sliding_window": "x", "model_type": ["llama"],
+    "quantization_config": "none",
+}  # fmt: skip
+MODELS: dict[str, tuple[Edit, list[str]]] = {
+    **{f"odd {field}": (_config(**{field: value}), []) for field, value in ODD.items()},
     "unsupported family": (_config(model_type="gpt2"), ["'gpt2'", "supported: llama"]),
-    "quantised": (_config(quantization_config={"quant_method": "awq"}), ["quantized"]),
-    "tokenizer missing": (_no_tokenizer, ["no tokenizer", "tokenizer.json"]),
-    "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), [".safetensors"]),
-    "index missing": (
-        lambda folder: (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors"),
-        ["model-00001-of-00002.safetensors", "neither model.safetensors nor model.safetensors.index.json"],
+    "too many layers": (_config(num_hidden_layers=5 * 10**8), ["num_hidden_layers", str(5 * 10**8), "10,000"]),
+    "too many heads": (_config(num_attention_heads=2**31), ["num_attention_heads", str(2**31), "10,000"]),
+    "more layers than stated": (
+        _config(num_hidden_layers=2, layer_types=None), ["layers.2.", "config.json has 2 "]
     ),
-    "config broken": (lambda folder: (folder / "config.json").write_text("{"), ["config.json"]),
-}
+    "tokenizer missing": (_no_tokenizer, ["no tokenizer", "tokenizer.json"]),
+    "a tokenizer that makes its library panic": (  # a panic in Rust is no Exception in Python
+        _tokenizer(lambda content: content["model"].update(continuing_subword_prefix="a" * 100_000)),
+        ["no tokenizer that loads"],
+    ),
+    "a tokenizer of another model": (  # an IndexError, on a GPU an assertion in the device
+        _tokenizer(
+            lambda content: content["added_tokens"].append(
+                {**content["added_tokens"][0], "id": 320, "content": " lazy"}
+            )
+        ),
+        ["token 320", "0 to 319", "belongs to the model"],
+    ),
+    "index outside the folder": (  # masks would be learned on one file, and the other cut
+        _index(lambda names: dict.fromkeys(names, "../model-1.safetensors")),
+        ["'../model-1.safetensors', not a file of its folder"],
+    ),
+    "index of mixed types": (_index(lambda _: {"a": 1, "b": "model-1.safetensors"}), ["names 1, not a file"]),
+    "an adapter": (_adapter, ["adapter"]),
+    "weights in eight bits": (  # the evaluated model would not be the exported one
+        _weights(lambda weights: weights.update({UP: weights[UP].to(torch.float8_e4m3fn)})),
+        [UP, "F8_E4M3", "unquantized"],
+    ),
+    "weights that are not numbers": (
+        _weights(lambda weights: weights[UP][0].fill_(float("nan"))), ["perplexity inf before pruning"]
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models_that_cannot_be_pruned(case: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_pruned(case: str, model: Path, tiny_text: Path, tmp_path: Path) -> None:
     edit, words = MODELS[case]
-    model = _copy(tiny_model, tmp_path / "model")
     edit(model)
+    before = {path.name for path in tmp_path.iterdir()}
     assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, str(model), *words)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_an_unknown_model_folder(tiny_text: Path, tmp_path: Path) -> None:
-    for verb in (
-        lambda: prune(tmp_path / "none", tiny_text, tmp_path / "out"),
-        lambda: CliRunner().invoke(main, ["apply", str(tmp_path / "none"), "--masks", "m", "-o", str(tmp_path / "o")]),
-    ):
-        assert_refused(verb(), 3, str(tmp_path / "none"), "check the path")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("field", ["hidden_act", "vocab_size"])
+def test_a_dry_run_refuses_the_same_models(field: str, model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    _config(**{field: ODD[field]})(model)
+    assert_refused(prune(model, tiny_text, tmp_path / "out", "--dry-run"), 3, str(model))
 
 
-TEXTS: dict[str, tuple[str, bytes | None, list[str]]] = {
-    "empty": ("a.jsonl", b"", ["is empty"]),
-    "binary": ("a.jsonl", b"\x00\xff\xfe{\x9d" * 50, ["cannot be read"]),
-    "no parquet": ("a.parquet", b"PAR1 but no more", ["cannot be read"]),
-    "too short": ("a.txt", b"a few words", ["tokens", "need", "--seq-len"]),
-    "missing": ("a.jsonl", None, ["not a file"]),
-    "no text column": ("a.jsonl", b'{"body": "x"}\n', ["body"]),
-}
-
-
-@pytest.mark.parametrize("case", TEXTS)
-def test_texts_that_cannot_be_used(
-    case: str, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    name, content, words = TEXTS[case]
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert_refused(prune(tiny_model, tmp_path / name, tmp_path / "out"), 4, name, *words)
-    assert [path.name for path in tmp_path.iterdir()] == [name] * (content is not None)
-    assert capfd.readouterr().err == ""  # libraries add nothing to the one line
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_an_output_that_exists(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    output = _copy(pruned, tmp_path / "out")
-    assert_refused(prune(tiny_model, tiny_text, output), 5, str(output), "--overwrite")
-    masks = str(pruned / "ddp_masks.safetensors")
-    result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", masks, "-o", str(output)])
-    assert_refused(result, 5, str(output), "--overwrite")
-    (output / "old").write_text("")
-    assert prune(tiny_model, tiny_text, output, "--overwrite").exit_code == 0
-    assert not (output / "old").exists() and [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_an_output_that_is_no_model_or_cannot_be_written(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    assert_refused(prune(tiny_model, tiny_text, tmp_path, "--overwrite"), 5, str(tmp_path), "leaves it alone")
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / "thesis.txt" / "out"), 5, "thesis.txt", "cannot be written")
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-def test_the_dense_model_is_no_output(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Not even where ddp-vllm wrote it, as `fetch` does."""
-    model = _copy(tiny_model, tmp_path / "model")
-    (model / MANIFEST).touch()
-    before = {path.name: path.read_bytes() for path in model.iterdir()}
-    masks = str(pruned / "ddp_masks.safetensors")
-    for output in (model, tmp_path / "." / "model"):
-        assert_refused(prune(model, tiny_text, output, "--overwrite"), 5, "dense model", "choose another folder")
-        arguments = ["apply", str(model), "--masks", masks, "-o", str(output), "--overwrite"]
-        assert_refused(CliRunner().invoke(main, arguments), 5, "dense model")
-    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
-
-
-def test_checkpoints_and_masks_that_contradict_themselves(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """Every way a checkpoint can be corrupted is in tests/test_checkpoint.py."""
-    folder = _copy(pruned, tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    config["ddp_layers"][0]["intermediate_size"] = -3
-    (folder / "config.json").write_text(json.dumps(config))
-    assert_refused(CliRunner().invoke(main, ["inspect", str(folder)]), 7, "ddp_layers[0].intermediate_size is -3")
-    assert_refused(CliRunner().invoke(main, ["inspect", str(tiny_model)]), 7, "not a pruned checkpoint")
-    masks = str(folder / "model.safetensors")
-    result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", masks, "-o", str(tmp_path / "out")])
-    assert_refused(result, 7, "no masks file")
-    assert_refused(prune(folder, "a.jsonl", tmp_path / "out"), 3, "pruned already")
-    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-def test_weights_that_are_not_numbers(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    model = _copy(tiny_model, tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "perplexity inf before pruning")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_tokenizer_of_another_model(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Its numbers are no rows of the embedding: an IndexError, on a GPU an assertion in the device."""
-    model = _copy(tiny_model, tmp_path / "model")
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 320, "content": " lazy"})
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    result = prune(model, tiny_text, tmp_path / "out")
-    assert_refused(result, 3, str(model), "token 320", "0 to 319", "belongs to the model")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+@pytest.mark.nightly  # importing lm-eval takes long
+def test_eval_of_a_dense_model_that_no_class_can_load(model: Path, tmp_path: Path) -> None:
+    _config(hidden_act="nope")(model)
+    rows = tmp_path / "piqa_val.jsonl"
+    rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
+    arguments = ["eval", str(model), "--tasks", "piqa", "--data", str(rows), "-o", str(tmp_path / "out")]
+    assert_refused(CliRunner().invoke(main, arguments), 3, str(model), "cannot be loaded by lm-eval's hf backend")
 
 
 @pytest.mark.parametrize("where", ["load", "Evaluation"])
@@ -182,37 +175,109 @@ def test_a_model_that_a_device_cannot_hold(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_index_that_points_outside_is_not_followed(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Not even where the folder has a file of that name: masks would be learned on one, and the other cut."""
-    model = _copy(tiny_model, tmp_path / "model")
-    weights = (model / "model.safetensors").rename(model / "model-1.safetensors")
-    (tmp_path / weights.name).write_bytes(weights.read_bytes())
-    names = load_file(weights)
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, f"../{weights.name}")}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "'../model-1.safetensors', not a file of its folder")
+def test_texts_that_cannot_be_used(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every kind of bad text is in test_documents.py; even root cannot read the beginning of /proc/self/mem."""
+    (tmp_path / "binary.jsonl").write_bytes(b"\x00\xff\xfe{\x9d" * 50)
+    (tmp_path / "short.txt").write_text("a few words")
+    (tmp_path / "error.txt").symlink_to("/proc/self/mem")
+    os.mkfifo(tmp_path / "pipe.txt")
+    for name, words in {
+        "none.jsonl": ["not a file"], "binary.jsonl": ["cannot be read"], "error.txt": ["cannot be read"],
+        "short.txt": ["tokens", "need", "--seq-len"], "pipe.txt": ["is not a file"],
+    }.items():  # fmt: skip
+        assert_refused(prune(tiny_model, tmp_path / name, tmp_path / "out"), 4, name, *words)
+    assert {path.name for path in tmp_path.iterdir()} == {"binary.jsonl", "short.txt", "error.txt", "pipe.txt"}
+    assert capfd.readouterr().err == ""  # libraries add nothing to the one line
 
 
-def test_more_layers_than_the_config_states_are_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Before masks are learned."""
-    model = _copy(tiny_model, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "layer_types": None}))
-    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, "layers.2.", "config.json has 2 ")
+def test_names_of_models_texts_and_outputs(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """The first two are written into the checkpoint."""
+    assert_refused(prune(tmp_path / "none", tiny_text, tmp_path / "out"), 3, str(tmp_path / "none"), "check the path")
+    assert_refused(apply(tmp_path / "none", tmp_path / "m", tmp_path / "out"), 3, "check the path")
+    for name in ("o" * 250, os.fsdecode(b"o\xff")):
+        assert_refused(prune(tiny_model, tiny_text, tmp_path / name), 5, "bytes of UTF-8")
+    assert list(tmp_path.iterdir()) == []
+    model = Path(shutil.copytree(tiny_model, tmp_path / os.fsdecode(b"m\xff")))
+    text = shutil.copy(tiny_text, tmp_path / os.fsdecode(b"t\xff.jsonl"))
+    assert_refused(prune(model, tiny_text, tmp_path / "out"), 2, "model is", "not UTF-8")
+    assert_refused(prune(tiny_model, text, tmp_path / "out"), 2, "data is", "not UTF-8")
 
 
-def test_weights_in_eight_bits_are_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """What was evaluated would not be what is exported."""
-    model = _copy(tiny_model, tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
-    assert_refused(prune(model, tiny_text, tmp_path / "out"), 3, name, "F8_E4M3", "unquantized")
+@pytest.mark.usefixtures("no_pictures")
+def test_outputs_that_exist_or_cannot_be_written(
+    pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    output, thesis = Path(shutil.copytree(pruned, tmp_path / "out")), tmp_path / "thesis.txt"
+    thesis.write_text("years of work")
+    assert_refused(prune(tiny_model, tiny_text, output), 5, str(output), "--overwrite")
+    assert_refused(apply(tiny_model, pruned / MASKS_FILE, output), 5, str(output), "--overwrite")
+    assert_refused(prune(tiny_model, tiny_text, tmp_path, "--overwrite"), 5, str(tmp_path), "leaves it alone")
+    assert_refused(prune(tiny_model, tiny_text, thesis / "out"), 5, "thesis.txt", "cannot be written")
+    (output / "old").write_text("")
+    assert prune(tiny_model, tiny_text, output, "--overwrite").exit_code == 0 and not (output / "old").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "thesis.txt"}
+    assert thesis.read_text() == "years of work"
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_hidden_layers", 5 * 10**8), ("num_attention_heads", 2**31)])
-def test_sizes_that_no_model_has_are_refused(name: str, value: int, tiny_model: Path, tmp_path: Path) -> None:
-    model = _copy(tiny_model, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {name: value}))
-    assert_refused(prune(model, tmp_path / "no text", tmp_path / "out"), 3, name, str(value), "10,000")
+def test_the_dense_model_is_no_output(pruned: Path, model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Not even where ddp-vllm wrote it, as `fetch` does."""
+    (model / MANIFEST).touch()
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    for output in (model, tmp_path / "." / "model"):
+        assert_refused(prune(model, tiny_text, output, "--overwrite"), 5, "dense model", "choose another folder")
+        assert_refused(apply(model, pruned / MASKS_FILE, output, "--overwrite"), 5, "dense model")
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
+def test_checkpoints_that_contradict_themselves(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Every way a checkpoint can be corrupted is in tests/test_checkpoint.py."""
+    folder = Path(shutil.copytree(pruned, tmp_path / "copy"))
+    shutil.copy(folder / "model.safetensors", folder / "model-2.safetensors")  # programs would take one or the other
+    assert_refused(CliRunner().invoke(main, ["inspect", str(folder)]), 7, "is in model-2.safetensors and model")
+    (folder / "model-2.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["ddp_layers"][0]["intermediate_size"] = -3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_refused(CliRunner().invoke(main, ["inspect", str(folder)]), 7, "ddp_layers[0].intermediate_size is -3")
+    assert_refused(CliRunner().invoke(main, ["inspect", str(tiny_model)]), 7, "not a pruned checkpoint")
+    assert_refused(prune(folder, "a.jsonl", tmp_path / "out"), 3, "pruned already")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+PROVENANCE: dict[str, str] = {  # of masks; words of the refusal
+    '{"recipe": {"context_length": "x"}}': "its provenance.recipe",
+    '{"recipe": {"sparsity": []}}': "its provenance.recipe",
+    '{"recipe": [1]}': "its provenance.recipe is [1], no object",
+    "[1]": "its provenance is [1], no",
+    "{": "Expecting",
+}
+
+
+def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Damaged ones, no masks, masks of odd provenance and gates that are no scales."""
+    masks, gates = tmp_path / MASKS_FILE, load_file(pruned / MASKS_FILE)
+
+    def refused(*words: str) -> None:
+        assert_refused(apply(tiny_model, masks, tmp_path / "out"), 7, str(masks), *words)
+
+    content = bytearray((pruned / MASKS_FILE).read_bytes())
+    content[-1] ^= 1  # of the last mask
+    masks.write_bytes(content)
+    refused("do not match their checksum")
+    shutil.copy(pruned / "model.safetensors", masks)
+    refused("no masks file")
+    for provenance, words in PROVENANCE.items():
+        save_file(gates, masks, {"ddp": provenance})
+        refused("is no masks file (", words, f"pass the {MASKS_FILE} of a pruned folder")
+    for value in (float("nan"), float("inf"), -0.5):
+        gates["mlp.gates"][2, 3] = value
+        save_file(gates, masks, {"ddp": "{}"})
+        refused("mlp gates", "prune again")
+    assert [path.name for path in tmp_path.iterdir()] == [MASKS_FILE]
+
+
+def test_fields_of_a_recipe_that_apply_does_not_read_may_be_odd(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
+    save_file(
+        load_file(pruned / MASKS_FILE), tmp_path / "m", {"ddp": json.dumps({"recipe": {"data": 5, "model": "m"}})}
+    )
+    assert apply(tiny_model, tmp_path / "m", tmp_path / "out").exit_code == 0

@@ -23,7 +23,7 @@ from ddp_text.templates import Templates
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
-from ddp_vllm.remote_code import FILES
+from ddp_vllm.remote_code.__init__ import FILES
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks")))
@@ -44,10 +44,7 @@ def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list
         ],
         "quantize": ["quantize", str(pruned), "--scheme", "W8A8", "-o", str(output)],
         "export": ["export", str(pruned), "-o", str(output)],
-        "inspect": ["inspect", str(pruned)],
-        "verify": ["verify", str(pruned)],
         "push": ["push", str(pruned), "me/x", "--dry-run"],
-        "plan": ["prune", str(dense), "--sparsity", "0.4", "--seq-len", "16", "-o", str(output), "--dry-run"],
         "report": ["report", str(pruned), "-o", str(output)],
         "compare": ["compare", str(pruned), "--dense", str(dense), "-o", str(output.with_suffix(".html"))],
         "eval": ["eval", str(pruned), *lm_eval],
@@ -55,7 +52,11 @@ def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list
     }
 
 
-VERBS = tuple(verbs(Path("."), Path("."), Path("."), Path("/tmp/x")))
+VERBS = [
+    pytest.param(verb, marks=[pytest.mark.nightly] * (verb == "eval"))
+    for verb in verbs(Path("."), Path("."), Path("."), Path("/tmp/x"))
+]
+WRITING = ("apply", "recover", "quantize", "export", "push", "report")
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_whoever_reads_a_model_says_that_its_code_is_not_trusted() -> None:
     assert loading and not [each for each in loading if "trust_remote_code=False" not in each[1]]
 
 
-REFUSING = ("verify", "push", "export", "quantize")  # changed folders; no form in GGUF; no llm-compressor here
+REFUSING = ("push", "export", "quantize")  # changed folders; no form in GGUF; no llm-compressor here
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_code_that_keeps_a_model_from_being_loaded_does_not_run(
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("verb", ["bench steps", "profile"])
+@pytest.mark.parametrize("verb", [pytest.param("bench steps", marks=pytest.mark.nightly), "profile"])
 def test_benchmarks_run_no_code_that_came_with_a_model(
     verb: str, hostile: Callable[..., tuple[Path, Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +150,7 @@ def test_benchmarks_run_no_code_that_came_with_a_model(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", WRITING)
 def test_no_verb_follows_a_link_out_of_a_model_folder(
     verb: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path
 ) -> None:
@@ -161,28 +162,23 @@ def test_no_verb_follows_a_link_out_of_a_model_folder(
             (each / name).unlink(missing_ok=True)
             (each / name).symlink_to(tmp_path / "secret")
     result = CliRunner().invoke(main, verbs(dense, folder, tiny_text, tmp_path / "out")[verb])
-    told = "is not as it was written" if verb in ("verify", "push") else "is a link out of the model's folder"
+    told = "is not as it was written" if verb == "push" else "is a link out of the model's folder"
     assert_refused(result, result.exit_code, told)
     assert result.exit_code in (3, 7) and not [path for path in tmp_path.glob("out*") if path.is_file()]
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "config.json", "model.safetensors", "eval", "deep/down"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "model.safetensors", "eval", "deep/down", MASKS_FILE])
 def test_a_link_out_of_the_folder_is_not_published(name: str, tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
-    dense, secret = Path(shutil.copytree(tiny_model, tmp_path / "dense")), tmp_path / "secret"
-    (dense / name).parent.mkdir(exist_ok=True)
-    (dense / name).rename(secret) if (dense / name).exists() else secret.mkdir()
-    (dense / name).symlink_to(secret)
-    arguments = ["apply", str(dense), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
-    assert_refused(CliRunner().invoke(main, arguments), 3, name, "link out of the model's folder")
-
-
-def test_masks_that_are_a_link_out_of_their_folder_are_refused(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(pruned, tmp_path / "pruned"))
-    (folder / MASKS_FILE).rename(tmp_path / "secret")
-    (folder / MASKS_FILE).symlink_to(tmp_path / "secret")
-    arguments = ["apply", str(tiny_model), "--masks", str(folder / MASKS_FILE), "-o", str(tmp_path / "out")]
-    assert_refused(CliRunner().invoke(main, arguments), 7, MASKS_FILE, "link out of the model's folder")
+    """Neither of the dense model nor the masks."""
+    dense, masks = (Path(shutil.copytree(each, tmp_path / each.name)) for each in (tiny_model, pruned))
+    file, secret = (masks if name == MASKS_FILE else dense) / name, tmp_path / "secret"
+    file.parent.mkdir(exist_ok=True)
+    file.rename(secret) if file.exists() else secret.mkdir()
+    file.symlink_to(secret)
+    arguments = ["apply", str(dense), "--masks", str(masks / MASKS_FILE), "-o", str(tmp_path / "out")]
+    code = 7 if name == MASKS_FILE else 3
+    assert_refused(CliRunner().invoke(main, arguments), code, name, "link out of the model's folder")
 
 
 def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
@@ -206,14 +202,10 @@ NESTED += "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
 TIME, MEMORY = "it takes more than .* s", "it takes more than 512 MB of memory"
 ENDLESS = [
     (NESTED, TIME),
-    ("{{ ('<>' * 3000000) | striptags }}", TIME),
     ("{% set a = 9 ** (9 ** 9) %}{{ a > 1 }}", TIME),
     ("{{ 'a' * 10 ** 10 }}", MEMORY),
-    ("{{ 'a' * 9999999999 }}", MEMORY),
-    ("{{ 'a'.center(9999999999) }}", MEMORY),
-    ("{{ '%9999999999s' | format('a') }}", MEMORY),
     ("{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}", MEMORY),
-]  # fmt: skip
+]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -259,23 +251,16 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
         os.kill(rendering, 0)
 
 
-def test_a_template_may_say_two_stars(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "**{{ messages[0].content }}** {{ '**' }}"
-    with Templates(tokenizer) as templates:
-        assert templates.render([HELLO]) == [("**hello** **", None)]
-
-
-@pytest.mark.parametrize("loop", ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"])
 @pytest.mark.parametrize("verb", ["prune", "recover"])
 def test_a_chat_template_that_does_not_end_is_an_error(
-    verb: str, loop: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path,
+    verb: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path,
     conversations: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It fails where conversations are read, or else where the prompts of the evaluation are rendered."""
     monkeypatch.setattr("ddp_text.templates.RENDERING_SECONDS", 0.2)
     dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
     for each in (dense, folder):
-        (each / "chat_template.jinja").write_text(loop)
+        (each / "chat_template.jinja").write_text(NESTED)
     text = conversations if verb == "prune" else tiny_text
     result = CliRunner().invoke(main, verbs(dense, folder, text, tmp_path / "out")[verb])
     assert_refused(result, 4, "chat template of", "it takes more than")

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from runs import assert_refused, prune
 
 from ddp_models.evaluation import Evaluation
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_training.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
@@ -20,7 +22,7 @@ from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import text_table
 from ddp_vllm.pages.measurements import collect
 
-pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,61 +38,55 @@ def test_agreement_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert alike == int((p.argmax(-1) == t.argmax(-1)).sum())
 
 
+@pytest.fixture(scope="module")
+def once(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A pruned folder, and the cache that holds the path of its dense model."""
+    folder = tmp_path_factory.mktemp("fidelity")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDP_VLLM_CACHE", str(folder / "cache"))
+        patch.setattr("ddp_vllm.pages.written.write_report", lambda _checkpoint, output: output)
+        patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
+        assert prune(tiny_model, tiny_text, folder / "pruned").exit_code == 0
+    return folder / "pruned", folder / "cache"
+
+
 @pytest.fixture
-def pruned(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> Path:
-    """Pruned for each test, because the cache of that test holds the path of the dense model."""
-    assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
-    return tmp_path / "pruned"
+def pruned(once: tuple[Path, Path], tmp_path: Path, cache: Path) -> Path:
+    shutil.copytree(once[1], cache)
+    return Path(shutil.copytree(once[0], tmp_path / "pruned"))
 
 
-def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Of conversations only the assistant's turns are evaluated, and `compare` shows the results.
+@pytest.fixture
+def text(tiny_text: Path, tmp_path: Path) -> Path:
+    """Two rows of the text."""
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(tiny_text.read_text().splitlines(keepends=True)[5:7]))
+    return path
 
-    The report shows what `prune` found on its held-out text.
-    """
+
+def test_text_of_ones_own(pruned: Path, tiny_model: Path, text: Path, tmp_path: Path) -> None:
+    """Of conversations only the assistant's turns are evaluated, and `compare` shows the results."""
     near = api.inspect(pruned)["perplexity"]["agreement"]["pruned"]
     assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
-    assert "top-1 agreement" in api.report(pruned).read_text()
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
-    chats.write_text((json.dumps({"conversations": turns}) + "\n") * 400)
-    command = ["eval", str(pruned), "--max-length", "16", "--text", str(tiny_text), "--text", str(chats)]
+    chats.write_text((json.dumps({"conversations": turns}) + "\n") * 20)
+    command = ["eval", str(pruned), "--max-length", "16", "--text", str(text), "--text", str(chats)]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.output
-    assert f"{tiny_text.name}: perplexity" in done.output and "nats" in done.output
+    assert f"{text.name}: perplexity" in done.output and "nats" in done.output
     (file,) = (pruned / "eval").glob("text_*.json")
     found = json.loads(file.read_text())["texts"]
-    assert found[chats.name]["tokens"] <= found[tiny_text.name]["tokens"]
-    assert found[tiny_text.name]["sha256"]
+    assert found[chats.name]["tokens"] <= found[text.name]["tokens"] and found[text.name]["sha256"]
     (plain, _) = text_table(collect([pruned])).rows
-    assert plain[0] == tiny_text.name and "×" in str(plain[2])
-    same = api.evaluate_text(str(tiny_model), str(tiny_text), against=str(tiny_model), output=tmp_path, max_length=16)
-    near = same["texts"][tiny_text.name]["agreement"]["pruned"]
+    assert plain[0] == text.name and "×" in str(plain[2])
+    same = api.evaluate_text(str(tiny_model), str(text), against=str(tiny_model), output=tmp_path, max_length=16)
+    near = same["texts"][text.name]["agreement"]["pruned"]
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
 
 
-def test_only_tokens_in_the_loss_mask_are_evaluated(tiny_model: Path) -> None:
-    from ddp_models.loading import load_model
-    from ddp_models.source import open_source
-
-    model = load_model(open_source(str(tiny_model)), "float32")
-    blocks = torch.randint(1, 320, (2, 16), generator=torch.Generator().manual_seed(1))
-    loss_mask = torch.zeros_like(blocks, dtype=torch.bool)
-    loss_mask[:, 5] = True
-    evaluation = Evaluation({"a": blocks}, None, {"a": loss_mask})
-    evaluation.evaluate_texts("dense", model)
-    with torch.no_grad():
-        logits = model(blocks).logits[:, 4]
-    wanted = F.cross_entropy(logits, blocks[:, 5], reduction="none").tolist()
-    assert evaluation.losses["a"]["dense"] == pytest.approx(wanted, rel=1e-4)
-    assert evaluation.perplexity("a")["tokens"] == 2 and math.isfinite(evaluation.perplexity("a")["dense"])
-
-
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
-    """One block has a single counted token, another all of its own: the sum of losses is over the sum of tokens."""
-    from ddp_models.loading import load_model
-    from ddp_models.source import open_source
-
+    """Two blocks have a single token with loss, another all of its own: the sum of losses is over the sum of tokens."""
     model = load_model(open_source(str(tiny_model)), "float32")
     blocks = torch.randint(1, 320, (3, 64), generator=torch.Generator().manual_seed(1))
     loss_mask = torch.ones_like(blocks, dtype=torch.bool)
@@ -105,7 +101,8 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
         logits = model(blocks).logits[:, :-1]
     each = F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none")[loss_mask[:, 1:].flatten()]
     quality = evaluation.perplexity("a")
-    assert quality["tokens"] == len(each) == sum(quality["block_tokens"]) == 65
+    assert quality["tokens"] == len(each) == sum(quality["block_tokens"]) == 65 and math.isfinite(quality["dense"])
+    assert evaluation.losses["a"]["pruned"][:2] == pytest.approx(each[:2].tolist(), rel=1e-4)
     assert quality["pruned"] == pytest.approx(each.mean().exp().item(), rel=1e-4)
     ratio = perplexity_ratio(quality)
     assert ratio and ratio[0] == pytest.approx(quality["pruned"] / quality["dense"], rel=1e-6)
@@ -114,52 +111,45 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
 @pytest.mark.parametrize(
     "where", ["transformers.AutoModelForCausalLM.from_pretrained", "transformers.models.llama.LlamaModel.forward"]
 )
-def test_text_that_a_device_cannot_hold(
-    where: str, pruned: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_a_device_cannot_hold(where: str, pruned: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is made where torch makes it, in loading and in reading: no GPU runs in these tests."""
 
     def run_out(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(where, run_out)
-    refused = CliRunner().invoke(main, ["eval", str(pruned), "--max-length", "16", "--text", str(tiny_text)])
+    refused = CliRunner().invoke(main, ["eval", str(pruned), "--max-length", "16", "--text", str(text)])
     assert_refused(refused, 6, str(pruned), "memory of the device", "--max-length")
     assert not (pruned / "eval").exists()
 
 
 def test_two_evaluations_in_one_second_keep_their_results(
-    pruned: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pruned: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock stands still, so both start in the same second; the page shows the later one."""
     monkeypatch.setattr("ddp_recover.fidelity.today", lambda: "2026-01-31T12:00:00Z")
-    output = pruned / "eval"
     for length in (16, 24):
-        api.evaluate_text(pruned, [tiny_text], output=output, max_length=length)
-    files = sorted(output.iterdir())
+        api.evaluate_text(pruned, [text], output=pruned / "eval", max_length=length)
+    files = sorted((pruned / "eval").iterdir())
     assert [json.loads(file.read_text())["settings"]["max_length"] for file in files] == [16, 24]
-    shown = collect([pruned]).pruned[0].texts[tiny_text.name]
-    assert shown["tokens"] == json.loads(files[1].read_text())["texts"][tiny_text.name]["tokens"]
+    shown = collect([pruned]).pruned[0].texts[text.name]
+    assert shown["tokens"] == json.loads(files[1].read_text())["texts"][text.name]["tokens"]
 
 
 def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")
-    twin = tmp_path / "elsewhere" / short.name
+    twin, own = tmp_path / "elsewhere" / short.name, [str(pruned), "--text", str(short)]
     for words, reason in (
-        ([str(pruned), "--text", str(short)], "give more text, or lower --max-length"),
+        (own, "give more text, or lower --max-length"),
         ([str(tiny_model), "--text", str(short)], "pass that model with --against"),
-        ([str(pruned), "--text", str(short), "--max-length", "3"], "below 16"),
+        ([*own, "--max-length", "3"], "below 16"),
+        ([*own, "--limit", "3"], "--limit has no effect without --tasks"),
+        ([*own, "--text", str(twin)], "two texts are called short.txt"),
         ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
-        (
-            [str(pruned), "--text", str(short), "--limit", "3"],
-            "--limit has no effect without --tasks",
-        ),
-        ([str(pruned), "--text", str(short), "--text", str(twin)], "two texts are called short.txt"),
     ):
         refused = CliRunner().invoke(main, ["eval", *words])
         assert_refused(refused, refused.exit_code, reason)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
-    refused = CliRunner().invoke(main, ["eval", str(pruned), "--text", str(short)])
-    assert_refused(refused, 2, "which is not here; name it with --against")
+    assert_refused(CliRunner().invoke(main, ["eval", *own]), 2, "which is not here; name it with --against")

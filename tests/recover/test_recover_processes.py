@@ -16,7 +16,11 @@ pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in t
 
 
 @pytest.mark.parametrize(
-    ("method", "ways"), [("full", {"two": [], "cut": ["--shard"]}), ("lora", {"cut": ["--shard"]})]
+    ("method", "ways"),
+    [
+        ("full", {"two": [], "cut": ["--shard"]}),
+        pytest.param("lora", {"cut": ["--shard"]}, marks=pytest.mark.nightly),
+    ],
 )
 def test_two_processes_recover_what_one_does(
     method: str, ways: dict[str, list[str]], tiny_model: Path, tiny_text: Path, tmp_path: Path

@@ -1,0 +1,115 @@
+"""Fixtures of tests/prune, tests/recover and tests/study: tiny random models with a real tokenizer, and text."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+
+SENTENCE = "The quick brown fox number {} jumps over the lazy dog while {} clouds drift by."
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models say nothing worth 64 tokens."""
+    monkeypatch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    rows = [{"text": " ".join(SENTENCE.format(i * j, i + j) for j in range(20))} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
+    """Folder of a dense model: 3 layers, 8 query heads, 4 KV heads, 96 channels, tied embeddings, float32."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    tokenizer.train([str(tiny_text)], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a dense mixture: 2 layers, 5 experts of 32 channels, 2 chosen; Mixtral, whose names on disk differ."""
+    folder = tmp_path_factory.mktemp("experts") / "dense"
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, num_local_experts=5, num_experts_per_tok=2, eos_token_id=0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    for file in tiny_model.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with 40 % removed."""
+    from runs import prune
+
+    folder = tmp_path_factory.mktemp("recover") / "pruned"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddp_vllm.pages.written.write_report", lambda _checkpoint, output: output)
+        assert prune(tiny_model, tiny_text, folder).exit_code == 0
+    return folder
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prune` without its report: to draw that takes several times as long as six steps of the tiny model."""
+    monkeypatch.setattr("ddp_vllm.pages.written.write_report", lambda _checkpoint, output: output / "report.html")
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerFast:
+    """Of the tiny model; it is the test's own, to change."""
+    from ddp_text.tokens import load_tokenizer
+
+    return load_tokenizer(str(tiny_model))
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast, cache: Path) -> Callable[..., Any]:
+    """Load blocks of 16 tokens, 3 of them held out, as many as there are; with an empty cache at first."""
+    from ddp_text.blocks import load_blocks
+
+    def load(data: Path | str, tokenizer: Any = tokenizer, **changes: Any) -> Any:
+        sizes = {"seq_len": 16, "train_blocks": 10_000, "heldout_blocks": 3, "min_train_blocks": 2, "seed": 0}
+        return load_blocks(str(data), tokenizer, **sizes | changes)
+
+    return load
+
+
+@pytest.fixture
+def write_texts(tmp_path: Path) -> Callable[[str, list[str]], Path]:
+    """Write texts as documents of a .jsonl file of that name."""
+
+    def write(name: str, texts: list[str]) -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        return path
+
+    return write
