@@ -1,8 +1,6 @@
 """Run real vLLM on checkpoints, one engine after the other in this process, and write down what each did.
 
 Several ranks are processes forked from it.
-
-A process of its own: vLLM's warnings, global state and compiled functions stay out of the test process.
 Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
 """
 
@@ -47,6 +45,7 @@ def serve(
     folder: str,
     options: dict[str, Any],
     num_tokens: int = NUM_NEW_TOKENS,
+    prompts: Sequence[list[int]] = PROMPTS,
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
     forgotten: str = "",
@@ -61,10 +60,10 @@ def serve(
     with tables_without(forgotten):
         engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
 
     def ask(request: LoRARequest | None = None) -> list[dict[str, Any]]:
-        answers = [answer.outputs[0] for answer in engine.generate(prompts, greedy, lora_request=request)]
+        answers = [answer.outputs[0] for answer in engine.generate(inputs, greedy, lora_request=request)]
         return [{"tokens": list(answer.token_ids), "logprobs": chosen_logprobs(answer)} for answer in answers]
 
     def ask_adapter(number: int, adapter: str | None) -> dict[str, Any]:
@@ -138,10 +137,7 @@ def chosen_logprobs(answer: Any) -> list[float]:
 
 
 def skip_inspection() -> None:
-    """Hand vLLM all classes: to look at one that it knows by name, it would import itself again in a new process.
-
-    It does so in `test_over_http`.
-    """
+    """Hand vLLM all classes: to look at one that it knows by name, it would import itself again in a new process."""
     load_general_plugins()
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     for config in CONFIGS:

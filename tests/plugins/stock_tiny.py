@@ -1,7 +1,6 @@
-"""Run vLLM without ddp-vllm on pruned checkpoints, through its Transformers backend, and write down what each said.
+"""Run vLLM without ddp-vllm on pruned checkpoints, through its Transformers backend, and write down their answers.
 
-Usage: stock_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`. A process of its own, so that nothing
-of ddp-vllm can help.
+Usage: stock_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`. Nothing of ddp-vllm can help here.
 """
 
 import json
