@@ -76,7 +76,7 @@ def run_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
 @pytest.fixture(scope="session")
 def serve(run_in_vllm: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Return a function that gives jobs to `serve` of a script in tests/plugins and returns what it returned to each."""
+    """Return a function that gives jobs to `serve` of a script in tests/plugins and returns all results."""
 
     def run(jobs: dict[str, dict[str, Any]], script: str = "serve_tiny.py") -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("serve")

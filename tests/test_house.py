@@ -56,7 +56,7 @@ def _strings(path: Path) -> Iterator[str]:
 
 
 def _named(path: Path) -> set[str]:
-    """Return the packages of ours that a file imports or names in a string, as `importlib` and `python -m` take them."""
+    """Return the packages of ours that a file imports or names in a string, as `importlib` takes them."""
     imported = {module.partition(".")[0] for level, module in _imports(path) if level == 0}
     return (imported | {name for text in _strings(path) for name in re.findall(r"\w+", text)}) & set(ROOMS)
 

@@ -18,9 +18,15 @@ import torch  # noqa: E402
 from quick_engines import save_time  # noqa: E402
 from vllm import LLM, ModelRegistry, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.model_executor.models.mixtral import MixtralForCausalLM  # noqa: E402
+from vllm.model_executor.models.olmoe import OlmoeForCausalLM  # noqa: E402
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM  # noqa: E402
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM  # noqa: E402
 from vllm.transformers_utils import model_arch_config_convertor as convertors  # noqa: E402
 
+KNOWN = (
+    TransformersForCausalLM, TransformersMoEForCausalLM, MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
+)  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "model_impl": "transformers",
     "trust_remote_code": True,
@@ -62,7 +68,7 @@ def serve(
 
 
 def main() -> None:
-    for known in (TransformersForCausalLM, TransformersMoEForCausalLM):  # else vLLM looks at them in a new process
+    for known in KNOWN:  # else vLLM looks at each of them in a new process
         ModelRegistry.register_model(known.__name__, known)
     save_time()
     results: list[dict[str, Any]] = []

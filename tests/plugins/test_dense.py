@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a model is served, which must not change its answers
-    "traced": ("short", {"enforce_eager": False, "compilation_config": {"backend": "eager"}}),
+    "traced": ("short", {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}),
     # vLLM 0.32 on CPU makes the tensors between the stages in a warm-up that it skips in eager mode; mode 1 has it
     "two pipeline stages": (
         "ragged",

@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two expert-parallel ranks": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     # vLLM 0.32 on CPU makes the tensors between the stages in a warm-up that it skips in eager mode; mode 1 has it
     "two pipeline stages": {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1}},
-    "traced": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
+    "traced": {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}},
 }
 UPDATED = ("qwen3_moe", "mixtral")  # which names its experts otherwise, and ties embedding and head
 BFLOAT16 = "qwen3_moe in bfloat16"  # the CPU's own kernel, where it suits the processor
