@@ -17,13 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from quick_engines import save_time
 from safetensors.torch import load_file
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes, mlp_widths
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.plugins import load_general_plugins
 
 from ddp_plugins.register import model_class
@@ -56,7 +54,7 @@ def serve(
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
     forgotten: a projection that the families' tables lack. compiled: let torch compile what vLLM asks it to.
     """
-    torch.compiler.set_stance("default" if compiled else "force_eager")  # vLLM compiles some in its eager mode too
+    torch.compiler.set_stance("default" if compiled else "force_eager")
     with tables_without(forgotten):
         engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
@@ -137,9 +135,8 @@ def chosen_logprobs(answer: Any) -> list[float]:
 
 
 def skip_inspection() -> None:
-    """Hand vLLM all classes: to look at one that it knows by name, it would import itself again in a new process."""
+    """Hand vLLM all our classes: to look at one that it knows by name, it would import itself in a new process."""
     load_general_plugins()
-    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     for config in CONFIGS:
         loaded = pkgutil.resolve_name(model_class(config))
         ModelRegistry.register_model(loaded.__name__, loaded)
@@ -152,7 +149,6 @@ def num_ranks(job: dict[str, Any]) -> int:
 
 def main() -> None:
     skip_inspection()
-    save_time()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     results: dict[int, Any] = {}
     for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork
