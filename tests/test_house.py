@@ -1,6 +1,7 @@
-"""The arrows of the house: which room may import which, and what the command line may load."""
+"""The arrows of the house: which package may import which, and which heavy libraries each may load."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,8 +36,14 @@ BORROWED = {  # package -> the verbs of other packages that it calls through tha
     "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover
     "ddp_benchmarks": {"evaluate_text"},  # eval --text
 }
-HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "rich", "numpy")
-HELP = "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)"
+HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "lm_eval", "matplotlib", "rich", "numpy")
+LIGHT = {  # code -> the libraries that it must not load
+    "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)": HEAVY,
+    "import ddp_vllm; ddp_vllm.prune": (*HEAVY, "click"),
+    "import ddp_benchmarks.cli": HEAVY,
+    "import ddp_plugins.register": ("torch", "vllm", "transformers"),
+    "import ddp_vllm.remote_code.widths": ("torch",),
+}
 
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -48,13 +55,19 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
             yield node.level, node.module or ""
 
 
+def _strings(path: Path) -> Iterator[str]:
+    """Yield the string constants of a file, those within code that a string holds included, without docstrings."""
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
 def _named(path: Path) -> set[str]:
-    """Return the packages of ours that a file imports, or names in a string as `importlib` takes them."""
-    found = {module.partition(".")[0] for level, module in _imports(path) if level == 0}
-    texts = (
-        node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
-    )
-    return (found | {text.partition(".")[0] for text in texts if isinstance(text, str) and "." in text}) & set(ROOMS)
+    """Return the packages of ours that a file imports or names in a string, as `importlib` takes them."""
+    imported = {module.partition(".")[0] for level, module in _imports(path) if level == 0}
+    return (imported | {name for text in _strings(path) for name in re.findall(r"\w+", text)}) & set(ROOMS)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -66,6 +79,23 @@ def test_a_room_imports_itself_and_the_ground_floor_only(room: str) -> None:
             assert _named(file) <= {"ddp_vllm", room} | ARROWS.get(room, set()), f"{file.relative_to(ROOT)}"
     without_verbs = {"ddp_plugins", "ddp_text", "ddp_training", "ddp_models"}
     assert _named(TABLE) == set(ROOMS) - without_verbs
+
+
+@pytest.mark.parametrize(
+    "arrow",
+    [
+        "import ddp_benchmarks.profile",
+        "def f():\n    from ddp_benchmarks import profile",
+        'importlib.import_module("ddp_benchmarks.profile")',
+        'importlib.import_module(f"ddp_benchmarks.{name}")',
+        'importlib.import_module("ddp_benchmarks")',
+        'subprocess.run(["python", "-m ddp_benchmarks.profile"])',
+        "run('''\nfrom ddp_benchmarks import profile\n''')",
+    ],
+)
+def test_an_arrow_is_seen(arrow: str, tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text(f'"""Not ddp_study: this is a docstring."""\n{arrow}\n')
+    assert _named(tmp_path / "file.py") == {"ddp_benchmarks"}
 
 
 def test_the_files_of_the_ground_floor_import_none_of_its_rooms() -> None:
@@ -131,8 +161,8 @@ def test_travelling_files_import_nothing_of_ours_but_each_other() -> None:
     assert torch_free <= set(sys.stdlib_module_names) | {"tensors", "files"}
 
 
-def test_command_line_loads_nothing_heavy() -> None:
-    code = f"import sys; {HELP}; print('LOADED', *sorted(sys.modules.keys() & set({HEAVY!r})))"
+@pytest.mark.parametrize("code", LIGHT)
+def test_nothing_heavy_is_loaded_before_it_is_used(code: str) -> None:
+    code = f"import sys; {code}; print('LOADED', *sorted(sys.modules.keys() & {{*{LIGHT[code]!r}}}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "ddp-vllm prune" in result.stdout
     assert result.stdout.splitlines()[-1].split() == ["LOADED"]

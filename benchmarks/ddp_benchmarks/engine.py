@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ddp_benchmarks.processes import end_group, group_members, kill_with_us, resident_bytes
+from ddp_benchmarks.processes import end_group, group_members, held_interrupts, kill_with_us, resident_bytes
 from ddp_vllm.errors import ServingError
 from ddp_vllm.machine import versions
 
@@ -121,19 +121,23 @@ class Engine:
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "wb") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=self.streams or subprocess.DEVNULL,
-                stdout=self.streams or output,
-                stderr=output,
-                env=engine_environment(self.cpu_defaults),
-                start_new_session=True,  # its own process group, which Ctrl-C in our terminal does not reach
-            )
-        self._release = kill_with_us(self.process.pid)
         self._stopped = threading.Event()
         self._sampler = threading.Thread(target=self._sample_memory, daemon=True)
-        self._sampler.start()
+        try:
+            with held_interrupts(), open(self.log, "wb") as output:
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdin=self.streams or subprocess.DEVNULL,
+                    stdout=self.streams or output,
+                    stderr=output,
+                    env=engine_environment(self.cpu_defaults),
+                    start_new_session=True,  # its own process group, which Ctrl-C in our terminal does not reach
+                )
+                self._release = kill_with_us(self.process.pid)
+                self._sampler.start()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
         return self
 
     def __exit__(

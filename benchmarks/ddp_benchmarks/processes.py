@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,3 +105,20 @@ def terminable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Hold back signals that raise an exception until the end of the block, in which one would orphan a new process."""
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(each))]
+    if threading.current_thread() is not threading.main_thread():  # signals interrupt only the main thread
+        numbers = []
+    held: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])

@@ -56,6 +56,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def halved(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of that Llama pruned: its first layer has 41 of 96 channels, its second no attention."""
+    torch = pytest.importorskip("torch")
+    export, model = pytest.importorskip("ddp_prune.export"), pytest.importorskip("ddp_prune.model")
+    gates = {"attn": torch.tensor([[1.2], [0.0]]), "mlp": torch.ones(2, 96)}
+    gates["mlp"][0, 41:] = 0.0
+    folder = tmp_path_factory.mktemp("pruned") / "halved"
+    export.export(model.open_source(str(tiny)), gates, folder, head_unit="kv-group", provenance={})
+    return folder
+
+
+@pytest.fixture(scope="session")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ShareGPT file of 40 conversations: prompts of 8 to 47 words, answers of 6 to 25."""
     file = tmp_path_factory.mktemp("talks") / "sharegpt.jsonl"

@@ -64,6 +64,7 @@ def test_a_process_is_killed_before_or_after_a_file_event(after: bool, there: bo
     assert not (tmp_path / "three").exists()
 
 
+@pytest.mark.nightly
 def test_a_few_kills_find_nothing() -> None:
     """A seed past that of the run in docs/measured.md."""
     names = "export,apply,joint training,recover in place"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ddp_benchmarks.engine import Engine
+
 PATIENCE = 600  # seconds, for a busy machine
 ENGINE = """
 import sys, time
@@ -72,38 +74,22 @@ def test_what_a_killed_command_started_is_killed_too(
             os.kill(int(number), signal.SIGKILL)
 
 
-def children_of(parent: int) -> list[str]:
-    """Return the processes that a process has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(path.parent.name)
-        except (OSError, ValueError):  # ended while we looked
-            continue
-    return found
+def test_an_interrupt_while_an_engine_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come when the process is there and nobody knows its number yet."""
+    start, started = subprocess.Popen, []
 
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        started.append(start(*arguments, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
 
-@pytest.mark.vllm
-def test_prune_that_is_killed_while_it_measures_the_machine_leaves_no_engine(
-    tiny: Path, tmp_path: Path, cache: Path
-) -> None:
-    """A speed that is asked for is measured first; that engine is prune's own to end."""
-    command = [sys.executable, "-m", "ddp_vllm", "prune", str(tiny), "--speedup", "1.2", "--context", "128"]
-    process = subprocess.Popen([*command, "-o", str(tmp_path / "out")])
-
-    def engines() -> list[str]:
-        lines = {number: Path(f"/proc/{number}/cmdline") for number in children_of(process.pid)}
-        return [number for number, line in lines.items() if b"ddp_benchmarks.steps" in line.read_bytes()]
-
-    started: list[str] = []
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    (tmp_path / "started.py").write_text("import time; time.sleep(3600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     try:
-        started = wait_for(engines)
+        with pytest.raises(KeyboardInterrupt), Engine([], module="started", log=tmp_path / "log.txt"):
+            pytest.fail("the interrupt was lost")
+        assert started and all(process.poll() is not None for process in started)
     finally:
-        process.kill()
-        process.wait()
-    try:
-        wait_for(lambda: not any(map(is_alive, started)))
-    finally:
-        for number in filter(is_alive, started):
-            os.kill(int(number), signal.SIGKILL)
+        for process in started:
+            process.kill()

@@ -1,86 +1,94 @@
-"""Profiles of a machine in real vLLM: models without weights are built and timed, and what was measured is kept."""
+"""Profiles of a machine: models without weights are built and timed in turns, and each measurement is kept."""
 
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 from click.testing import CliRunner
 from latency_profiles import written
 
-from ddp_benchmarks import cli, profile
+from ddp_benchmarks import cli, profile, side_by_side
 from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
-from ddp_benchmarks.side_by_side import StepSettings, compare_steps
+from ddp_benchmarks.side_by_side import StepEngine, StepSettings, compare_steps
 from ddp_prune.recipe import Recipe
 from ddp_vllm.cli import main
-from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Workload, shapes_of
 
-ENGINE = ("--enforce-eager", "--dtype", "float32")
-DEEPSEEK_MOE = {  # as deepseek-ai/deepseek-moe-16b-base publishes it, but small
-    "architectures": ["DeepseekForCausalLM"],
-    "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekConfig",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
-    },
-    "model_type": "deepseek",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "norm_topk_prob": False,
-    "scoring_func": "softmax",
-    "hidden_act": "silu",
-    "max_position_embeddings": 256,
-    "rope_scaling": None,
-    "rope_theta": 10000,
-    "torch_dtype": "bfloat16",
-}
 COUNT_OUTPUTS = """
-import json, os, sys
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+import json, sys
 from ddp_benchmarks.steps import WARM_UP, Batch
 from vllm import EngineArgs, LLMEngine
-batch, prompt, steps = map(int, sys.argv[2:])
-engine = LLMEngine.from_engine_args(EngineArgs(
-    model=sys.argv[1], skip_tokenizer_init=True, max_num_seqs=batch, max_model_len=256, max_num_batched_tokens=1024,
-    enforce_eager=True, dtype="float32", enable_prefix_caching=True,
-))
-step, counts = engine.step, []
-engine.step = lambda: counts.append(step()) or counts[-1]
-timed = Batch(engine)
+
+def batch_of(**options):
+    return Batch(LLMEngine.from_engine_args(EngineArgs(
+        model=sys.argv[1], skip_tokenizer_init=True, max_model_len=256, enforce_eager=True, dtype="float32",
+        kv_cache_memory_bytes=1 << 28, **options,
+    )))
+
+print("LIMITS", json.dumps(batch_of(max_num_seqs=4, num_gpu_blocks_override=5).limits(120)))
+timed = batch_of(max_num_seqs=64, max_num_batched_tokens=1024, enable_prefix_caching=True)
+step, counts = timed.engine.step, []
+timed.engine.step = lambda: counts.append(step()) or counts[-1]
 for _ in range(2):
     counts.clear()
-    timed.prefill(batch, prompt, steps)
+    timed.prefill(64, 128, 24)
     prefill = [sum(map(len, counts[:-WARM_UP])), len(counts) - WARM_UP]
-    timed.step(steps)
-    print("counted", json.dumps([prefill, [len(each) for each in counts[-WARM_UP - steps:]]]))
+    timed.step(24)
+    print("COUNTED", json.dumps([prefill, [len(each) for each in counts[-WARM_UP - 24:]]]))
     timed.end()
 """
 
 
+class KnownEngine:
+    """An engine of known speed: a step takes 2 s with all MLPs, and 1 s where a folder is called otherwise."""
+
+    def __init__(self, model: str, arguments: Sequence[str], **_: Any) -> None:
+        self.model_facts = {"compiled": True, "multiple": 1, "dtype": "float32"}
+        self.seconds = 2.0 if Path(model).name in ("dense", "tiny-llama") else 1.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ask(self, command: str, *numbers: int) -> Any:
+        return {"read": 10 * self.seconds, "step": [self.seconds] * numbers[-1] if numbers else None}.get(command)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (profile, side_by_side):
+        monkeypatch.setattr(module, "StepEngine", KnownEngine)
+        monkeypatch.setattr(module, "vllm_command", list)
+
+
+def only(*names: str) -> Callable[..., Any]:
+    """Return `shapes_of` with only these of the shapes."""
+    return lambda *given: {name: shapes_of(*given)[name] for name in names}
+
+
 @pytest.mark.vllm
-def test_models_without_weights_are_timed_and_kept(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of the shapes: an engine takes 12 s to start. The second begins where an interruption left the first."""
+def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setattr(
-        profile, "shapes_of", lambda *given: {name: shapes_of(*given)[name] for name in ("mlp 0", "attention once")}
-    )
-    settings = ProfileSettings(
-        model=str(tiny), batches=(1, 3), contexts=(32,), steps=24, rounds=2, engine_arguments=ENGINE
-    )
+    monkeypatch.setattr(profile, "shapes_of", only("attention once"))
+    engine = ("--enforce-eager", "--dtype", "float32")
+    settings = ProfileSettings(model=str(tiny), batches=(3,), contexts=(32,), steps=12, engine_arguments=engine)
+    run_profile(settings, tmp_path / "machine.json", overwrite=False, say=lambda line: None)
+    found = json.loads((tmp_path / "machine.json").read_text())
+    assert found["complete"] and not found["compiled"]
+    for cell in (cell for run in found["times"] for key in ("cells", "beside") for cell in run[key]):
+        assert all(cell[phase] > 0 for phase in ("decode", "prefill"))
+
+
+@pytest.mark.usefixtures("known")
+def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "shapes_of", only("mlp 0", "attention once"))
+    settings = ProfileSettings(model=str(tiny), batches=(1, 3), contexts=(32,), steps=24, rounds=2)
     said: list[str] = []
 
     def interrupt(line: str) -> None:
@@ -97,78 +105,52 @@ def test_models_without_weights_are_timed_and_kept(tiny: Path, tmp_path: Path, m
     start = "starting the engine of the dense model"
     assert said == [start, "1 of 2: mlp 0", "2 of 2: attention once", start, "2 of 2: attention once"]
     found = json.loads(output.read_text())
-    assert found["complete"] and not found["compiled"] and found["times"][:2] == first["times"]
+    assert found["complete"] and found["times"][:2] == first["times"]
     assert [run["round"] for run in found["times"]] == [0, 1, 0, 1]
-    for cells in (run[key] for run in found["times"] for key in ("cells", "beside")):
-        assert [(cell["batch"], cell["context"]) for cell in cells] == [(1, 32), (3, 32)]
-        assert all(0 < cell[phase] < 10 for cell in cells for phase in ("decode", "prefill"))
+    prefill = 10 * 32 / (32 - 24 // 2)
+    cells = [{"batch": batch, "context": 32, "decode": 1.0, "prefill": prefill} for batch in (1, 3)]
+    assert all(run["cells"] == cells for run in found["times"])
+    assert all(cell["decode"] == 2.0 for run in found["times"] for cell in run["beside"])
 
 
-@pytest.mark.vllm
-def test_steps_of_two_models_are_compared_side_by_side(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """How fast each is, is no matter of a test beside others. One that cannot start is named with the reason."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    other = tmp_path / "other"
-    shutil.copytree(tiny, other)
+@pytest.mark.usefixtures("known")
+def test_steps_of_two_models_are_compared_side_by_side(tiny: Path, tmp_path: Path) -> None:
+    other = str(shutil.copytree(tiny, tmp_path / "other"))
     work = Workload(phase="decode", batch=2, context=48)
-    settings = StepSettings(
-        dense=str(tiny), pruned=(str(other),), workload=work, rounds=3, steps=24, engine_arguments=ENGINE
-    )
+    settings = StepSettings(dense=str(tiny), pruned=(other,), workload=work, rounds=3, steps=24)
     found = compare_steps(settings, say=lambda line: None)
-    assert all(len(each) == 3 and min(each) > 0 for each in found["seconds"].values())
-    assert found["settings"]["workload"] == {"phase": "decode", "batch": 2, "context": 48}
-    broken = dataclasses.replace(settings, dense=str(tmp_path / "nothing"))
-    with pytest.raises(ServingError, match=r"the engine of .*nothing ended with code 1"):
-        compare_steps(broken, say=lambda line: None)
+    assert found["seconds"] == {str(tiny): [2.0] * 3, other: [1.0] * 3}
+    assert found["verdicts"][0]["ratio"] == pytest.approx(2) and found["settings"]["workload"]["context"] == 48
+    with pytest.raises(SettingError, match="name each once"):
+        compare_steps(dataclasses.replace(settings, pruned=(str(tiny),)), say=lambda line: None)
 
 
 @pytest.mark.vllm
 def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, run_in_vllm: Callable[..., str]
 ) -> None:
     """64 prompts of 128 tokens are eight steps of prefill; the second round meets prompts it has seen before."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    command = [sys.executable, "-c", COUNT_OUTPUTS, str(tiny), "64", "128", "24"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    rounds = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("counted")]
-    assert rounds == [[[64, 8], [64] * 27]] * 2, done.stderr[-2000:]
+    lines = run_in_vllm(COUNT_OUTPUTS, tiny).splitlines()
+    assert [json.loads(line[8:]) for line in lines if line.startswith("COUNTED")] == [[[64, 8], [64] * 27]] * 2
+    (limits,) = (json.loads(line[7:]) for line in lines if line.startswith("LIMITS"))
+    assert limits == {"kv_cache": 5, "max_num_seqs": 4}  # a sequence needs one block of 128 tokens
 
 
-@pytest.mark.vllm
-def test_a_batch_that_the_kv_cache_does_not_hold_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence needs one block of 128 tokens."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    work = Workload(phase="decode", batch=8, context=96)
-    arguments = (*ENGINE, "--num-gpu-blocks-override", "5")
-    settings = StepSettings(
-        dense=str(tiny), pruned=("other",), workload=work, rounds=1, steps=24, engine_arguments=arguments
-    )
-    with pytest.raises(
-        SettingError, match=r"holds 5 sequences of 120 tokens, below the batch of 8 to be timed; choose"
-    ):
-        compare_steps(settings, say=lambda line: None)
-    many = dataclasses.replace(settings, engine_arguments=(*ENGINE, "--max-num-seqs", "4"))
-    with pytest.raises(SettingError, match="limit vLLM to 4 sequences, below the batch of 8"):
-        compare_steps(many, say=lambda line: None)
-
-
-@pytest.mark.vllm
-def test_deepseek_moe_of_the_paper_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has its model class, and neither vLLM nor transformers has its configuration. One of the shapes."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setattr(profile, "shapes_of", lambda *given: {"experts 16": shapes_of(*given)["experts 16"]})
-    folder = tmp_path / "deepseek-moe"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(DEEPSEEK_MOE))
-    settings = ProfileSettings(model=str(folder), batches=(2,), contexts=(24,), steps=12, engine_arguments=ENGINE)
-    run_profile(settings, tmp_path / "machine.json", overwrite=False, say=lambda line: None)
-    found = json.loads((tmp_path / "machine.json").read_text())
-    assert found["complete"] and [run["shape"] for run in found["times"]] == ["experts 16"] * 2
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (
+            {"kv_cache": 5, "max_num_seqs": 8},
+            "holds 5 sequences of 120 tokens, below the batch of 8",
+        ),
+        ({"kv_cache": 8, "max_num_seqs": 4}, "limit vLLM to 4 sequences, below the batch of 8"),
+    ],
+)
+def test_a_batch_that_the_engine_would_split_is_refused(limits: dict[str, int], said: str) -> None:
+    engine = StepEngine.__new__(StepEngine)
+    engine.model, engine.largest, engine.ask = "m", (8, 120), lambda *_: limits  # type: ignore[method-assign]
+    with pytest.raises(SettingError, match=said):
+        engine._check_largest()
 
 
 def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_plugins import moe_kernel
-from ddp_plugins.moe_kernel import EXACT, FEW, MANY, MANY_IN_REGISTERS, SOME, SOME_IN_REGISTERS, Tiles, choose_tiles
+from ddp_plugins.moe_kernel import FEW, MANY, MANY_IN_REGISTERS, SOME, SOME_IN_REGISTERS, Tiles, choose_tiles
 
 # several tiles even of small experts
 SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1, programs=1)
@@ -33,20 +33,16 @@ def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
         )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tiles"),
-    [(torch.float32, SMALL), (torch.bfloat16, None)],
-    ids=["fp32, small tiles", "bf16, chosen tiles"],
-)
 @pytest.mark.parametrize("name", CASES)
-def test_every_case(name: str, tiles: Tiles | None, dtype: torch.dtype) -> None:
-    problem = draw(CASES[name], dtype)
-    problem.check(run(problem, tiles))
+def test_every_case(name: str) -> None:
+    problem = draw(CASES[name], torch.float32)
+    problem.check(run(problem, SMALL))
 
 
-@pytest.mark.parametrize("tiles", [FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, EXACT], ids=str)
-def test_every_tile_size(tiles: Tiles) -> None:
-    problem = draw(CASES["tokens and channels past several tiles"], torch.bfloat16)
+@pytest.mark.parametrize("tiles", [FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, None], ids=str)
+def test_every_tile_size(tiles: Tiles | None) -> None:
+    """None: as they are chosen by the numbers of pairs and experts."""
+    problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16)
     problem.check(run(problem, tiles))
 
 
@@ -85,7 +81,7 @@ def test_the_same_bits_whatever_shares_the_batch() -> None:
     """A token's result depends neither on the other tokens nor on their order, while the tiles are the same."""
     problem = draw(CASES["top-k no power of two"], torch.bfloat16)
     whole = run(problem, SMALL)
-    for token in range(3):
+    for token in (0, 10):
         alone = slice(token, token + 1)
         single = replace(problem, x=problem.x[alone], weights=problem.weights[alone], ids=problem.ids[alone])
         assert torch.equal(run(single, SMALL), whole[alone])
@@ -98,7 +94,7 @@ def test_the_choice_reaches_every_tile() -> None:
     assert choose_tiles(4096, 128, torch.bfloat16, 12) == choose_tiles(4096, 128, torch.bfloat16, 8)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_cases(data: st.DataObject) -> None:
     widths = tuple(data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=9)))

@@ -1,8 +1,6 @@
 """Run real vLLM on checkpoints, one engine after the other in this process, and write down what each did.
 
 Several ranks are processes forked from it.
-
-A process of its own: vLLM's warnings, global state and compiled functions stay out of the test process.
 Usage: serve_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`.
 """
 
@@ -19,13 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from quick_engines import save_time
 from safetensors.torch import load_file
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes, mlp_widths
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.plugins import load_general_plugins
 
 from ddp_plugins.register import model_class
@@ -47,6 +43,7 @@ def serve(
     folder: str,
     options: dict[str, Any],
     num_tokens: int = NUM_NEW_TOKENS,
+    prompts: Sequence[list[int]] = PROMPTS,
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
     forgotten: str = "",
@@ -57,14 +54,14 @@ def serve(
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
     forgotten: a projection that the families' tables lack. compiled: let torch compile what vLLM asks it to.
     """
-    torch.compiler.set_stance("default" if compiled else "force_eager")  # vLLM compiles some in its eager mode too
+    torch.compiler.set_stance("default" if compiled else "force_eager")
     with tables_without(forgotten):
         engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
 
     def ask(request: LoRARequest | None = None) -> list[dict[str, Any]]:
-        answers = [answer.outputs[0] for answer in engine.generate(prompts, greedy, lora_request=request)]
+        answers = [answer.outputs[0] for answer in engine.generate(inputs, greedy, lora_request=request)]
         return [{"tokens": list(answer.token_ids), "logprobs": chosen_logprobs(answer)} for answer in answers]
 
     def ask_adapter(number: int, adapter: str | None) -> dict[str, Any]:
@@ -138,12 +135,8 @@ def chosen_logprobs(answer: Any) -> list[float]:
 
 
 def skip_inspection() -> None:
-    """Hand vLLM all classes: to look at one that it knows by name, it would import itself again in a new process.
-
-    It does so in `test_over_http`.
-    """
+    """Hand vLLM all our classes: to look at one that it knows by name, it would import itself in a new process."""
     load_general_plugins()
-    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     for config in CONFIGS:
         loaded = pkgutil.resolve_name(model_class(config))
         ModelRegistry.register_model(loaded.__name__, loaded)
@@ -156,7 +149,6 @@ def num_ranks(job: dict[str, Any]) -> int:
 
 def main() -> None:
     skip_inspection()
-    save_time()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     results: dict[int, Any] = {}
     for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork

@@ -1,7 +1,6 @@
-"""Run vLLM without ddp-vllm on pruned checkpoints, through its Transformers backend, and write down what each said.
+"""Run vLLM without ddp-vllm on pruned checkpoints, through its Transformers backend, and write down their answers.
 
-Usage: stock_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`. A process of its own, so that nothing
-of ddp-vllm can help.
+Usage: stock_tiny.py JOBS.json RESULTS.json; a job holds the arguments of `serve`. Nothing of ddp-vllm can help here.
 """
 
 import json
@@ -15,11 +14,8 @@ for name in ("ddp_vllm", "ddp_prune", "ddp_recover", "ddp_plugins", "ddp_benchma
     sys.modules[name] = None  # type: ignore[assignment]  # an editable install would make them importable
 os.environ["VLLM_PLUGINS"] = ""
 
-import torch  # noqa: E402
-from quick_engines import save_time  # noqa: E402
-from vllm import LLM, ModelRegistry, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM  # noqa: E402
 from vllm.transformers_utils import model_arch_config_convertor as convertors  # noqa: E402
 
 OPTIONS: dict[str, Any] = {
@@ -40,14 +36,11 @@ def serve(
     num_tokens: int,
     options: dict[str, Any],
     asks_layers: bool = True,
-    compiled: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the greedy tokens after each prompt and their log-probabilities.
 
-    asks_layers: off, vLLM takes the heads of all layers for the dense model's, as old versions do. compiled: let torch
-    compile what vLLM asks it to.
+    asks_layers: off, vLLM takes the heads of all layers for the dense model's, as old versions do.
     """
-    torch.compiler.set_stance("default" if compiled else "force_eager")
     kind = json.loads((Path(folder) / "config.json").read_text())["model_type"]
     answer = {} if asks_layers else {"get_per_layer_hf_configs": lambda self: None}
     base = convertors.ModelArchConfigConvertorBase
@@ -63,9 +56,6 @@ def serve(
 
 
 def main() -> None:
-    for known in (TransformersForCausalLM, TransformersMoEForCausalLM):  # else vLLM looks at them in a new process
-        ModelRegistry.register_model(known.__name__, known)
-    save_time()
     results: list[dict[str, Any]] = []
     for job in json.loads(Path(sys.argv[1]).read_text()):
         start = time.perf_counter()

@@ -1,19 +1,16 @@
 """What vLLM is refused or warned of before it loads anything, in a process that plans for machines we do not have."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import Serve
 
 from ddp_vllm.remote_code import configuration_ddp
 
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).parent
 HOPPER, BLACKWELL, AMPERE = 9, 10, 8
 UNEVEN = [[3, 3], [2, 1], [3]]  # query heads of each KV head, layer by layer: two layers of two KV heads
 EVEN = [[2, 2], [2, 1], [3]]  # the same after padding
@@ -43,7 +40,7 @@ def write_config(folder: Path, family: str, layers: list[list[int]], **fields: A
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def planned(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("plans")
     folders = {
         name: write_config(root / name, "Llama", layers)
@@ -80,11 +77,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "dividing": case("dividing", max_model_len=LONG),
         "long, nothing pruned": case("whole", max_model_len=LONG),
     }
-    (root / "cases.json").write_text(json.dumps(list(cases.values())))
-    command = [sys.executable, str(HERE / "plan_tiny.py"), str(root / "cases.json"), str(root / "results.json")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-5000:]
-    return dict(zip(cases, json.loads((root / "results.json").read_text()), strict=True))
+    return serve(cases, "plan_tiny.py")
 
 
 @pytest.mark.parametrize("name", ["V1, Hopper", "V1, Hopper, FlashAttention"])

@@ -27,22 +27,24 @@ OTHER_GPUS = {
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """Every ragged case against float64, in a process that never compiles."""
+    """Against float64, in a process that never compiles."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--noconftest",
-        "-p",
-        "no:cacheprovider",
-        str(HERE / "interpreted_kernel.py"),
-    ]
+    options = ["-q", "--noconftest", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, str(HERE / "interpreted_kernel.py")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent.parent)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 35  # type: ignore[index]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > len(CASES)  # type: ignore[index]
     assert "skipped" not in result.stdout
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the kernels, which compile into a cache of the test's own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
+    from ddp_plugins import moe_kernel
+
+    return moe_kernel
 
 
 def _compile(
@@ -85,15 +87,23 @@ def _compile(
     return compiled, {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
 
+def _compile_all(kernels: Any, folder: Path, capability: int) -> None:
+    """Compile the kernels around the products: both sorts and the sum."""
+    slots = {"NUM_SLOTS": 8, "SLOTS": 8, "BLOCK": kernels.SUM_BLOCK}
+    for kernel, tiles, constants in (
+        (kernels.sort_pairs, kernels.FEW, {"BLOCK": kernels.SORT_BLOCK}),
+        (kernels.sort_pairs, replace(kernels.MANY, warps=16), {"BLOCK": kernels.WIDE_SORT_BLOCK}),
+        (kernels.add_slots, kernels.FEW, slots),
+    ):
+        _, usage = _compile(kernel, tiles, folder, capability, HAS_MAP=False, **constants)
+        assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
+
+
 @pytest.mark.parametrize("name", BF16_TILES)
 @pytest.mark.parametrize("stage", ["gate_up", "down"])
-def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
-    from ddp_plugins import moe_kernel
-
-    tiles = getattr(moe_kernel, name)
-    compiled, usage = _compile(getattr(moe_kernel, stage), tiles, tmp_path)
+def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, compiler: Any) -> None:
+    tiles = getattr(compiler, name)
+    compiled, usage = _compile(getattr(compiler, stage), tiles, tmp_path)
     assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
     assert tiles.programs * (compiled.metadata.shared + RESERVED_BYTES) <= SHARED_BYTES
     assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
@@ -103,43 +113,24 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, mon
     assert not re.search(r"(ld|st)\.global\S*\.b16", compiled.asm["ptx"]), "two bytes at a time"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 1024, 4096])
+def test_the_kernels_around_the_products_compile_for_hopper(tmp_path: Path, compiler: Any) -> None:
+    _compile_all(compiler, tmp_path, 90)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("gpu", OTHER_GPUS)
-def test_the_machine_code_fits_other_gpus(
-    gpu: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    from ddp_plugins import moe_kernel
-
+def test_the_machine_code_fits_other_gpus(gpu: str, tmp_path: Path, compiler: Any) -> None:
     capability, shared, multiply = OTHER_GPUS[gpu]
-    tiles = moe_kernel.choose_tiles(8 * num_tokens, 128, torch.bfloat16, capability // 10)
-    programs = 1 if num_tokens == 1 else tiles.programs
-    for kernel in (moe_kernel.gate_up, moe_kernel.down):
-        compiled, usage = _compile(kernel, tiles, tmp_path, capability)
-        assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
-        assert programs * (compiled.metadata.shared + RESERVED_BYTES) <= shared * 1024
-        assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
-        assert (multiply if num_tokens > 1 else "mma.sync") in compiled.asm["ptx"], "the tensor cores are not used"
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_the_kernels_around_the_products_compile(
-    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    from ddp_plugins import moe_kernel
-
-    wide, narrow = replace(moe_kernel.MANY, warps=16), moe_kernel.FEW
-    slots = {"NUM_SLOTS": 8, "SLOTS": 8, "BLOCK": moe_kernel.SUM_BLOCK}
-    for kernel, tiles, constants in (
-        (moe_kernel.sort_pairs, narrow, {"BLOCK": moe_kernel.SORT_BLOCK}),
-        (moe_kernel.sort_pairs, wide, {"BLOCK": moe_kernel.WIDE_SORT_BLOCK}),
-        (moe_kernel.add_slots, narrow, slots),
-    ):
-        _, usage = _compile(kernel, tiles, tmp_path, capability, HAS_MAP=False, **constants)
-        assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
+    _compile_all(compiler, tmp_path, capability)
+    for num_tokens in (1, 1024, 4096):
+        tiles = compiler.choose_tiles(8 * num_tokens, 128, torch.bfloat16, capability // 10)
+        programs = 1 if num_tokens == 1 else tiles.programs
+        for kernel in (compiler.gate_up, compiler.down):
+            compiled, usage = _compile(kernel, tiles, tmp_path, capability)
+            assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
+            assert programs * (compiled.metadata.shared + RESERVED_BYTES) <= shared * 1024
+            assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
+            assert (multiply if num_tokens > 1 else "mma.sync") in compiled.asm["ptx"], "the tensor cores are not used"
 
 
 def test_batches_of_all_sizes_share_one_compiled_sort() -> None:

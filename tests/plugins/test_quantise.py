@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from quantised import GROUP, quantise, round_to_grid, unpack
+from quantised import GROUP, ROWS_OF_INT8, state_quantisation, unpack
 from safetensors.torch import load_file
 from serving import Serve, job
-from test_engine import ALIGNED_LAYERS
 from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
 from torch import nn
 
@@ -22,7 +21,7 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
-FP8_TOP = 448.0  # largest number of float8_e4m3
+FP8_TOP, INT8_TOP = 448.0, 127  # largest numbers of float8_e4m3 and of int8
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MADE = """
 import sys
@@ -33,6 +32,11 @@ ddp_vllm.quantize(f"{root}/aligned", "W4A16", output=f"{root}/W4A16")
 import quantise
 quantise.main(f"{root}/ragged", f"{root}/W8A8")
 """
+ALIGNED_LAYERS = [  # every input and output a multiple of 32, as the INT4 kernel for CPUs requires
+    {"query_heads_per_kv_head": [3, 1], "intermediate_size": 32},
+    {"query_heads_per_kv_head": [], "intermediate_size": 0},
+    {"query_heads_per_kv_head": [2], "intermediate_size": 64},
+]
 WIDTHS = {"W8A8": RAGGED_LAYERS, "FP8": RAGGED_LAYERS, "W4A16": ALIGNED_LAYERS}
 
 
@@ -67,7 +71,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "Llama", RAGGED_LAYERS)
     assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "plain"), 5, "exists")
     make_checkpoint(tmp_path / "int8", "Llama", RAGGED_LAYERS)
-    quantise(tmp_path / "int8", 8)
+    state_quantisation(tmp_path / "int8", ROWS_OF_INT8)
     assert_refused(quantize(tmp_path / "int8", "FP8", tmp_path / "out"), 7, "is quantized already")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config | {"model_type": "ddp_llma"}))
@@ -118,8 +122,8 @@ def reference(root: Path, scheme: str) -> Any:
 
 
 def _as_integers(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-    whole, scale = round_to_grid(inputs[0], 8)
-    return whole * scale
+    scale = inputs[0].abs().amax(-1, keepdim=True).clamp_min(1e-10) / INT8_TOP
+    return (inputs[0] / scale).round().clamp(-INT8_TOP - 1, INT8_TOP) * scale
 
 
 def _as_floats(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
@@ -130,16 +134,16 @@ def _as_floats(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def served(made: Path, serve: Serve) -> dict[str, Any]:
     types = {"W8A8": "float32", "FP8": "bfloat16", "W4A16": "bfloat16"}
-    return dict(zip(types, serve([job(made / scheme, dtype=dtype) for scheme, dtype in types.items()]), strict=True))
+    return serve({scheme: job(made / scheme, dtype=dtype) for scheme, dtype in types.items()})
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(("scheme", "tolerance"), [("W8A8", 0.05), ("FP8", 0.3), ("W4A16", 0.06)])
-def test_the_plugin_computes_what_the_scheme_says(
-    scheme: str, tolerance: float, made: Path, served: dict[str, Any]
-) -> None:
+def test_the_plugin_computes_what_the_scheme_says(scheme: str, tolerance: float, made: Path, served: Any) -> None:
     """Other weights are off by 1. An activation next to a rounding's edge may fall to either side."""
     assert "error" not in served[scheme], served[scheme]
+    if scheme == "W8A8":
+        assert served[scheme]["mlp_widths"] == [17, 64, 1, 33]  # not padded
     model = reference(made, scheme)
     for prompt, output in zip(PROMPTS, served[scheme]["outputs"], strict=True):
         assert output["logprobs"] == pytest.approx(score(model, prompt, output["tokens"]), abs=tolerance)

@@ -1,9 +1,7 @@
-"""What vLLM is told at start, without starting vLLM."""
+"""What vLLM is told at start, and what it does where the plugin does not suit it."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,23 +9,8 @@ import torch
 from tiny_models import PROMPTS, generate
 from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def run_python(code: str, *arguments: str) -> str:
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-
-
-def test_importing_the_entry_point_imports_neither_torch_nor_vllm() -> None:
-    code = "import sys, ddp_plugins.register; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
-    assert run_python(code).strip() == "[]"
-
-
-def test_configs_and_their_checks_need_no_torch_of_ours() -> None:
-    code = "import sys, ddp_vllm.remote_code.widths; print('torch' in sys.modules)"
-    assert run_python(code).strip() == "False"
-
-
+pytestmark = pytest.mark.vllm
+Run = Callable[..., str]
 REGISTER = """
 import sys
 from ddp_plugins.register import register
@@ -54,13 +37,12 @@ print(*refused)
 """
 
 
-@pytest.mark.vllm
-def test_register_twice_names_every_family_and_imports_no_model_class() -> None:
+def test_register_twice_names_every_family_and_imports_no_model_class(run_in_vllm: Run) -> None:
     """What vLLM knows of a dense type also holds for its pruned one.
 
     Of an architecture it must know nothing: the entry of a dense family is our `Limits`, which would hide vLLM's.
     """
-    assert run_python(REGISTER).strip().splitlines()[-2:] == ["False", "ddp_gemma2 ddp_gemma3_text"]
+    assert run_in_vllm(REGISTER).strip().splitlines()[-2:] == ["False", "ddp_gemma2 ddp_gemma3_text"]
 
 
 BROKEN = """
@@ -83,19 +65,18 @@ greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize
 prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
 tokens = [list(answer.outputs[0].token_ids) for answer in engine.generate(prompts, greedy)]
 ours = [name for name in ModelRegistry.get_supported_archs() if name.startswith("DDP")]
-print(json.dumps({"tokens": tokens, "warnings": warnings, "ours": ours}))
+print("RESULT", json.dumps({"tokens": tokens, "warnings": warnings, "ours": ours}))
 """
 
 
-@pytest.mark.vllm
-def test_where_the_plugin_is_broken_stock_models_are_served_as_ever(tmp_path: Path) -> None:
+def test_where_the_plugin_is_broken_stock_models_are_served_as_ever(run_in_vllm: Run, tmp_path: Path) -> None:
     """Once with a name of vLLM's gone, then with a module of ours that vLLM's own loading of plugins meets."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
     stock = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=256)).eval()
     stock.save_pretrained(tmp_path)
-    found = json.loads(run_python(BROKEN, str(tmp_path), json.dumps(PROMPTS)).splitlines()[-1])
+    found = json.loads(run_in_vllm(BROKEN, tmp_path, json.dumps(PROMPTS)).partition("RESULT")[2].splitlines()[0])
     assert found["tokens"] == [generate(stock, prompt)["tokens"] for prompt in PROMPTS]
     assert found["ours"] == []
     for warning, cause in zip(found["warnings"], ("_FLOAT16_NOT_SUPPORTED_MODELS", "ddp_plugins.limits"), strict=True):
@@ -108,14 +89,13 @@ import logging
 import vllm.version
 vllm.version.__version__, vllm.version.__version_tuple__ = "0.99.1", (0, 99, 1)
 from ddp_plugins import limits
-limits.logger.addFilter(lambda record: print(record.getMessage()))
+limits.logger.addFilter(lambda record: print("WARNED", record.getMessage()))
 limits.warn_of_new_vllm()
 limits.warn_of_new_vllm()
 """
 
 
-@pytest.mark.vllm
-def test_a_newer_vllm_is_warned_of_once_and_the_tested_one_is_not() -> None:
-    warned = [line for line in run_python(NEWER).splitlines() if line.startswith("vLLM ")]
-    assert len(warned) == 1 and warned[0].startswith("vLLM 0.99.1 is newer than 0.32, the last version that ddp-vllm")
-    assert "newer" not in run_python(NEWER.replace("0.99.1", "0.32.9").replace("0, 99, 1", "0, 32, 9"))
+def test_a_newer_vllm_is_warned_of_once_and_the_tested_one_is_not(run_in_vllm: Run) -> None:
+    (warned,) = (line for line in run_in_vllm(NEWER).splitlines() if line.startswith("WARNED"))
+    assert warned.startswith("WARNED vLLM 0.99.1 is newer than 0.32, the last version that ddp-vllm")
+    assert "WARNED" not in run_in_vllm(NEWER.replace("0.99.1", "0.32.9").replace("0, 99, 1", "0, 32, 9"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import assert_same, job, serve_in_new_process
+from serving import Serve, assert_same, job
 from test_dense import CHECKPOINTS
 from tiny_experts import make_expert_checkpoint, make_fewer_experts
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, make_checkpoint
@@ -44,10 +44,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM said to each, in one process."""
-    work = tmp_path_factory.mktemp("serve_stock")
-    broken = shutil.copytree(models["ragged"][0], work / "broken")
+def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what vLLM did with each, in one process."""
+    broken = shutil.copytree(models["ragged"][0], tmp_path_factory.mktemp("broken_stock") / "broken")
     edit_weights(broken, lambda weights: weights.pop("model.layers.4.self_attn.k_proj.weight"))
     jobs = {"two ranks": job(models["split"][0], tensor_parallel_size=2)}  # first: threads survive no fork
     jobs |= {name: job(folder) for name, (folder, _) in models.items()}
@@ -56,8 +55,7 @@ def served(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
         jobs[family]["options"] |= {"model_impl": "vllm", "trust_remote_code": False}
     for each in jobs.values():
         each |= {"prompts": PROMPTS, "num_tokens": NUM_NEW_TOKENS}
-    results = serve_in_new_process(list(jobs.values()), work, work, "stock_tiny.py")
-    return dict(zip(jobs, results, strict=True))
+    return serve(jobs, "stock_tiny.py")
 
 
 @pytest.mark.parametrize("name", [*SERVED, *FEWER_EXPERTS])

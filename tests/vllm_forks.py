@@ -1,0 +1,63 @@
+"""Imports vLLM once and runs scripts in forks of this process: the import alone takes longer than several tiny engines.
+
+Each line on stdin is one request: a script with its arguments, more environment variables, and the files for stdout and
+stderr. The answer is the exit code. Nothing that a script started is left running.
+"""
+
+import contextlib
+import gc
+import inspect
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+
+import torch
+from vllm import ModelRegistry
+from vllm.model_executor.models import llama, mixtral, olmoe, qwen3_moe, transformers
+from vllm.v1.engine import core
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.sample import sampler
+from vllm.v1.worker import gpu_worker
+
+KNOWN = (
+    llama.LlamaForCausalLM, mixtral.MixtralForCausalLM, olmoe.OlmoeForCausalLM, qwen3_moe.Qwen3MoeForCausalLM,
+    transformers.TransformersForCausalLM, transformers.TransformersMoEForCausalLM,
+)  # fmt: skip
+
+
+def save_time() -> None:
+    """Do without what takes longer than tiny models do and has no part in what is tested."""
+    torch.compiler.set_stance("force_eager")  # vLLM compiles some functions in its eager mode too
+    for known in KNOWN:  # to look at one that it knows by name, vLLM would import itself again in a new process
+        ModelRegistry.register_model(known.__name__, known)
+    # each worker would import vLLM anew; it does on a CPU for the sake of OpenMP, and forks elsewhere
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # the sampler compiles its count of likelier tokens, for longer than it takes to compile a tiny model
+    sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
+    # an engine collects garbage eight times, and vLLM's modules each time: they stay frozen, the engine does not
+    gc.freeze()
+    gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None
+
+
+def run(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    os.setsid()
+    for stream, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    os.environ.update(environment)
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+save_time()
+for line in iter(sys.stdin.readline, ""):
+    if not (child := os.fork()):
+        run(**json.loads(line))
+        break
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # workers of an engine that failed
+    print(code, flush=True)
