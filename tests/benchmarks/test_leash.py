@@ -77,6 +77,7 @@ def test_what_a_killed_command_started_is_killed_too(
 def test_an_interrupt_while_an_engine_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C may come when the process is there and nobody knows its number yet."""
     start, started = subprocess.Popen, []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         started.append(start(*arguments, **options))
@@ -91,5 +92,6 @@ def test_an_interrupt_while_an_engine_starts_ends_it(tmp_path: Path, monkeypatch
             pytest.fail("the interrupt was lost")
         assert started and all(process.poll() is not None for process in started)
     finally:
+        signal.signal(signal.SIGINT, before)
         for process in started:
             process.kill()
