@@ -58,8 +58,8 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     seconds = _seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     steps = sum(each.steps.last - each.steps.first for each in runs)
     lines.append(
-        f"time: about {_duration(steps * seconds)}: {steps:,} steps of {_duration(seconds)}, measured now on random tokens "
-        "with all gates open; steps get faster as gates close"
+        f"time: about {_duration(steps * seconds)}: {steps:,} steps of {_duration(seconds)}, measured now on random "
+        "tokens with all gates open; steps get faster as gates close"
     )
     return [*lines, f"      plus {first.recover:g} minutes of recovery"] if first.recover else lines
 

@@ -59,7 +59,9 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
     if "teacher" not in values and "model" in pruned_by:
         values["teacher"] = known = pruned_by["model"]
         if "/" not in known and not Path(known).exists():  # a folder of another machine
-            raise SettingError(f"the dense model was {known}, which is no folder here; pass its folder or Hub name with --teacher")
+            raise SettingError(
+                f"the dense model was {known}, which is no folder here; pass its folder or Hub name with --teacher"
+            )
     if missing := {"model", "teacher"} - set(values):
         raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")
     return RecoveryRecipe(**values)

@@ -55,7 +55,7 @@ def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_t
         assert checkpoint.provenance["recipe"]["data"] == f"{tiny_text.name},{tiny_text.name}"
     assert again.provenance["applied_to"] == tiny_model.name
     assert ddp_vllm.compare([again.folder], output=tmp_path / "page.html").dense.facts.model == str(tiny_model)
-    with pytest.raises(SettingError, match="no folder here; pass its folder or Hub name with --teacher"):  # as on another machine
+    with pytest.raises(SettingError, match="no folder here; pass its folder"):  # as on another machine
         rewritten = load_file(masks)
         shutil.copytree(pruned.folder, tmp_path / "moved")
         save_file({**rewritten, "attn.extra": rewritten["attn.z"]}, tmp_path / "moved" / masks.name, _metadata(masks))
