@@ -1,6 +1,7 @@
 """Several sizes from one search: nested, each as its recipe says, from every place where it was killed."""
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,37 +67,18 @@ def test_sizes_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Pat
     assert again.exit_code == 0 and again.output.count("was written before") == 3, again.output
 
 
-@pytest.mark.parametrize("train", ["masks", "weights"])
-def test_a_family_goes_on_to_the_bit_wherever_it_was_killed(
-    train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the first search, in a polish, before the second size has saved, in the last."""
-    options = ["--steps", "24", "--train", train, "--save-every", "2"]
-    assert prune(tiny_model, tiny_text, tmp_path / "whole", *options, sparsity=SIZES).exit_code == 0
-    step, calls = Trainer.step, [0]
-
-    def die(self: Trainer, number: int) -> dict[str, float]:
-        calls[0] += 1
-        if calls[0] in (4, 9, 13, 24):
-            raise KeyboardInterrupt
-        return step(self, number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", die)
-        results = [prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity=SIZES) for _ in range(5)]
-    assert [result.exit_code == 0 for result in results] == [False] * 4 + [True], [each.output for each in results]
-    for name in NAMES:
-        whole, resumed = weights(tmp_path / "whole" / name), weights(tmp_path / "out" / name)
-        assert whole.keys() == resumed.keys() and all(torch.equal(whole[each], resumed[each]) for each in whole), name
-
-
-@pytest.mark.parametrize("train", ["masks", "weights"])
+@pytest.mark.parametrize(("train", "num_sizes"), [("weights", 2), pytest.param("masks", 3, marks=pytest.mark.nightly)])
 def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
-    train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: str, num_sizes: int, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by default: in every polish, and at every file that a size writes: states, branches, folders, deletions."""
-    options = ["--steps", "24", "--train", train]
-    assert prune(tiny_model, tiny_text, tmp_path / "whole", *options, sparsity=SIZES).exit_code == 0
+    sizes, names = (0.2, 0.4, 0.6)[:num_sizes], NAMES[:num_sizes]
+
+    def family(name: str) -> Result:
+        options = ["--steps", "12", "--train", train]
+        return prune(tiny_model, tiny_text, tmp_path / name, *options, sparsity=",".join(map(str, sizes)))
+
+    assert family("whole").exit_code == 0
     died: set[Any] = set()
 
     def die_once(where: Any) -> None:
@@ -123,17 +105,27 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(RunState, "save", save)
     monkeypatch.setattr(RunState, "remove", remove)
-    codes = [130]
-    while codes[-1] == 130:
-        result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity=SIZES)
-        codes.append(result.exit_code)
-    assert codes[-1] == 0, result.output
-    assert {each for each in died if each[-1] == "polish"} == {(size, "polish") for size in (0.2, 0.4, 0.6)}
-    assert len([each for each in died if each[0] == ".branch.run"]) == 2 * 2 + 1 and len(died) == len(codes) - 2 >= 20
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
-    for name in NAMES:
-        whole, resumed = weights(tmp_path / "whole" / name), weights(tmp_path / "out" / name)
-        assert whole.keys() == resumed.keys() and all(torch.equal(whole[each], resumed[each]) for each in whole), name
+    codes = _codes_until_done(lambda: family("out"))
+    assert {each for each in died if each[-1] == "polish"} == {(size, "polish") for size in sizes}
+    branches = [each for each in died if each[0] == ".branch.run"]
+    assert len(branches) == 2 * (num_sizes - 1) + 1 and len(died) == len(codes) - 1 >= 6 * num_sizes
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    for name in names:
+        _assert_same(weights(tmp_path / "whole" / name), weights(tmp_path / "out" / name))
+
+
+def _codes_until_done(run: Callable[[], Result]) -> list[int]:
+    """Repeat a command while it is interrupted; return its exit codes, of which the last is 0."""
+    results = [run()]
+    while results[-1].exit_code == 130:
+        results.append(run())
+    assert results[-1].exit_code == 0, results[-1].output
+    return [each.exit_code for each in results]
+
+
+def _assert_same(whole: dict[str, torch.Tensor], resumed: dict[str, torch.Tensor]) -> None:
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_a_family_leaves_other_runs_in_its_folder_alone(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -142,13 +134,14 @@ def test_a_family_leaves_other_runs_in_its_folder_alone(tiny_model: Path, tiny_t
     for run in (other, elsewhere):
         run.start()
         run.save(3, {"z.mlp": torch.ones(2)}, {})
-    (tmp_path / "out" / ".branch.run").symlink_to(elsewhere.folder)
-    result = prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4")
-    assert_refused(result, 5, str(tmp_path / "out" / ".branch.run"), "is a link")
-    (tmp_path / "out" / ".branch.run").unlink()
-    result = prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4")
-    assert result.exit_code == 0, result.output
-    assert other.load() and elsewhere.load()
+    (link := tmp_path / "out" / ".branch.run").symlink_to(elsewhere.folder)
+
+    def family() -> Result:
+        return prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4")
+
+    assert_refused(family(), 5, str(link), "is a link")
+    link.unlink()
+    assert family().exit_code == 0 and other.load() and elsewhere.load()
     assert_refused(prune(tiny_model, tiny_text, tmp_path / ".branch"), 5, "begins with a dot")
 
 

@@ -1,7 +1,8 @@
-"""Weights that learn while gates close: better than scales alone, written as they were judged, resumed to the bit."""
+"""Joint training of masks and weights: better than scales alone, written as evaluated, resumed to the bit."""
 
 import math
 import weakref
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from statistics import fmean
@@ -9,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from runs import prune
-from safetensors.torch import load_file
+from click.testing import CliRunner, Result
+from runs import prune, weights
 from transformers import AutoModelForCausalLM
 
 from ddp_models import loading
@@ -31,6 +31,13 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 FULL = ["--train", "weights", "--steps", "30"]
 
 
+def heldout_of(folder: Path, text: Path) -> torch.Tensor:
+    return load_blocks(
+        str(text), load_tokenizer(str(folder)), seq_len=16, train_blocks=2, heldout_blocks=16, min_train_blocks=2,
+        seed=0,
+    ).heldout  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
     kind: str, tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path
@@ -44,97 +51,86 @@ def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
     assert full.provenance["perplexity"]["pruned"] < 0.9 * scales.provenance["perplexity"]["pruned"]
     assert full.provenance["perplexity"]["dense"] == scales.provenance["perplexity"]["dense"]
     assert "trained together with the masks" in (tmp_path / "full" / "README.md").read_text()
-    blocks = load_blocks(
-        str(tiny_text), load_tokenizer(str(tmp_path / "full")), seq_len=16, train_blocks=2, heldout_blocks=16,
-        min_train_blocks=2, seed=0,
-    )  # fmt: skip
+    heldout = heldout_of(tmp_path / "full", tiny_text)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "full", trust_remote_code=True)
     judged = torch.tensor(full.provenance["perplexity"]["block_losses"]["pruned"])
-    torch.testing.assert_close(torch.tensor(losses(plain, blocks.heldout)), judged, atol=5e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(losses(plain, heldout)), judged, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("controller", ["gradual", "alm"])
-def test_a_run_that_is_killed_goes_on_to_the_bit(
-    controller: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = [*FULL, "--save-every", "4", "--controller", controller]
-    assert prune(tiny_model, tiny_text, tmp_path / "whole", *options).exit_code == 0
+def die_at(number: int, run: Callable[[], Result]) -> None:
+    """Run a command that is interrupted before the step of this number."""
     step = Trainer.step
 
-    def die(self: Trainer, number: int) -> dict[str, float]:
-        if number == 22:  # in the polish
+    def die(self: Trainer, at: int) -> dict[str, float]:
+        if at == number:
             raise KeyboardInterrupt
-        return step(self, number)
+        return step(self, at)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", die)
-        assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code != 0
-    result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
+        assert run().exit_code == 130
+
+
+def test_a_killed_run_of_the_papers_search_resumes_to_the_bit(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """The default search is killed in test_family.py."""
+    options = [*FULL, "--save-every", "4", "--controller", "alm"]
+
+    def run(name: str) -> Result:
+        return prune(tiny_model, tiny_text, tmp_path / name, *options)
+
+    assert run("whole").exit_code == 0
+    die_at(22, lambda: run("out"))  # in the polish
+    result = run("out")
     assert "resuming after step 20" in result.output, result.output
-    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "out")
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_micro_batches_make_the_same_step(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = []
-    for size in ("1", "2"):
-        output = tmp_path / size
-        options = ["--train", "weights", "--dtype", "float32", "--micro-batch-size", size]
-        assert prune(tiny_model, tiny_text, output, *options).exit_code == 0
-        found.append(load_file(output / "model.safetensors"))
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, atol=2e-4, rtol=0)
-
-
-def test_what_is_closed_need_not_be_computed(
+def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_step(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradients of narrow copies arrive at the weights they were cut from."""
     monkeypatch.setattr(gates, "CHANNEL_BLOCK", 4)
     options = ["--train", "weights", "--dtype", "float32", "--steps", "12", "--head-unit", "query-head"]
-    assert prune(tiny_model, tiny_text, tmp_path / "narrow", *options).exit_code == 0
+
+    def trained(name: str, *more: str) -> dict[str, Any]:
+        assert prune(tiny_model, tiny_text, tmp_path / name, *options, *more).exit_code == 0
+        return weights(tmp_path / name)
+
+    narrow, cut = trained("narrow"), trained("cut", "--micro-batch-size", "1")
     monkeypatch.setattr("ddp_prune.trainer.narrow_layers", lambda *_: None)
-    assert prune(tiny_model, tiny_text, tmp_path / "whole", *options).exit_code == 0
-    narrow, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("narrow", "whole"))
-    for name, tensor in whole.items():
+    for name, tensor in trained("whole").items():
         torch.testing.assert_close(narrow[name], tensor, atol=2e-4, rtol=0)
+        torch.testing.assert_close(cut[name], tensor, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("controller", "share", "chosen"), [("gradual", 0.7, "weights"), ("gradual", 0.0, "masks"), ("alm", 0.7, "masks")]
 )
-def test_weights_learn_where_memory_holds_it(
+def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_choice(
     controller: str, share: float, chosen: str, tiny_model: Path, tiny_text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    def run() -> Result:
+        options = ["--train", "auto", "--controller", controller, "--save-every", "2"]
+        return prune(tiny_model, tiny_text, tmp_path / "out", *options)
+
     monkeypatch.setattr(memory, "TRAINING_SHARE", share)
-    options = ["--train", "auto", "--controller", controller]
-    assert prune(tiny_model, tiny_text, tmp_path / "out", *options).exit_code == 0
+    die_at(3, run)
+    monkeypatch.setattr(memory, "TRAINING_SHARE", 0.7 - share)
+    result = run()
+    assert result.exit_code == 0 and "resuming after step 2" in result.output, result.output
     assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen
-
-
-def test_a_run_keeps_what_it_chose(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory that is short later changes nothing."""
-    options, step = ["--train", "auto", "--save-every", "2"], Trainer.step
-
-    def die(self: Trainer, number: int) -> dict[str, float]:
-        if number == 3:
-            raise KeyboardInterrupt
-        return step(self, number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", die)
-        prune(tiny_model, tiny_text, tmp_path / "out", *options)
-    monkeypatch.setattr(memory, "TRAINING_SHARE", 0.0)
-    result = prune(tiny_model, tiny_text, tmp_path / "out", *options)
-    assert "resuming after step 2" in result.output and "masks and weights are trained" in result.output, result.output
 
 
 @pytest.mark.parametrize(
     ("options", "alive"),
-    [(["--distillation", "2"], [0, 1, 0, 1] * 2), (["--distillation", "0"], [0, 0, 0, 1, 0, 1])],
+    [
+        (["--distillation", "2"], [0, 1, 0, 1] * 2),
+        pytest.param(["--distillation", "0"], [0, 0, 0, 1, 0, 1], marks=pytest.mark.nightly),
+    ],
     ids=["distilled", "not distilled"],
 )
 def test_the_models_of_a_size_are_freed_before_the_next(
@@ -173,12 +169,9 @@ def test_masks_of_joint_training_are_applied_without_what_weights_learned(
     assert result.exit_code == 0, result.output
     (warning,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
     assert "weights were trained together with these masks" in warning and "ddp-vllm recover" in warning
-    blocks = load_blocks(
-        str(tiny_text), load_tokenizer(str(tmp_path / "full")), seq_len=16, train_blocks=2, heldout_blocks=16,
-        min_train_blocks=2, seed=0,
-    )  # fmt: skip
+    heldout = heldout_of(tmp_path / "full", tiny_text)
     pruned, applied = (
-        fmean(losses(AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True), blocks.heldout))
+        fmean(losses(AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True), heldout))
         for name in ("full", "again")
     )
     assert applied > pruned + 0.1
@@ -191,14 +184,3 @@ def test_masks_of_joint_training_are_applied_without_what_weights_learned(
     stated = read_checkpoint(tmp_path / "full").provenance["perplexity"]
     assert stated["pruned"] == pytest.approx(math.exp(pruned), rel=1e-3)
     assert "perplexity" not in checkpoint.provenance and f"{stated['pruned']:.2f}" not in card + page
-
-
-def test_masks_of_frozen_weights_are_applied_without_a_warning(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """What the pruned folder was measured at is not said of the new one."""
-    arguments = ["apply", str(tiny_model), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "again")]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0 and result.stderr == ""
-    card = (tmp_path / "again" / "README.md").read_text()
-    assert "frozen while the masks were learned" in card and "ddp-vllm eval --text FILE" in card
-    assert "perplexity" in read_checkpoint(pruned).provenance
-    assert "perplexity" not in read_checkpoint(tmp_path / "again").provenance

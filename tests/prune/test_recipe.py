@@ -1,6 +1,7 @@
 """Defaults of the paper, limits of every setting, and what overrides what."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -22,35 +23,24 @@ PAPER_ALM = {
 }  # fmt: skip
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its message names
     ("sparsity", 0.0, "between 0 and 1"),
-    ("sparsity", 1.0, "between 0 and 1"),
-    ("sparsity", -0.2, "between 0 and 1"),
     ("sparsity", 20, "between 0 and 1"),
     ("sparsity", float("nan"), "finite"),
     ("sparsity", "0.2", "must be a float"),
-    ("sparsity", True, "must be a float"),
     ("steps", 0, "at least 1"),
     ("steps", 10.0, "must be a int"),
-    ("steps", True, "must be a int"),
     ("batch_size", 0, "at least 1"),
-    ("micro_batch_size", -1, "at least 0"),
-    ("heldout_blocks", 0, "at least 1"),
     ("save_every", -1, "at least 0"),
     ("seq_len", 7, "at least 8"),
     ("distillation", -0.1, "at least 0"),
-    ("distillation", float("nan"), "finite"),
     ("polish", 1.0, "below 1"),
-    ("polish", -0.1, "at least 0"),
     ("seed", -1, "at least 0"),
     ("seed", 2**32, "below 2^32"),
     ("head_unit", "head", "auto, kv-group, query-head"),
     ("scope", "block", "global, layer, expert"),
     ("budget", "pid", "units, params, flops, kv-bytes"),
     ("controller", "pid", "gradual, alm"),
-    ("controller", "feedback", "gradual, alm"),
     ("alm", 0.1, "must be a AlmSettings"),
     ("attention_sparsity", 1.0, "below 1"),
-    ("attention_sparsity", -0.2, "at least 0"),
-    ("masks_every", -1, "at least 0"),
     ("target", 5.5e9, "give one"),
     ("tp", 0, "at least 1"),
     ("context_length", 0, "at least 1"),
@@ -60,14 +50,9 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
 ALM_OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("learning_rate", -1.0, "at least 0"),
     ("learning_rate", float("inf"), "finite"),
-    ("learning_rate", "0.1", "must be a float"),
-    ("lambda_learning_rate", -1.0, "at least 0"),
-    ("lambda2_learning_rate", -1.0, "at least 0"),
     ("warmup", 1.0, "below 1"),
     ("mu_end", 0.0, "0 < mu_end"),
     ("mu_end", 0.6, "mu_end ≤ mu_start"),
-    ("mu_start", float("inf"), "finite"),
-    ("gate_floor", float("nan"), "finite"),
     ("gate_floor", 0.1, "at most 0"),
 ]
 
@@ -102,9 +87,8 @@ def test_values_at_the_limits_are_taken() -> None:
     assert type(settings.warmup) is float
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 40, 1000])
-def test_search_and_polish_make_up_the_steps(steps: int) -> None:
-    for polish in (0.0, 0.35, 0.99):
+def test_search_and_polish_make_up_the_steps() -> None:
+    for steps, polish in itertools.product((1, 2, 3, 40, 1000), (0.0, 0.35, 0.99)):
         _, search, last = Run.alone(Recipe(**GIVEN | {"steps": steps, "polish": polish})).steps
         assert 1 <= search <= last == steps
 
@@ -154,10 +138,8 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
         (f"steps = {'9' * 5000}\n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
         ('model = "m"\n', ["sparsity is missing", "--target-params"]),
-        ('model = "m"\nsparsity = 2\n', ["sparsity is 2", "between 0 and 1"]),
         ("learning_rate = 0.1\n", ["'learning_rate'", "unknown"]),  # it stands in [alm]
         ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
-        ('model = "m"\nsparsity = 0.2\n[alm]\nwarmup = 2\n', ["warmup is 2", "below 1"]),
         ('model = "m"\nsparsity = 0.2\nalm = 0.1\n', ["alm is 0.1", "a table, [alm]"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The folder of a run: what it goes on from, what it leaves alone, who may write there, and what reaches the disk."""
+"""The folder of a run: when it resumes, which files it leaves alone, who may write there, and what reaches the disk."""
 
 import errno
 import fcntl
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from ddp_prune.recipe import Recipe
 from ddp_training import fingerprint as fingerprint_module
+from ddp_training import run_state
 from ddp_training.run_state import RunState, check_run_folders
 from ddp_vllm.errors import OutputError
 from ddp_vllm.pages.progress import StepProgress
@@ -68,15 +70,6 @@ def _change_weights(work: Path) -> None:
     save_file(weights, path, {"format": "pt"})
 
 
-def test_the_same_command_says_that_it_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _interrupt(work, monkeypatch)
-    result = _prune(work)
-    assert result.exit_code == 0, result.output
-    assert "\nresuming after step 4\n" in result.stdout and "search 1/6" not in result.stdout
-    assert "put aside" not in result.stdout and not list(work.glob("out.run*"))
-    assert "[v2]" in result.stdout  # the text's name as it is
-
-
 @pytest.mark.parametrize("change", [_change_text, _change_weights])
 def test_other_text_or_weights_start_anew(change: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _interrupt(work, monkeypatch)
@@ -90,8 +83,12 @@ def test_other_text_or_weights_start_anew(change: Any, work: Path, monkeypatch: 
     anew = {name: (work / "out" / name).read_bytes() for name in ("model.safetensors", "ddp_masks.safetensors")}
     shutil.rmtree(work / "out")
     shutil.rmtree(work / "out.run.old")
-    assert _prune(work).exit_code == 0  # nothing of the older run was in it
+    _interrupt(work, monkeypatch)
+    result = _prune(work)  # the same command resumes, and has nothing of the older run
+    assert "\nresuming after step 4\n" in result.stdout and "search 1/6" not in result.stdout
+    assert "[v2]" in result.stdout  # the text's name as it is
     assert {name: (work / "out" / name).read_bytes() for name in anew} == anew
+    assert not list(work.glob("out.run*"))
 
 
 def test_a_fingerprint_is_of_text_weights_config_and_tokenizer(tmp_path: Path) -> None:
@@ -102,52 +99,77 @@ def test_a_fingerprint_is_of_text_weights_config_and_tokenizer(tmp_path: Path) -
     def fingerprint(text: list[torch.Tensor], weights: list[Path]) -> dict[str, Any]:
         return fingerprint_module.fingerprint(text, weights, [config, tokenizer])
 
-    weights, text = tmp_path / "model.safetensors", [torch.arange(6).view(2, 3)]
+    weights, text = tmp_path / "model.safetensors", torch.arange(6).view(2, 3)
     weights.write_bytes(b"12")
-    first = fingerprint(text, [weights])
-    assert fingerprint([torch.arange(6).view(2, 3)], [weights]) == first == json.loads(json.dumps(first))
-    assert fingerprint([torch.arange(6).view(3, 2)], [weights]) != first
-    assert fingerprint([torch.arange(6).view(2, 3) + 1], [weights]) != first
-    assert fingerprint([torch.arange(8).view(2, 4)[:, 1:]], [weights]) != first  # rows with a gap between them
     time = weights.stat().st_mtime_ns
-    weights.write_bytes(b"123")
-    os.utime(weights, ns=(time, time))
-    assert fingerprint(text, [weights]) != first
-    weights.write_bytes(b"12")
-    os.utime(weights, ns=(time, time + 10**9))
-    assert fingerprint(text, [weights]) != first
-    os.utime(weights, ns=(time, time))
-    assert fingerprint(text, [weights]) == first
-    weights.write_bytes(b"13")  # of the same size and time
-    os.utime(weights, ns=(time, time))
-    assert fingerprint(text, [weights])["weights"] != first["weights"]
+    first = fingerprint([text], [weights])
+    assert fingerprint([text.clone()], [weights]) == first == json.loads(json.dumps(first))
+    gaps = torch.arange(8).view(2, 4)[:, 1:]  # rows with a gap between them
+    for other in (text.view(3, 2), text + 1, gaps):
+        assert fingerprint([other], [weights])["text"] != first["text"]
+    for content, later in ((b"123", 0), (b"12", 10**9), (b"13", 0)):  # size, time, content
+        weights.write_bytes(content)
+        os.utime(weights, ns=(time, time + later))
+        assert fingerprint([text], [weights])["weights"] != first["weights"]
     for file, what in ((config, "config"), (tokenizer, "tokenizer")):
         file.write_text("{ }")
-        assert fingerprint(text, [weights])[what] != first[what]
+        assert fingerprint([text], [weights])[what] != first[what]
 
 
-@pytest.mark.parametrize("what", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_what_changed_since_a_run_was_interrupted_is_said(what: str, tmp_path: Path) -> None:
+def _saved(folder: Path, **changes: Any) -> RunState:
+    """Return a run that has saved step 3."""
+    run = RunState(folder / "out", RECIPE, **changes)
+    run.start()
+    run.save(3, {"z.mlp": torch.ones(4), "step": torch.tensor(7, dtype=torch.bfloat16), "none": torch.ones(0, 3)}, {})
+    assert run.load() is not None
+    return run
+
+
+@pytest.mark.parametrize("what", ["config.json", "generation_config.json"])
+def test_what_changed_since_a_run_was_interrupted_is_reported(what: str, tmp_path: Path) -> None:
     config, said = tmp_path / what, list[str]()
-    for content in ("{}", "{ }"):
-        config.write_text(content)
-        learned_from = fingerprint_module.fingerprint([torch.ones(2)], [], [config])
-        run = RunState(tmp_path / "out", RECIPE, learned_from=learned_from, say=said.append)
-        if content == "{}":
-            run.save(3, {"z.mlp": torch.ones(2)}, {})
-            assert run.load() is not None
-    assert run.load() is None
+    config.write_text("{}")
+    _saved(tmp_path, learned_from=fingerprint_module.fingerprint([torch.ones(2)], [], [config]))
+    config.write_text("{ }")
+    fingerprint = fingerprint_module.fingerprint([torch.ones(2)], [], [config])
+    assert RunState(tmp_path / "out", RECIPE, learned_from=fingerprint, say=said.append).load() is None
     assert said[-1].startswith(f"{'config' if what == 'config.json' else 'tokenizer'} changed since the run in ")
 
 
-@pytest.mark.parametrize("place", [30, 200, 400, -20, -9, -1])
-def test_a_flipped_bit_in_a_saved_run_is_found(place: int, tmp_path: Path) -> None:
+def test_a_run_of_another_recipe_or_version_is_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that lacks a setting or a fingerprint; how often it saves decides nothing."""
     said: list[str] = []
-    run = RunState(tmp_path / "out", RECIPE, say=said.append)
-    run.save(3, {"z.mlp": torch.ones(4), "step": torch.tensor(7, dtype=torch.bfloat16), "none": torch.ones(0, 3)}, {})
-    assert run.load() is not None
+    _saved(tmp_path)
+    assert RunState(tmp_path / "out", replace(RECIPE, save_every=7)).load() is not None
+    assert RunState(tmp_path / "out", replace(RECIPE, sparsity=0.3)).load() is None
+    fewer = {name: value for name, value in RECIPE.to_dict().items() if name != "align"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Recipe, "to_dict", lambda _: fewer)
+        _saved(tmp_path)
+    assert RunState(tmp_path / "out", RECIPE).load() is None
+    _saved(tmp_path)
+    other = RunState(tmp_path / "out", RECIPE, learned_from={"text": "", "weights": []}, say=said.append)
+    assert other.load() is None
+    other.start()
+    assert said == [
+        f"text, weights changed since the run in {tmp_path / 'out.run'} was saved: starting anew",
+        f"another run was put aside in {tmp_path / 'out.run.old'}",
+    ]
+    assert [path.name for path in (tmp_path / "out.run.old").iterdir()] == ["state.safetensors"]
+    _saved(tmp_path)
+    monkeypatch.setattr(run_state, "STATE_FORMAT", run_state.STATE_FORMAT + 1)
+    assert RunState(tmp_path / "out", RECIPE).load() is None
+
+
+@pytest.mark.parametrize("place", [30, 200, 400, -9, -1, None])
+def test_a_flipped_bit_or_a_missing_end_of_a_saved_run_is_found(place: int | None, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = _saved(tmp_path, say=said.append)
     content = bytearray(run.state.read_bytes())
-    content[place] ^= 1
+    if place is None:
+        del content[100:]
+    else:
+        content[place] ^= 1
     run.state.write_bytes(content)
     assert run.load() is None and "is damaged" in said[-1]
 
@@ -168,24 +190,8 @@ def test_links_where_a_run_would_be_kept_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_is_its_owners_alone(tmp_path: Path) -> None:
-    run = RunState(tmp_path / "out", RECIPE)
-    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    run = _saved(tmp_path)
     assert (run.folder.stat().st_mode & 0o777, run.state.stat().st_mode & 0o777) == (0o700, 0o600)
-
-
-def test_a_run_that_did_not_say_what_it_learned_from_is_put_aside(tmp_path: Path) -> None:
-    old = RunState(tmp_path / "out", RECIPE)
-    old.start()
-    old.save(3, {"z.mlp": torch.ones(2)}, {})
-    said: list[str] = []
-    run = RunState(tmp_path / "out", RECIPE, learned_from={"text": "", "weights": []}, say=said.append)
-    assert run.load() is None
-    run.start()
-    assert said == [
-        f"text, weights changed since the run in {tmp_path / 'out.run'} was saved: starting anew",
-        f"another run was put aside in {tmp_path / 'out.run.old'}",
-    ]
-    assert [path.name for path in (tmp_path / "out.run.old").iterdir()] == ["state.safetensors"]
 
 
 @pytest.mark.parametrize("folder", ["out.run", "out.run.old"])
@@ -240,29 +246,16 @@ def _other_process(lock: Path) -> Iterator[None]:
         process.stdin.close()
 
 
-def test_a_lock_is_let_go_and_leaves_nothing(tmp_path: Path) -> None:
-    run = RunState(tmp_path / "out", RECIPE)
-    with pytest.raises(ValueError), run.locked():
-        assert (tmp_path / "out.run" / "lock").exists()
-        with pytest.raises(OutputError), RunState(tmp_path / "out", RECIPE).locked():
-            pass
-        with RunState(tmp_path / "out", RECIPE, writes=False).locked():  # another process of this run
-            pass
-        raise ValueError
-    assert list(tmp_path.iterdir()) == []
-    with run.locked():
-        run.start()
-        run.save(3, {"z.mlp": torch.ones(2)}, {})
-    assert [path.name for path in (tmp_path / "out.run").iterdir()] == ["state.safetensors"]
-
-
 def test_a_run_that_is_done_lets_nobody_in_before_it_is_gone(tmp_path: Path) -> None:
     """Who comes in then makes a folder of its own, which the end of the run that was done leaves alone."""
     run = RunState(tmp_path / "out", RECIPE)
+    of_this_run = RunState(tmp_path / "out", RECIPE, writes=False)  # in another process
+    with pytest.raises(ValueError), run.locked(), of_this_run.locked():
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
     with ExitStack() as stack:
         with run.locked():
-            run.start()
-            run.save(3, {"z.mlp": torch.ones(2)}, {})
+            _saved(tmp_path)
             with pytest.raises(OutputError, match="another process"), RunState(tmp_path / "out", RECIPE).locked():
                 pass
             run.remove()
@@ -271,10 +264,13 @@ def test_a_run_that_is_done_lets_nobody_in_before_it_is_gone(tmp_path: Path) -> 
         with pytest.raises(OutputError, match="another process"), RunState(tmp_path / "out", RECIPE).locked():
             pass
     assert list(tmp_path.iterdir()) == []
+    with run.locked():
+        _saved(tmp_path)
+    assert [path.name for path in (tmp_path / "out.run").iterdir()] == ["state.safetensors"]
 
 
 @pytest.mark.filterwarnings("ignore:flock not supported")  # filelock says what it does instead
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_disk_without_locks_does_without(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as some network file systems."""
 
@@ -282,18 +278,14 @@ def test_a_disk_without_locks_does_without(number: int, tmp_path: Path, monkeypa
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    run = RunState(tmp_path / "out", RECIPE)
-    with run.locked():
-        run.start()
-        run.save(3, {"z.mlp": torch.ones(2)}, {})
-    assert [path.name for path in run.folder.iterdir()] == ["state.safetensors"]
-    with pytest.raises(ValueError), run.locked():
-        raise ValueError
+    with RunState(tmp_path / "out", RECIPE).locked():
+        _saved(tmp_path)
+    assert [path.name for path in (tmp_path / "out.run").iterdir()] == ["state.safetensors"]
 
 
 def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, str]] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.replace
 
     def note_sync(descriptor: int) -> None:
         done.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
@@ -301,7 +293,7 @@ def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
 
     def note_replace(source: Path, target: Path) -> None:
         done.append(("rename", target.name))
-        replace(source, target)
+        rename(source, target)
 
     run = RunState(tmp_path / "out", RECIPE)
     run.start()
@@ -313,9 +305,7 @@ def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypat
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_state(tmp_path: Path) -> None:
-    run = RunState(tmp_path / "out", RECIPE)
-    run.start()
-    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    run = _saved(tmp_path)
     for write in (lambda: run.save(6, {"z.mlp": torch.ones(10**6)}, {}), lambda: run.log({"note" * 10**5: 1.0})):
         with _small_files(100_000), pytest.raises(OutputError) as caught:
             write()
@@ -325,33 +315,23 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_state(tmp_path: Path) -> Non
     assert loaded is not None and loaded[0] == 3
 
 
-def test_a_full_disk_does_not_cost_a_run_that_goes_on_its_metrics(tmp_path: Path) -> None:
+def test_metrics_of_a_run_that_resumes_end_with_its_state(tmp_path: Path) -> None:
+    """Also on a full disk; the last line was cut off with the process."""
     run = RunState(tmp_path / "out", RECIPE)
     run.start()
     for step in (1, 2, 3):
         run.log({"step": step, "x" * 100: 0.0})
     run.save(2, {"z.mlp": torch.ones(2)}, {})
     with open(run.metrics, "a") as file:
-        file.write('{"step": 4, "no')  # the process ended here
+        file.write('{"step": 4, "no')
     with _small_files(150):
         assert RunState(tmp_path / "out", RECIPE).load() is not None
-    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2]
-
-
-def test_a_line_that_a_lost_power_supply_cut_off_is_left_out(tmp_path: Path) -> None:
-    run = RunState(tmp_path / "out", RECIPE)
-    run.start()
-    run.save(3, {"z.mlp": torch.ones(2)}, {})
-    run.metrics.write_text('{"step": 1}\n{"ste')  # the state was on the disk, the end of the metrics not yet
-    assert RunState(tmp_path / "out", RECIPE).load() is not None
-    run.log({"step": 4})
-    assert run.metrics.read_text() == '{"step": 1}\n{"step": 4}\n'
+    run.log({"step": 3})
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_a_run_that_cannot_be_put_aside_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunState(tmp_path / "out", RECIPE)
-    run.start()
-    run.save(3, {"z.mlp": torch.ones(2)}, {})
+    run = _saved(tmp_path)
 
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", str(run.old))  # not so for root, as which tests may run
