@@ -35,7 +35,7 @@ check: lint
 test: lint
 	$(PYTEST) -m "not nightly"
 
-# With the long tests: fuzzing, a busy server, experts made of a dense model.
+# With the long tests: fuzzing, kills, a busy server, compiled models, other GPUs.
 test-all: lint
 	$(PYTEST)
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -95,16 +94,6 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def _folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def _endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
 def _index(weight_map: Any) -> Callable[[Path], None]:
     def run(folder: Path) -> None:
         text = json.dumps({"metadata": {}, "weight_map": weight_map})
@@ -119,34 +108,25 @@ UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
     "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
-    "fractional width": (_first("intermediate_size", 7.5), ["ddp_layers[0].intermediate_size", "7.5", "integer"]),
     "whole float width": (_first("intermediate_size", 7.0), ["7.0", "integer"]),
     "width above dense": (_first("intermediate_size", 13), ["13", "0…12"]),
-    "bool width": (_first("intermediate_size", True), ["True", "integer"]),
-    "missing width": (_first("intermediate_size", None), ["ddp_layers[0].intermediate_size", "None"]),
     "negative heads": (_first("query_heads_per_kv_head", [2, -1]), ["query_heads_per_kv_head[1]", "-1", "1…2"]),
-    "fractional heads": (_first("query_heads_per_kv_head", [2, 0.5]), ["query_heads_per_kv_head[1]", "0.5"]),
     "too many query heads": (_first("query_heads_per_kv_head", [3, 1]), ["query_heads_per_kv_head[0]", "3", "1…2"]),
     "too many KV heads": (_first("query_heads_per_kv_head", [1, 1, 1]), ["3 KV heads", "dense model 2"]),
-    "heads as a word": (_first("query_heads_per_kv_head", "21"), ["'21'", "list"]),
     "unknown key": (_first("widht", 3), ["ddp_layers[0]", "'widht'"]),
     "entry no object": (lambda f: _edit(f, lambda c: c["ddp_layers"].__setitem__(1, 5)), ["ddp_layers[1]", "5"]),
     "too few layers": (lambda f: _edit(f, lambda c: c["ddp_layers"].pop()), ["2 entries", "3 layers"]),
-    "layers no list": (lambda f: _edit(f, lambda c: c.update(ddp_layers="x")), ["ddp_layers", "list"]),
     "no widths": (lambda f: _edit(f, lambda c: c.pop("ddp_layers")), ["not a pruned checkpoint"]),
     "no heads": (
         lambda f: _edit(f, lambda c: c.update(num_attention_heads=0, num_key_value_heads=0)),
         ["num_attention_heads is 0", "positive integer"],
     ),
-    "dense field a word": (lambda f: _edit(f, lambda c: c.update(head_dim="x")), ["head_dim is 'x'"]),
-    "window a word": (lambda f: _edit(f, lambda c: c.update(sliding_window="x")), ["sliding_window is 'x'"]),
     "too few layer types": (
         lambda f: _edit(f, lambda c: c.update(layer_types=["full_attention"])),
         ["layer_types", "3 layers"],
     ),
     "dense field missing": (lambda f: _edit(f, lambda c: c.pop("num_hidden_layers")), ["num_hidden_layers"]),
     "widths of another checkpoint": (_first("intermediate_size", 8), ["layers.0.mlp", "7", "requires 8"]),
-    "heads of another checkpoint": (_first("query_heads_per_kv_head", [1, 1]), ["layers.0.self_attn", "requires 8"]),
     "tensor of a removed block": (
         _weights(lambda w: w.update({"model.layers.1.mlp.up_proj.weight": np.zeros((3, 16), np.float32)})),
         ["layers.1.mlp.up_proj", "removes"],
@@ -156,46 +136,23 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         [O_PROJ, "[16, 8]", "12"],
     ),
     "missing o_proj": (_weights(lambda w: w.pop(O_PROJ)), ["layer 0", "o_proj"]),
-    "missing down_proj": (_weights(lambda w: w.pop(DOWN_PROJ)), ["layer 2", "down_proj"]),
-    "missing q_proj": (_weights(lambda w: w.pop("model.layers.2.self_attn.q_proj.weight")), ["layer 2", "q_proj"]),
-    "missing up_proj": (_weights(lambda w: w.pop("model.layers.0.mlp.up_proj.weight")), ["layer 0", "up_proj"]),
-    "missing norm": (
-        _weights(lambda w: w.pop("model.layers.0.input_layernorm.weight")),
-        ["layer 0", "input_layernorm"],
-    ),
     "a bias that one layer has": (
         _weights(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(12, np.float32)})),
         ["layer 2", "q_proj.bias"],
-    ),
-    "a bias without its weight": (
-        _weights(lambda w: w.update({UP_PROJ.replace("weight", "bias"): w.pop(UP_PROJ)[:, 0]})),
-        ["layer 0", "up_proj"],
     ),
     "names of another family": (
         _weights(lambda w: [w.update({n.replace("gate_proj", "w1"): w.pop(n)}) for n in list(w) if "gate_proj" in n]),
         ["layers.0.mlp.w1", "unknown in this family"],
     ),
-    "another family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_phi3")), ["layers.0", "unknown in"]),
     "an unknown family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
     "no embedding": (_weights(lambda w: w.pop("model.embed_tokens.weight")), ["model.embed_tokens.weight is missing"]),
     "no last norm": (_weights(lambda w: w.pop("model.norm.weight")), ["model.norm.weight is missing"]),
     "no head": (lambda f: _edit(f, lambda c: c.update(tie_word_embeddings=False)), ["lm_head.weight is missing"]),
-    "no head, and nothing said": (lambda f: _edit(f, lambda c: c.pop("tie_word_embeddings")), ["lm_head.weight"]),
     "no biases at all": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_qwen2")), ["layer 0", "proj.bias"]),
-    "no norms of queries": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_qwen3")), ["layer 0", "_norm"]),
     "another embedding": (lambda f: _edit(f, lambda c: c.update(vocab_size=11)), ["[10, 16]", "[11, 16]"]),
-    "another hidden size": (lambda f: _edit(f, lambda c: c.update(hidden_size=15)), ["[10, 16]", "[10, 15]"]),
-    "names with more before them": (
-        _weights(lambda w: [w.update({f"x.{name}": w.pop(name)}) for name in list(w)]),
-        ["x.model", "unknown in this family"],
-    ),
     "a tensor of no model": (
         _weights(lambda w: w.update({"model.extra": np.zeros(1)})),
         ["'model.extra'", "unknown in"],
-    ),
-    "a norm of a removed block": (
-        _weights(lambda w: w.update({"model.layers.1.input_layernorm.weight": np.zeros(16, np.float32)})),
-        ["layer 1 has input_layernorm", "removes"],
     ),
     "bytes as weights": (
         _weights(lambda w: w.update({UP_PROJ: np.zeros((9, 16), np.uint8)})),
@@ -206,35 +163,19 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         _weights(lambda w: w.update({"layers.1." * 10_000 + "weight": np.zeros(1)})),
         ["layers.1.", "characters)"],
     ),
-    "a layer of 5,000 digits": (
-        _weights(lambda w: w.update({f"model.layers.{'1' * 5000}.mlp.up_proj.weight": np.zeros(1)})),
-        ["model.layers.111", "unknown in"],
-    ),
     "a name that writes to the terminal": (
         _weights(lambda w: w.update({"\x1b]0;evil\x07": np.zeros(1)})),
         ["\\x1b]0;evil\\x07"],
     ),
     "too many layers": (lambda f: _edit(f, lambda c: c.update(num_hidden_layers=5 * 10**8)), ["500000000", "10,000"]),
-    "too much padding": (lambda f: _edit(f, lambda c: c.update(ddp_pad_channels_to=10**12)), ["ddp_pad", "4,096"]),
     "nested config": (lambda f: (f / "config.json").write_text("[" * 100_000), ["config.json", "cannot be read"]),
     "index outside the folder": (_index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "its folder"]),
     "index to an absolute path": (_index({O_PROJ: "/etc/x.safetensors"}), ["'/etc/x.safetensors'"]),
-    "index to a pickle": (_index({O_PROJ: "model.bin"}), ["'model.bin'", "safetensors"]),
     "index to weights nobody checked": (_index({O_PROJ: "other.safetensors"}), ["'other.safetensors'", "model*."]),
     "index to a missing shard": (_index({O_PROJ: "model-2.safetensors"}), ["lacks", "model-2.safetensors"]),
-    "index no object": (_index([1, 2]), ["index"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["has no model*.safetensors"]),
     "weights cut short": (lambda f: (f / "model.safetensors").write_bytes(b"\x10"), ["not a safetensors"]),
-    "weights no safetensors": (
-        lambda f: (f / "model.safetensors").write_bytes(b"PK\x03\x04" * 9),
-        ["not a safetensors"],
-    ),
-    "header no object": (
-        lambda f: (f / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]"),
-        ["not a safetensors"],
-    ),
     "weights a pipe": (lambda f: _pipe(f / "model.safetensors"), ["model.safetensors is not a file"]),
-    "weights a folder": (lambda f: _folder(f / "model.safetensors"), ["model.safetensors is not a file"]),
     "weights without their end": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-4]),
         ["model.safetensors", "truncated"],
@@ -244,7 +185,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         _header(lambda h: h[O_PROJ].update(data_offsets=h["model.layers.2.self_attn.o_proj.weight"]["data_offsets"])),
         ["offsets of", O_PROJ],
     ),
-    "a shape that is negative": (_header(lambda h: h[O_PROJ].update(shape=[-16, -12])), ["lacks shape", O_PROJ]),
     "config of many lists": (
         lambda f: (f / "config.json").write_text(
             '{"x": [' + "[]," * 2_000_000 + "[]], " + (f / "config.json").read_text()[1:]
@@ -258,7 +198,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         ["'199999' occurs twice"],
     ),
     "config a pipe": (lambda f: _pipe(f / "config.json"), ["config.json", "not a file"]),
-    "config without an end": (lambda f: _endless(f / "config.json"), ["config.json", "not a file"]),
     "a name twice": (
         lambda f: (f / "config.json").write_text('{"head_dim": 8, ' + (f / "config.json").read_text()[1:]),
         ["'head_dim' occurs twice"],
@@ -272,17 +211,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         ["config.json cannot be read", "surrogates"],
     ),
     "an index that leaves tensors out": (_index({O_PROJ: "model.safetensors"}), ["does not name tensor"]),
-    "config no JSON": (lambda f: (f / "config.json").write_text("{"), ["config.json", "cannot be read"]),
-    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), ["not a pruned checkpoint"]),
     "config missing": (lambda f: (f / "config.json").unlink(), ["config.json", "missing"]),
-    "provenance no object": (
-        lambda f: save_file({"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": "[1]"}),
-        ["ddp_masks.safetensors", "no object"],
-    ),
-    "recipe no object": (
-        lambda f: save_file({"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"recipe": [1]}'}),
-        ["ddp_masks.safetensors", "its provenance.recipe is [1], no object"],
-    ),
     "perplexity of no number of tokens": (
         lambda f: save_file(
             {"mlp.gates": np.ones(1)}, f / "ddp_masks.safetensors", {"ddp": '{"perplexity": {"dense": 1, "pruned": 2}}'}
@@ -375,20 +304,3 @@ def test_masks_are_told_from_weights() -> None:
     """vLLM's streaming loaders read every safetensors file of a folder."""
     assert all(map(is_mask, ("attn.gates", "mlp.saliency", "experts.z")))
     assert not any(map(is_mask, ("mlp.gate.weight", "model.norm.weight", "lm_head.weight", *_shapes())))
-
-
-def test_inspect_shows_every_layer(folder: Path) -> None:
-    result = CliRunner().invoke(main, ["inspect", str(folder)])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    rows = [line.split("│")[1:5] for line in lines if line.startswith("│")]
-    assert [[cell.strip() for cell in row] for row in rows] == [["0", "2", "3 (2 1)", "7"], ["1", "–", "–", "–"],
-                                                               ["2", "1", "2", "12"]]  # fmt: skip
-    assert any("KV heads" in line and "3 of" in line and "50.0%" in line for line in lines)
-
-
-def test_a_link_to_another_folder_is_not_followed_by_the_index(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder.parent / "model-9.safetensors")
-    _index({O_PROJ: str(folder.parent / "model-9.safetensors")})(folder)
-    with pytest.raises(CheckpointError, match=r"not a file of its folder"):
-        read_checkpoint(folder)

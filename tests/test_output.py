@@ -68,14 +68,6 @@ def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_was_put_aside_goes_with_the_next(folder: Path) -> None:
-    """A process killed between the two renames leaves the old folder and the new one, both whole."""
-    shutil.copytree(folder, folder.with_name(".pruned.old"))
-    with atomic_folder(folder, overwrite=True) as new:
-        (new / "config.json").write_text("{}")
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
 def test_what_was_put_aside_stays_while_there_is_nothing_else(folder: Path) -> None:
     """Killed between the two renames, with a new folder that is not whole: the next attempt begins with the old one."""
     folder.rename(folder.with_name(".pruned.old"))
@@ -221,12 +213,6 @@ def test_overwrite_leaves_folders_alone_that_hold_no_model(tmp_path: Path) -> No
     check_output(tmp_path / "new", overwrite=False)
 
 
-def test_output_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be written"), atomic_folder(tmp_path / "file" / "out"):
-        pass
-
-
 @pytest.mark.parametrize("name", [".out.tmp", ".out.old", "out"])
 def test_files_of_others_are_not_deleted(name: str, tmp_path: Path) -> None:
     """A config.json does not make a folder ours."""
@@ -327,16 +313,6 @@ def test_a_planted_link_is_neither_followed_nor_removed(tmp_path: Path) -> None:
             pass
         assert (tmp_path / "others" / "thesis.txt").read_text() == "years of work"
         (tmp_path / name).unlink()
-
-
-def test_a_lock_is_held_by_one_and_gone_after(tmp_path: Path) -> None:
-    with locked(tmp_path / "lock", "taken"):
-        with pytest.raises(OutputError, match="taken"), locked(tmp_path / "lock", "taken"):
-            pass
-        assert (tmp_path / "lock").exists()
-    assert not (tmp_path / "lock").exists()
-    with locked(tmp_path / "lock", "taken"):
-        pass
 
 
 def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:

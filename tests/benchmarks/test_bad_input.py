@@ -18,12 +18,10 @@ from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
-from ddp_benchmarks.sharegpt import Load, Settings, _schedule, results_file, run_benchmark
+from ddp_benchmarks.sharegpt import Load, Settings, results_file, run_benchmark
 from ddp_vllm.cli import main
-from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError, TextError
+from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
 from ddp_vllm.model_facts import describe_model
-from ddp_vllm.output import check_file
-from ddp_vllm.results import read_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,25 +125,6 @@ def test_a_dense_folder_is_not_measured_as_pruned_nor_written_to(tiny: Path, tmp
     assert sorted(tiny.iterdir()) == before
     settings = Settings(dense=str(tiny), pruned=(str(tiny),))
     assert results_file(settings, tmp_path / "aa.json", overwrite=False) == tmp_path / "aa.json"
-
-
-def test_every_round_starts_with_the_next_model() -> None:
-    settings = Settings(dense="a", pruned=("b", "c"), pairs=4)
-    order = [label for _, _, label in _schedule(settings, ["a", "b", "c"], ["a", "b", "c"])]
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"  # the first round is thrown away
-
-
-def test_output_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    check_file(file, overwrite=False)
-    file.write_text("[]")
-    with pytest.raises(OutputError, match="--overwrite"):
-        check_file(file, overwrite=False)
-    check_file(file, overwrite=True)
-    with pytest.raises(OutputError, match="is a folder"):
-        check_file(tmp_path, overwrite=True)
-    with pytest.raises(TextError, match="no results file"):
-        read_results(file)
 
 
 _WAIT = """

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from ddp_benchmarks import evaluate
 from ddp_benchmarks.evaluate import EvalSettings, run_alone
 from ddp_vllm.evaluations import mean_difference
+from ddp_vllm.results import write_results
 
 COMMAND = [sys.executable, "-c", "from ddp_vllm.cli import main; main()", "eval"]
 
@@ -33,24 +34,29 @@ def piqa(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_task_is_evaluated_once(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+    """With --output nothing is written into either model's folder."""
     pytest.importorskip("lm_eval")
     arguments = [str(tiny), "--tasks", "piqa", "--data", str(piqa.parent), "-o", str(tmp_path / "out")]
     first = run(*arguments, home=tmp_path / "hf")
     assert first.returncode == 0, first.stderr[-2000:]
     assert "PIQA" in first.stdout
     assert "50.00 ± 50.00" in first.stdout  # the rows differ in nothing but the answer: one of them is right
-    results = json.loads(next((tmp_path / "out").glob("results_*.json")).read_text())
+    (file,) = (tmp_path / "out").glob("results_*.json")
+    results = json.loads(file.read_text())
     assert results["results"]["piqa"]["acc_norm,none"] == 0.5
     assert results["n-samples"]["piqa"]["effective"] == 2
-    cached = list((tmp_path / "out" / "tasks").iterdir())
-    again = run(*arguments, "--against", str(tiny), home=tmp_path / "hf")
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert "reusing 1 of 1 tasks" in again.stdout
-    assert "100.0 %" in again.stdout and "between 69.3 points worse and 69.3 better" in again.stdout  # two rows
     assert sorted(results["ddp_vllm"]["answers"]["piqa"]) == [0.0, 1.0] and "answers" not in results
     assert "fatal" not in first.stderr  # git, outside a repository
-    assert list((tmp_path / "out" / "tasks").iterdir()) == cached
+    cached = list((tmp_path / "out" / "tasks").iterdir())
+    dense = shutil.copytree(tiny, tmp_path / "dense")
+    again = run(*arguments, "--against", str(dense), home=tmp_path / "hf")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert "reusing 1 of 1 tasks" in again.stdout and list((tmp_path / "out" / "tasks").iterdir()) == cached
+    assert "100.0 %" in again.stdout and "cannot tell: between 69.3 points worse and 69.3 better" in again.stdout
+    results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
+    assert results["ddp_vllm"]["model"]["model"] == str(dense)
+    assert not (dense / "eval").exists() and not (tiny / "eval").exists()
 
 
 def test_as_many_rows_at_once_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,26 +76,20 @@ def test_as_many_rows_at_once_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_task_of_a_hub_model_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading it brings its weights to this machine; what names the cache file must be the same before and after."""
-    evaluator = pytest.importorskip("lm_eval.evaluator")
+    """Loading it brings its weights to this machine; the name of the cache file depends on them."""
     snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
 
-    def load(settings: EvalSettings) -> tuple[object, dict[str, object]]:
+    def evaluate_tasks(_: object, settings: EvalSettings, *__: object) -> None:
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text("{}")
         save_file({"w": np.zeros(1, np.float32)}, snapshot / "model.safetensors")
         (snapshot.parents[1] / "refs").mkdir()
         (snapshot.parents[1] / "refs" / "main").write_text("abc")
-        return object(), {}
-
-    def simple_evaluate(**_: object) -> dict[str, object]:
-        samples = {"piqa": [{"acc_norm": 1.0, "filter": "none"}]}
-        return {"results": {"piqa": {"acc_norm,none": 1.0}}, "config": {}, "samples": samples}
+        part = {"results": {"piqa": {"acc_norm,none": 1.0}}, "config": {}, "answers": {"piqa": [1.0]}}
+        write_results(part, evaluate._cache_file(settings, "piqa", None))
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(evaluate, "run_alone", lambda function, *arguments: function(*arguments))
-    monkeypatch.setattr(evaluate, "_load_model", load)
-    monkeypatch.setattr(evaluator, "simple_evaluate", simple_evaluate)
+    monkeypatch.setattr(evaluate, "run_alone", evaluate_tasks)
     said: list[str] = []
     for _ in range(2):
         results = evaluate.evaluate(
@@ -130,20 +130,6 @@ def test_few_rows_prove_little(dense: list[float], pruned: list[float]) -> None:
     assert 1.96 / (len(dense) + 2) < half_width < 3.0 / len(dense) ** 0.5
 
 
-def test_results_of_the_dense_model_go_beside_those_of_the_pruned(tiny: Path, piqa: Path, tmp_path: Path) -> None:
-    """With --output nothing is written into either model's folder; one row says next to nothing."""
-    pytest.importorskip("lm_eval")
-    dense = shutil.copytree(tiny, tmp_path / "dense")
-    arguments = [str(tiny), "--against", str(dense), "--tasks", "piqa", "--data", str(piqa), "--limit", "1"]
-    output = run(*arguments, "-o", str(tmp_path / "out"), home=tmp_path / "hf")
-    assert output.returncode == 0, output.stderr[-2000:]
-    assert "cannot tell: between" in output.stdout
-    results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
-    assert results["ddp_vllm"]["model"]["model"] == str(dense)
-    assert len(list((tmp_path / "out").glob("results_*.json"))) == 1
-    assert not (dense / "eval").exists() and not (tiny / "eval").exists()
-
-
 def test_an_unwritable_output_is_refused_before_any_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     dense = shutil.copytree(tiny, tmp_path / "dense")
@@ -159,13 +145,13 @@ _LOAD = """
 import sys
 from ddp_benchmarks.evaluate import EvalSettings, _load_model
 for folder in sys.argv[1:]:
-    model, _ = _load_model(EvalSettings(model=folder, tasks=("piqa",), max_length=64))
-    print("RESULT", model.model.config._attn_implementation)
+    settings = EvalSettings(model=folder, tasks=("piqa",), max_length=64, model_args=(("trust_remote_code", "True"),))
+    print("RESULT", _load_model(settings)[0].model.config._attn_implementation)
 """
 
 
-def test_a_model_that_caps_attention_is_loaded_with_its_cap(tiny: Path, tmp_path: Path) -> None:
-    """transformers' sdpa leaves Gemma-2's cap out, so the dense model would be another one than the pruned."""
+def test_how_a_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+    """transformers' sdpa leaves Gemma-2's cap out, and code of a dense folder runs only if `--model-args` says so."""
     pytest.importorskip("lm_eval")
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -175,15 +161,6 @@ def test_a_model_that_caps_attention_is_loaded_with_its_cap(tiny: Path, tmp_path
             **sizes, num_key_value_heads=1, head_dim=8, vocab_size=300, attn_logit_softcapping=cap
         )
         transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / name)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "-c", _LOAD, str(tmp_path / "capped"), str(tmp_path / "plain")]
-    output = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert output.returncode == 0, output.stderr[-2000:]
-    assert [line for line in output.stdout.splitlines() if line.startswith("RESULT")] == ["RESULT eager", "RESULT sdpa"]
-
-
-def test_code_of_a_dense_folder_runs_only_if_asked(tiny: Path, piqa: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
     folder, ran = shutil.copytree(tiny, tmp_path / "own-code"), tmp_path / "ran"
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
@@ -194,15 +171,15 @@ def test_code_of_a_dense_folder_runs_only_if_asked(tiny: Path, piqa: Path, tmp_p
         "class C(LlamaConfig):\n    model_type = 'own'\n"
         "class M(LlamaForCausalLM):\n    config_class = C\n"
     )
-    arguments = [str(folder), "--tasks", "piqa", "--data", str(piqa), "-o", str(tmp_path / "out")]
-    output = run(*arguments, home=tmp_path / "hf")
+    output = run(str(folder), "--tasks", "piqa", "--data", str(piqa), home=tmp_path / "hf")
     assert output.returncode == 3 and "--model-args trust_remote_code=True" in output.stderr, output.stderr[-2000:]
     assert not ran.exists()
-    output = run(*arguments, "--model-args", "trust_remote_code=False", home=tmp_path / "hf")
-    assert output.returncode == 3 and not ran.exists(), output.stderr[-2000:]
-    output = run(*arguments, "--model-args", "trust_remote_code=True", home=tmp_path / "hf")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-c", _LOAD, *(str(tmp_path / name) for name in ("capped", "plain", "own-code"))]
+    output = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert output.returncode == 0, output.stderr[-2000:]
-    assert ran.exists()
+    lines = [line for line in output.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines == ["RESULT eager", "RESULT sdpa", "RESULT sdpa"] and ran.exists()
 
 
 def use_a_missing_package() -> None:

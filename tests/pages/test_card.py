@@ -44,12 +44,6 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     assert "\nits dense model with structure removed" in card and "base_model" not in card
 
 
-def test_the_card_says_how_it_was_measured(trained: Path) -> None:
-    card = model_card(read_checkpoint(trained), "pruned")
-    assert "in 16 blocks that all models read and none was trained on" in card
-    assert re.search(r"\| pruned / dense \| 1\.\d\d \| ± 0\.\d\d \|", card)
-
-
 def test_the_card_says_how_near_it_is_and_on_which_tokens_it_learned(trained: Path) -> None:
     checkpoint = read_checkpoint(trained)
     near = {"agreement": {"pruned": {"kl": 0.1234, "top1": 0.871}}}

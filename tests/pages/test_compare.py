@@ -18,7 +18,6 @@ from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.model_facts import describe_model
-from ddp_vllm.pages.compare import headline, task_table
 from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
 from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import judge, verdicts
@@ -162,22 +161,6 @@ def test_models_with_different_parents_are_refused(tmp_path: Path) -> None:
         collect([first], dense=str(second))
 
 
-def test_one_parent_written_in_two_ways_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = write_dense(tmp_path / "base")
-    monkeypatch.chdir(tmp_path)
-    collect([write_pruned(tmp_path / "a", "./base"), write_pruned(tmp_path / "b", dense)])
-
-
-def test_dense_results_under_the_output_of_eval_are_found(tmp_path: Path) -> None:
-    """`eval half --against base -o half/eval`, where base can't be written."""
-    dense = write_dense(tmp_path / "base", 0.8)
-    pruned = write_pruned(tmp_path / "half", dense)
-    write_evaluation(pruned, 0.6)
-    (dense / "eval").rename(pruned / "eval" / "against-base")
-    comparison = collect([pruned])
-    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
-
-
 def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     """`eval half --against base -o numbers`, then `compare half --results numbers`."""
     dense, numbers = write_dense(tmp_path / "base", 0.8), tmp_path / "numbers"
@@ -194,15 +177,6 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = CliRunner().invoke(main, ["compare", str(pruned), "--results", str(tmp_path / "empty"), "--overwrite"])
     assert result.exit_code == 4 and "empty holds no results of ddp-vllm bench or eval" in result.stderr
-
-
-def test_a_file_found_and_passed_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = write_dense(tmp_path / "base")
-    pruned = write_pruned(tmp_path / "half", dense)
-    bench = write_bench(pruned / "sharegpt.json", dense, pruned, FASTER)
-    monkeypatch.chdir(tmp_path)
-    comparison = collect([pruned], results=[Path("half/sharegpt.json"), bench])
-    assert len(comparison.benches) == len(comparison.pruned[0].speeds) == 1
 
 
 def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -> None:
@@ -236,19 +210,6 @@ def test_of_several_results_at_a_load_the_latest_that_ended_counts(tmp_path: Pat
     assert [bench["started"] for bench in comparison.benches] == ["2026-02-01T00:00:00Z"]
 
 
-def test_a_dense_model_of_the_hub_is_known_once_it_was_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    home = tmp_path / "hub" / "models--org--base"
-    write_model(home / "snapshots" / "abc", widths=[(2, 16), (2, 16)], origin=None)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text("abc")
-    comparison = collect([write_pruned(tmp_path / "half", "org/base")])
-    assert comparison.dense and comparison.dense.facts.name == "org/base"
-    assert "% fewer parameters" in headline(comparison.pruned[0], comparison)
-
-
 def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
     pruned = write_pruned(tmp_path / "half", write_dense(tmp_path / "base"))
     result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.md")])
@@ -258,15 +219,6 @@ def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert not (tmp_path / "page.md").read_text().startswith("<")
-
-
-def test_a_page_whose_table_cannot_be_written_is_not_written_either(tmp_path: Path) -> None:
-    """Its name is as long as a file system allows, and that of the table is three characters longer."""
-    pruned = write_pruned(tmp_path / "half", write_dense(tmp_path / "base"))
-    (tmp_path / "pages").mkdir()
-    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "pages" / ("p" * 240))])
-    assert result.exit_code == 5 and "cannot be written" in result.stderr
-    assert list((tmp_path / "pages").iterdir()) == []
 
 
 def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:
@@ -289,19 +241,6 @@ def test_a_tolerance_that_is_no_factor_is_refused(tolerance: str, tmp_path: Path
     result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(page), "--tolerance", tolerance])
     assert result.exit_code == 2 and f"--tolerance {tolerance} is no factor" in result.stderr
     assert not page.exists()
-
-
-def test_what_a_pruned_model_cannot_do_is_not_said_of_an_unknown_dense_one(tmp_path: Path) -> None:
-    pruned = write_pruned(tmp_path / "half", "")
-    path = write_evaluation(pruned, 0.5)
-    content = json.loads(path.read_text())
-    scores = {"exact_match,flexible-extract": 0.0, "exact_match_stderr,flexible-extract": 0.0}
-    content["results"]["gsm8k"] = scores
-    path.write_text(json.dumps(content))
-    comparison = collect([pruned])
-    assert comparison.dense is None
-    rows = [row[0] for row in task_table(comparison).rows if str(row[0]).startswith("GSM8K")]
-    assert rows == ["GSM8K (exact match)"]
 
 
 def write_family(folder: Path, dense: str) -> list[Path]:
@@ -373,25 +312,15 @@ def _set(*path: Any) -> Callable[[Any], None]:
 
 DAMAGED: dict[str, Callable[[Any], None]] = {  # results with our marker that are not what we write
     "models missing": lambda content: content.pop("models"),
-    "models no list": _set("models", {"model": "x"}),
     "a model without a name": lambda content: content["models"][0].pop("model"),
-    "runs a number": _set("runs", 3),
     "a speed that is a word": _set("runs", 0, "metrics", "requests_per_second", "fast"),
     "a speed that is no number": _set("verdicts", 0, "metrics", "requests_per_second", "ratio", float("nan")),
-    "a verdict without its metric": _set("verdicts", 0, "metrics", {}),
     "no settings": lambda content: content.pop("settings"),
-    "versions a list": _set("versions", []),
-    "complete a word": _set("complete", "yes"),
-    "a sample of nothing": _set("sample", None),
 }
 DAMAGED_EVALUATIONS: dict[str, Callable[[Any], None]] = {
     "our part a number": _set("ddp_vllm", 5),
-    "a model that is a name": _set("ddp_vllm", "model", "x"),
-    "results a list": _set("results", []),
     "a task that is a number": _set("results", "piqa", 0.5),
-    "questions that are words": _set("n-samples", "piqa", "effective", "many"),
     "answers that are no shares": _set("ddp_vllm", "answers", {"piqa": [2.0]}),
-    "a date that is a word": _set("date", "today"),
     "no limit": lambda content: content["ddp_vllm"]["settings"].pop("limit"),
 }
 
@@ -407,11 +336,3 @@ def test_damaged_results_are_one_line(passed: bool, case: str, pruned: Path, tmp
     result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.html"), *more])
     assert result.exit_code == 4 and result.stderr.count("\n") == 1, (result.stderr, result.exception)
     assert str(path.name) in result.stderr and "is damaged" in result.stderr
-
-
-def test_a_score_that_is_none_was_not_measured(pruned: Path) -> None:
-    path = pruned / "eval" / "results.json"
-    content = json.loads(path.read_text())
-    content["results"]["piqa"]["acc_norm,none"], content["results"]["boolq"]["acc,none"] = "N/A", float("nan")
-    path.write_text(json.dumps(content))
-    assert collect([pruned]).pruned[0].accuracy is None

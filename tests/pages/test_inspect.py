@@ -10,7 +10,6 @@ from written_folders import write_masks
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.pages.page import Table, markdown_table
 from ddp_vllm.pages.summary import removed_parameters, units
 
 
@@ -55,9 +54,3 @@ def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: 
     write_masks(folder, {}, {"rounding": {"[/nope]": change, "\x1b[31mred": change}})
     text = _inspect(folder)
     assert "rounding of [/nope]" in text and "rounding of \\x1b[31mred" in text and "\x1b" not in text
-
-
-def test_cells_stay_cells() -> None:
-    """No tags or lines of their own in Markdown."""
-    table = Table(headings=["a"], rows=[["<img src=x>\n| b"], ["\x1b]0;evil\x07"]])
-    assert markdown_table(table).splitlines()[2:] == ["| &lt;img src=x> \\| b |", r"| \\x1b]0;evil\\x07 |"]

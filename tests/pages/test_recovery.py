@@ -77,18 +77,11 @@ def test_card_and_inspect_say_what_was_learned_and_what_it_gave(recovered: Path)
 
 BROKEN: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "answers a list": lambda r, q: r.update(answers=[]),
-    "too few answers": lambda r, q: r["answers"].update(dense=["one"]),
     "answers no lists": lambda r, q: r["answers"].update(dense=3),
-    "prompts a number": lambda r, q: r.update(prompts=3),
-    "watched a list": lambda r, q: r.update(watched=["a"]),
     "watched without numbers": lambda r, q: r.update(watched={"a": {}}),
-    "watched of no model": lambda r, q: r.update(watched={"a": 1}),
-    "recipe a list": lambda r, q: r.update(recipe=[]),
     "tokens a word": lambda r, q: r["recipe"].update(tokens="many"),
-    "texts no names": lambda r, q: r.update(texts=[1]),
     "recovered no number": lambda r, q: q.update(recovered="good"),
     "losses of fewer blocks": lambda r, q: q["block_losses"].update(recovered=[1.0]),
-    "a loss that is none": lambda r, q: q["block_losses"].update(recovered=[1.0, math.nan]),
     "a loss out of bounds": lambda r, q: q["block_losses"].update(recovered=[1.0, 1e9]),
 }
 

@@ -55,7 +55,3 @@ def test_pairing_removes_what_slows_both() -> None:
 )
 def test_sentences(pruned: list[float], sentence: str) -> None:
     assert judge([1.0] * len(pruned), pruned).sentence == sentence
-
-
-def test_one_pair_has_no_interval_in_json() -> None:
-    assert judge([1.0], [1.5]).to_json()["low"] is None

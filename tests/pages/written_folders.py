@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,39 @@ def write_bench(
     results["verdicts"] = verdicts(results)
     path.write_text(json.dumps(results))
     return path
+
+
+class PageReader(HTMLParser):
+    """What a browser would load of a page, and what it would show."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.figures: list[str] = []
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+        assert "<script" not in text and "@import" not in text
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if tag == "figure":
+            self.figures.append(values["id"])
+        if tag == "a":
+            self.links.append(values["href"])
+        else:
+            loaded = [values[name] for name in ("src", "href", "xlink:href") if name in values]
+            self.loaded += [value for value in loaded if not value.startswith("#")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data

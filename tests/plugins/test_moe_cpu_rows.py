@@ -126,13 +126,6 @@ def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(list((fresh / "kernels").iterdir())) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(fresh: Path) -> None:
-    fresh.write_text("a file where the folder should be")
-    assert kernel() is not None
-    problem = draw(CASES["one token"], torch.bfloat16)
-    problem.check(_run(problem))
-
-
 def test_a_library_that_a_crash_cut_short_is_made_again(fresh: Path) -> None:
     """In a process that has not loaded it: the system's loader remembers names."""
     library = fresh / "kernels" / f"{moe_cpu_rows.SOURCE.stem}-cut.so"
