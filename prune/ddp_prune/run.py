@@ -30,7 +30,7 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was resolved for one size: made once before the first step, handed on, and saved."""
+    """The recipe of one size with every setting resolved. It is made before the first step and saved with the run."""
 
     recipe: Recipe
     """What the user asked for."""
@@ -50,7 +50,7 @@ class Run:
         return cls(recipe=recipe, steps=schedule([recipe])[0], **resolved)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was resolved as plain data, without the recipe and the contents of the profile."""
+        """Return the resolved settings as plain data, without the recipe and the contents of the profile."""
         return {"train": self.train, "steps": list(self.steps), "start": dict(self.start), "in_family": self.in_family}
 
 

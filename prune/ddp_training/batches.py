@@ -16,7 +16,7 @@ TEACHER_CACHE_BYTES = 4 << 30  # host memory per process for hidden states of te
 
 
 class Settings(Protocol):
-    """The settings of a recipe that training reads; `ddp_prune.recipe.TrainingSettings` documents them."""
+    """The settings that training reads: those of `TrainingSettings`, and the number of steps."""
 
     @property
     def batch_size(self) -> int: ...

@@ -9,7 +9,7 @@ import torch
 
 from ddp_vllm.manifest import sha256
 
-INDECISIVE = (  # settings that do not change what is learned, or are compared by what was resolved of them
+INDECISIVE = (  # settings that do not change the result, and settings whose resolved values are compared instead
     *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "profile"),
 )
 PAGES, PAGE = 64, 4096  # number and bytes of the pages of a weight file, evenly spread, that a fingerprint reads

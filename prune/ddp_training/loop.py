@@ -96,7 +96,7 @@ def take_steps(
 
 
 def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family: FamilyCheckpoints) -> int:
-    """Restore what was saved of this run, or else of the size before, and return the first step to do."""
+    """Restore the saved state of this run, or else that of the size before, and return the first step to do."""
     saved: Saved | None = load_run(state, accelerator)
     if saved is None:
         state.start()
