@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ddp_models.loading import load
+from ddp_models.loading import load, load_teacher
 from ddp_models.source import Source, open_source, tokenizer_and_config_files, weight_files
 from ddp_prune.budget import suited_pools
 from ddp_prune.export import layer_widths
@@ -29,7 +29,7 @@ from ddp_prune.gates import GatedModel, Masks, block_losses
 from ddp_prune.masks_file import read_masks, write_masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
-from ddp_prune.train import train
+from ddp_prune.train import Joint, train
 from ddp_prune.trainer import Trainer
 from ddp_study.page import CELLS, STUDY_FILE
 from ddp_study.scores import Score, Search, choose, unfit
@@ -38,7 +38,7 @@ from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_m
 from ddp_text.tokens import load_tokenizer
 from ddp_training.fingerprint import fingerprint
 from ddp_training.loss import perplexity_of
-from ddp_training.memory import TRAINING_BYTES, fits_training, peak_bytes, reset_peak
+from ddp_training.memory import fits, model_bytes, peak_bytes, reset_peak
 from ddp_training.processes import make_accelerator
 from ddp_training.run_state import RunState
 from ddp_training.weights import TrainedWeights
@@ -48,6 +48,7 @@ from ddp_vllm.families import dense_layers
 from ddp_vllm.output import locked, make_folder, write_text
 
 DENSE = "dense"
+OPTIMIZER = "adamw"  # of trained weights
 TOLERANCE = 0.01  # share of the units by which a file's masks, such as the paper's, may deviate from a sparsity
 LONGEST_NAME = 80  # characters
 TOGETHER = ("seconds", "cpu_seconds", "tokens")  # added over a second run and the row it continues
@@ -220,9 +221,11 @@ class Cells:
             suited_pools(recipe, self.source, shapes)
         except SettingError as error:
             return str(error)
-        num_weights = sum(math.prod(shape) for shape in shapes.values())
-        fits = recipe.train != "weights" or fits_training(num_weights, self.accelerator, TRAINING_BYTES + 2)
-        return "" if fits else "not enough memory for trained weights and the dense model"
+        if recipe.train != "weights":
+            return ""
+        model: Any = self.gated.model
+        num_bytes = model_bytes(shapes, model.dtype.itemsize, OPTIMIZER, teacher=True)
+        return "" if fits(num_bytes, self.accelerator) else "not enough memory for trained weights and the dense model"
 
     def train(self, row: Row, recipe: Recipe, text: Blocks) -> tuple[Masks, Facts]:
         """Return the final gates of a search or a second run; after an interruption the same call resumes."""
@@ -240,21 +243,23 @@ class Cells:
         make = row.method.trainer if isinstance(row.method, Search) else second_run
         files = weight_files(self.source.folder), tokenizer_and_config_files(self.source.folder)
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
-        asked, weights, teacher = Run.alone(recipe, train=recipe.train), None, None
+        joint = None
+        asked = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
         run = RunState(path.with_suffix(""), recipe, resolved=asked.to_dict(), learned_from=facts)
         with run.locked():
             if recipe.train == "weights":
-                teacher = load(self.source, recipe, self.accelerator) if recipe.distillation > 0 else None
-                weights = TrainedWeights(self.gated.model, self.accelerator)
-            means = self.accelerator, run, lambda _metrics: None, weights, teacher
+                weights = TrainedWeights(self.gated.model, self.accelerator, optimizer=OPTIMIZER)
+                teacher = load_teacher(self.source, recipe, self.accelerator, self.gated.model)
+                joint = Joint(weights, teacher=teacher if recipe.distillation > 0 else None)
+            means = self.accelerator, run, lambda _metrics: None, joint
             loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
             _, pools = suited_pools(recipe, self.source, self.source.shapes)
             learned = train(self.gated, text.train, asked, pools, *means, make=make, loss_mask=loss_mask)
             seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-            if weights:
-                weights.finish()
+            if joint:
+                joint.weights.finish()
             run.remove()
-        numbers = [*learned.gates.values(), *(weights.trained.values() if weights else ())]
+        numbers = [*learned.gates.values(), *(joint.weights.trained.values() if joint else ())]
         found: Facts = {"tokens": recipe.steps * recipe.batch_size * recipe.seq_len}
         found |= {
             "learns": sum(map(torch.numel, numbers)),

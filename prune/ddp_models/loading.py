@@ -45,6 +45,14 @@ def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> 
     return load_model(source, recipe.dtype, accelerator.device)
 
 
+def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelerator, student: Any) -> Any:
+    """Load the dense model once more; it shares embeddings and output head, which are not trained, with `student`."""
+    teacher = load(source, recipe, accelerator)
+    teacher.set_input_embeddings(student.get_input_embeddings())
+    teacher.set_output_embeddings(student.get_output_embeddings())
+    return teacher
+
+
 def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
     """Return the dtype and the attention implementation for loading the model on `device` (None: a CPU).
 

@@ -310,7 +310,9 @@ class NarrowLayers:
                 module._parameters[name] = parameter
 
 
-def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int) -> NarrowLayers | None:
+def narrow_layers(
+    gated: GatedModel, accelerator: Accelerator, num_sequences: int, seq_len: int, optimizer: str
+) -> NarrowLayers | None:
     """Return narrow layers if their copies fit next to a pass; None for experts and sharded weights.
 
     A run that resumes with less memory also computes closed units: its sums round differently.
@@ -319,7 +321,7 @@ def narrow_layers(gated: GatedModel, accelerator: Accelerator, num_sequences: in
         return None
     narrow = NarrowLayers(gated)
     copies = narrow.copied_bytes()
-    fits = copies is not None and fits_with_pass(copies, gated, num_sequences, seq_len, accelerator)
+    fits = copies is not None and fits_with_pass(copies, gated, num_sequences, seq_len, accelerator, optimizer)
     return narrow if fits else None
 
 

@@ -9,11 +9,12 @@ from rich.console import Console
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source, check_index, check_spares_source, open_source
-from ddp_prune.budget import Pool, suited_pools
+from ddp_prune.budget import Pool, head_unit_of, suited_pools
 from ddp_prune.export import export, layer_widths
 from ddp_prune.masks_file import provenance_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, make_runs
+from ddp_prune.timing import settle
 from ddp_prune.train import Inputs, Result, is_same_recipe, read_inputs, resolve_training_mode, train_size
 from ddp_text.documents import sources_of
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints
@@ -59,7 +60,12 @@ def prune(
     shapes = source.shapes
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [suited_pools(recipe, source, shapes, profile)[1] for recipe in recipes]
-    runs = make_runs(recipes, pools, resolve_training_mode(first, shapes, folders[0], accelerator), profile)
+    show_line = partial(console.print, markup=False, soft_wrap=True)
+    say: Callable[[str], None] = show_line if accelerator.is_main_process else lambda _: None
+    mode = resolve_training_mode(first, source, folders[0], accelerator, say)
+    unit = head_unit_of(first, source)
+    recipes = settle(recipes, folders[0], mode, source, pools[-1], unit, accelerator, say)
+    runs = make_runs(recipes, pools, mode, profile)
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipes[-1].to_dict())
     inputs = main_process_first(accelerator, partial(read_inputs, runs[-1], source, accelerator, console))
@@ -162,6 +168,7 @@ def write(inputs: Inputs, run: Run, result: Result, state: RunState, *, overwrit
         "search_steps": run.steps.search,
         "texts": sources_of(recipe.data),
         "rounding": learned.rounding,
+        **({"learning_rate": learned.rate} if learned.rate else {}),
         **learned.routing(source.sizes.routed_layers),
     }
     if run.profile:

@@ -1,8 +1,5 @@
 """The dry run, `prune --dry-run`: what a run would remove, and the memory and time it would take. Text is not read."""
 
-import dataclasses
-import math
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,18 +8,17 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import check_sharding, load, loading_options
+from ddp_models.loading import check_sharding, loading_options
 from ddp_models.source import AGAIN, Source
 from ddp_prune.budget import Pool, suited_pools
-from ddp_prune.gates import GatedModel
 from ddp_prune.pipeline import find_model, latency_profile
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run, make_runs
-from ddp_prune.train import TRAINERS, resolve_training_mode
-from ddp_training.batches import Batches, fit_batches, sequences_at_once
-from ddp_training.memory import TRAINING_BYTES, USABLE, SizedModel, free_memory, pass_bytes
+from ddp_prune.run import Mode, Run, make_runs
+from ddp_prune.timing import seconds_a_step, settle
+from ddp_prune.train import mode_bytes, resolve_training_mode
+from ddp_training.batches import sequences_at_once
+from ddp_training.memory import USABLE, SizedModel, free_memory, gigabytes, pass_bytes
 from ddp_training.processes import make_accelerator
-from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading
 from ddp_vllm.families import dense_layers
@@ -36,8 +32,8 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     check_sharding(first, accelerator.num_processes)
     source = find_model(first, output)
     profile = latency_profile(first, source, _refuse_to_measure)
-    mode = resolve_training_mode(first, source.shapes, output, accelerator)
-    lines, pools_of = [], []
+    lines, pools_of = list[str](), []
+    mode = resolve_training_mode(first, source, output, accelerator, lines.append)
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
@@ -45,7 +41,8 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
         pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
         lines += _removed_of_model(recipe, source, pools)
-    runs = make_runs(recipes, pools_of, mode, profile)
+    recipes = settle(recipes, output, mode, source, pools, head_unit, accelerator, lines.append)
+    runs, last = make_runs(recipes, pools_of, mode, profile), recipes[-1]
     needed, memory = _memory(runs[-1], source, accelerator)
     steps = runs[-1].steps.last
     text = (
@@ -55,7 +52,7 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
     lines += [memory, text]
     if needed > USABLE * free_memory(accelerator):
         return [*lines, "time: not measured, because memory is short"]
-    seconds = _seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
+    seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     steps = sum(each.steps.last - each.steps.first for each in runs)
     lines.append(
         f"time: about {_duration(steps * seconds)}: {steps:,} steps of {_duration(seconds)}, measured now on random "
@@ -115,37 +112,15 @@ def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, 
         )
     learns = run.train == "weights"
     model.requires_grad_(learns)
-    held = sum(map(math.prod, source.shapes.values())) // (accelerator.num_processes if recipe.shard else 1)
     has_teacher = learns and recipe.distillation > 0  # a second model
-    weights = held * (TRAINING_BYTES * learns + (1 + has_teacher) * model.dtype.itemsize)
+    weights = mode_bytes(recipe, source, Mode(run.train, run.optimizer), accelerator.num_processes)
     at_once, sized = sequences_at_once(recipe, accelerator), SimpleNamespace(model=model, sizes=source.sizes)
     passing = pass_bytes(cast(SizedModel, sized), at_once, recipe.seq_len)
     return weights + passing, (
-        f"memory: about {_gigabytes(weights + passing)}: {_gigabytes(weights)} for "
-        f"{'the model and its teacher' if has_teacher else 'the model'}, {_gigabytes(passing)} for {at_once} × "
-        f"{recipe.seq_len:,} tokens per forward pass; {_gigabytes(free_memory(accelerator))} are free"
+        f"memory: about {gigabytes(weights + passing)}: {gigabytes(weights)} for "
+        f"{'the model and its teacher' if has_teacher else 'the model'}, {gigabytes(passing)} for {at_once} × "
+        f"{recipe.seq_len:,} tokens per forward pass; {gigabytes(free_memory(accelerator))} are free"
     )
-
-
-def _seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator) -> float:
-    """Return the seconds of a step, from one forward and backward pass over random tokens after a warm-up."""
-    recipe = run.recipe
-    gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, head_unit)
-    share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
-    tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
-    model: Any = gated.model
-    blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
-    batches = Batches(blocks, tried, accelerator)
-    weights = TrainedWeights(model, accelerator) if run.train == "weights" else None
-    fit_batches(gated, batches, tried, accelerator, lambda _: None)
-    trainer = TRAINERS[recipe.controller](gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator)
-    if weights:
-        dense = load(source, recipe, accelerator) if recipe.distillation > 0 else None
-        trainer.train_weights(weights, dense)
-    for step in range(2):
-        began = time.perf_counter()
-        trainer.step(step)
-    return (time.perf_counter() - began) * share / at_once
 
 
 def _duration(seconds: float) -> str:
@@ -161,7 +136,3 @@ def short(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.4g}{suffix}"
     return f"{number:.0f}"
-
-
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"

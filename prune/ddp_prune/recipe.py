@@ -99,6 +99,10 @@ class Recipe(TrainingSettings):
 
     steps: int = setting(1000, least=1)
     """Optimizer steps in total: search and polish."""
+    minutes: float = setting(0.0, least=0)
+    """Minutes of training. A step is timed first, and the steps that fit replace `steps`; where they would be few,
+    `batch_size` and `seq_len` are lowered. Loading and evaluation come on top. Saved with the run, which resumes with
+    the same steps."""
 
     controller: str = setting("gradual", choices=("gradual", "alm"))
     """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, those of the
@@ -201,6 +205,8 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
         values["alm"] = AlmSettings(**alm)
         if values["alm"] != AlmSettings() and values.get("controller") != "alm":
             raise SettingError(f'the table [alm] of {where} is for controller = "alm"; set that, or leave it out')
+    if settings.get("minutes") and settings.get("steps"):
+        raise SettingError("steps and minutes are given; give one of them")
     if "model" not in values:
         raise SettingError("model is missing; give it on the command line or in the recipe")
     if not {"sparsity", "target", "speedup"} & values.keys():

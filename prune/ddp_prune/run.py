@@ -28,6 +28,22 @@ class Steps(NamedTuple):
     """Steps after which its polish ends."""
 
 
+class Mode(NamedTuple):
+    """What is trained, and by which optimizer."""
+
+    train: str
+    """`masks` or `weights`."""
+    optimizer: str
+    """Of the weights; "" for masks only."""
+
+    def __str__(self) -> str:
+        return f"masks and weights with {self.optimizer}" if self.optimizer else "masks only"
+
+
+MODES = (Mode("weights", "adamw"), Mode("weights", "adamw-8bit"), Mode("masks", ""))
+"""From the one that recovers the most to the one that requires the least memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The recipe of one size with every setting resolved. It is made before the first step and saved with the run."""
@@ -37,6 +53,8 @@ class Run:
     steps: Steps
     train: str = "masks"
     """`masks` or `weights`: the training mode, resolved if the recipe has `auto`."""
+    optimizer: str = ""
+    """Optimizer of trained weights, resolved; "" for masks only."""
     profile: Profile | None = None
     """The latency profile behind a budget in measured time."""
     start: Mapping[str, float] = field(default_factory=dict)
@@ -51,7 +69,9 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved settings as plain data, without the recipe and the contents of the profile."""
-        return {"train": self.train, "steps": list(self.steps), "start": dict(self.start), "in_family": self.in_family}
+        batch = [self.recipe.batch_size, self.recipe.seq_len]
+        resolved = {"train": self.train, "optimizer": self.optimizer, "batch": batch, "steps": list(self.steps)}
+        return resolved | {"start": dict(self.start), "in_family": self.in_family}
 
 
 def search_steps(recipe: Recipe) -> int:
@@ -87,11 +107,11 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
 
 
 def make_runs(
-    recipes: Sequence[Recipe], pools: Sequence[Sequence["Pool"]], mode: str, profile: Profile | None
+    recipes: Sequence[Recipe], pools: Sequence[Sequence["Pool"]], mode: Mode, profile: Profile | None
 ) -> list[Run]:
     """Return the run of each size; each begins at the keep ratios of the size before."""
     starts = [{}, *({pool.name: pool.keep_ratio for pool in each} for each in pools)]
     return [
-        Run(recipe=recipe, steps=steps, train=mode, profile=profile, start=start, in_family=len(recipes) > 1)
+        Run(recipe=recipe, steps=steps, **mode._asdict(), profile=profile, start=start, in_family=len(recipes) > 1)
         for recipe, steps, start in zip(recipes, schedule(recipes), starts[:-1], strict=True)
     ]

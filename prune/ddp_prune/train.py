@@ -1,11 +1,13 @@
 """Trains one size: the dense model and text in, its gates, their evaluation and the updated weights out."""
 
+import dataclasses
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,48 +17,89 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_models.evaluation import Evaluation, bos_warning
-from ddp_models.loading import load
+from ddp_models.loading import load, load_teacher
 from ddp_models.source import Source, tokenizer_and_config_files, weight_files
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
 from ddp_prune.gates import GatedModel
 from ddp_prune.masks_file import provenance_of
+from ddp_prune.rate import TRIAL_STEPS, divergence, find_rate
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Run
+from ddp_prune.run import MODES, Mode, Run
 from ddp_prune.trainer import Learned, Trainer
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import decisive, fingerprint
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
-from ddp_training.memory import TRAINING_BYTES, fit_attention, fits_training
+from ddp_training.memory import FROZEN, TRAINING_SHARE, fit_attention, fits, free_memory, gigabytes, model_bytes
 from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import RunState, saved_header
-from ddp_training.weights import TrainedWeights
-from ddp_vllm.errors import ModelError, TrainingError
+from ddp_training.weights import TrainedWeights, highest_rate
+from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.provenance import published_recipe
 
 TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
 
 
+def allowed_modes(recipe: Recipe) -> list[Mode]:
+    """Return the training modes that a recipe allows, from the one that recovers the most."""
+    train = "masks" if recipe.train == "auto" and recipe.controller == "alm" else recipe.train
+    return [
+        mode
+        for mode in MODES
+        if train in ("auto", mode.train) and (not mode.optimizer or recipe.optimizer in ("auto", mode.optimizer))
+    ]
+
+
+def mode_bytes(recipe: Recipe, source: Source, mode: Mode, num_processes: int) -> int:
+    """Return the bytes per process of the models and of what training them keeps, without a forward pass."""
+    stored = str(source.config.get("dtype") or source.config.get("torch_dtype"))
+    itemsize = 4 if (stored if recipe.dtype == "auto" else recipe.dtype) == "float32" else 2
+    teacher = mode.train == "weights" and recipe.distillation > 0
+    whole = model_bytes(source.shapes, itemsize, mode.optimizer, teacher=teacher)
+    if not recipe.shard:
+        return whole
+    frozen = itemsize * sum(math.prod(each) for name, each in source.shapes.items() if name.startswith(FROZEN))
+    return frozen + (whole - frozen) // num_processes
+
+
 def resolve_training_mode(
-    recipe: Recipe, shapes: Mapping[str, list[int]], output: Path, accelerator: Accelerator
-) -> str:
-    """Return `masks` or `weights`: as asked, as the interrupted run for this output had it, or as memory allows now."""
-    if recipe.train != "auto":
-        return recipe.train
+    recipe: Recipe, source: Source, output: Path, accelerator: Accelerator, say: Callable[[str], None]
+) -> Mode:
+    """Return the training mode: that of the interrupted run for this output, or the first that memory holds now.
+
+    say: gets a line with what was chosen, and what the mode above it would require.
+    Raises: SettingError if memory does not hold the only mode that the recipe allows, or if torchao is missing.
+    """
+    modes = allowed_modes(recipe)
     for saved in (saved_header(output), provenance_of(output)):
         same = accelerator.is_main_process and is_same_recipe(saved.get("recipe", {}), recipe)
         resolved = saved.get("resolved") or saved.get("run") or {}
-        if mode := broadcast_from_main(accelerator, resolved.get("train") if same else None):
-            return str(mode)
-    num_weights = sum(math.prod(shape) for shape in shapes.values())
-    held = num_weights // (accelerator.num_processes if recipe.shard else 1)
-    models = 2 if recipe.distillation > 0 else 1  # not loaded yet
-    fits = fits_training(held, accelerator, TRAINING_BYTES + 2 * models)
-    return "weights" if fits and recipe.controller == "gradual" else "masks"
+        found = broadcast_from_main(accelerator, (resolved.get("train"), resolved.get("optimizer")) if same else None)
+        if found in modes:
+            return Mode(*found)
+    free = free_memory(accelerator)
+    needed = {each: mode_bytes(recipe, source, each, accelerator.num_processes) for each in MODES}
+    needs = {each: f"{each} requires {gigabytes(number)}" for each, number in needed.items()}
+    if len(modes) == 1:  # asked for by name: a larger share of memory may do
+        if fits(needed[modes[0]], accelerator, 1.0):
+            return modes[0]
+        fitting = "; ".join(needs[each] for each in MODES if needed[each] <= TRAINING_SHARE * free)
+        raise SettingError(
+            f"{needs[modes[0]]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
+            + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
+        )
+    usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
+    chosen = next((each for each in usable if fits(needed[each], accelerator)), modes[-1])
+    above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
+    say(
+        f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
+        + "".join(f"; {needs[each]}" for each in above)
+    )
+    return chosen
 
 
 def is_same_recipe(saved: dict[str, Any], recipe: Recipe) -> bool:
@@ -160,8 +203,9 @@ def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState,
 def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
     recipe, source, accelerator = run.recipe, inputs.source, inputs.accelerator
     gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, inputs.head_unit)
-    joint = run.train == "weights"
-    weights = TrainedWeights(gated.model, accelerator) if joint else None  # before any forward pass
+    joint = None
+    if run.train == "weights":  # before any forward pass
+        joint = Joint(TrainedWeights(gated.model, accelerator, optimizer=run.optimizer), inputs.blocks.heldout)
     evaluation = Evaluation({recipe.data: inputs.blocks.heldout}, inputs.tokenizer)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
@@ -170,17 +214,57 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
         )
     if warning := bos_warning(gated.model, recipe.model, inputs.tokenizer, inputs.blocks.heldout):
         inputs.say(warning)
-    teacher = load(source, recipe, accelerator) if joint and recipe.distillation > 0 else None
+    if joint and recipe.distillation > 0:
+        joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, gated.model))
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
     with StepProgress(inputs.console, run.steps.last, phase, accelerator.is_main_process) as report:
         learned = train(
-            gated, inputs.blocks.train, run, pools, accelerator, state, report, weights, teacher, family,
+            gated, inputs.blocks.train, run, pools, accelerator, state, report, joint, family,
             loss_mask=inputs.loss_mask,
         )  # fmt: skip
-    transform = weights.finish() if weights else None
+    transform = joint.weights.finish() if joint else None
     with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
         evaluation.evaluate("pruned", gated.model)
     return Result(learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, transform)
+
+
+class Joint(NamedTuple):
+    """What training the weights together with the masks requires."""
+
+    weights: TrainedWeights
+    heldout: torch.Tensor | None = None
+    """Blocks on which the trials of the learning rate are judged; None: no trials."""
+    teacher: Any = None
+    """The dense model; None without distillation."""
+
+
+def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the highest rate of the weights, as asked or found by trials, in the form of `Learned.rate`."""
+    gated, batches, run = trainer.gated, trainer.batches, trainer.run
+    if rate := run.recipe.learning_rate:
+        return {"highest": rate}
+    if joint.heldout is None or joint.teacher is None:
+        return {"highest": highest_rate("full", gated.sizes.hidden_size)}
+    weights, teacher, heldout = joint.weights, joint.teacher, joint.heldout
+
+    def trial(rate: float) -> float:
+        recipe = dataclasses.replace(run.recipe, steps=TRIAL_STEPS, masks_every=0)
+        short = Run.alone(recipe, train=run.train, optimizer=run.optimizer)
+        tried = Trainer(gated, batches, short, trainer.pools, trainer.accelerator)
+        tried.train_weights(weights, teacher, lambda: {"highest": rate})
+        try:
+            for step in range(TRIAL_STEPS):
+                tried.step(step)
+            gates = {kind: each.to(trainer.accelerator.device) for kind, each in tried.learned().gates.items()}
+            return divergence(gated, gates, teacher, heldout, trainer.accelerator)
+        except TrainingError:  # the loss is not a number
+            return math.inf
+        finally:
+            weights.reset(teacher)
+
+    found = find_rate(trial)
+    say(str(found))
+    return {"highest": found.rate, "trials": {f"{rate:g}": kl for rate, kl in found.divergences.items()}}
 
 
 def _phase(run: Run, wanted: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
@@ -201,8 +285,7 @@ def train(
     accelerator: Accelerator,
     state: RunState,
     report: Report,
-    weights: TrainedWeights | None = None,
-    teacher: Any = None,
+    joint: Joint | None = None,
     family: FamilyCheckpoints = NO_FAMILY,
     make: Callable[..., Trainer] | None = None,
     loss_mask: torch.Tensor | None = None,
@@ -210,7 +293,7 @@ def train(
     """Train the gates of a model and return them; resumes from `state` if it can.
 
     blocks: int64 [num_blocks, seq_len].
-    weights: the model's weights, if they are trained too; `teacher` is then another copy of the model.
+    joint: how weights are trained too, if they are.
     make: makes another trainer than the recipe's controller.
     loss_mask: as of `Batches`.
 
@@ -220,12 +303,13 @@ def train(
     model: Any = gated.model
     batches = Batches(blocks, recipe, accelerator, loss_mask)
     stock_attention = model.config._attn_implementation
-    fit_batches(gated, batches, recipe, accelerator, state.say)
+    fit_batches(gated, batches, recipe, accelerator, state.say, run.optimizer)
     trainer = (make or TRAINERS[recipe.controller])(gated, batches, run, pools, accelerator)
-    if weights:
-        if teacher is not None:
-            fit_attention(teacher, recipe.seq_len, accelerator.device)
-        trainer.train_weights(weights, teacher)
+    if joint:
+        if joint.teacher is not None:
+            fit_attention(joint.teacher, recipe.seq_len, accelerator.device)
+        find = partial(resolve_learning_rate, joint, trainer, state.say)
+        trainer.train_weights(joint.weights, joint.teacher, find)
     take_steps(trainer, recipe, run.steps.last, accelerator, state, report, family)
     model.set_attn_implementation(stock_attention)  # evaluated like the dense model
     return trainer.learned()

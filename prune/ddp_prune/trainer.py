@@ -8,7 +8,8 @@ where masks are said to be [L, U]: E experts with C channels each.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from ddp_prune.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.run import Run
 from ddp_training.batches import Batches, Teacher
 from ddp_training.loss import OutputHead, distilled_loss, final_hidden
-from ddp_training.weights import WARMUP, TrainedWeights, highest_rate, rate_of
+from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
 KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 its share of the budget would be wasted
@@ -45,6 +46,8 @@ class Learned:
     """The gates after some steps, as `after_100`; as many as the recipe asks for."""
     rounding: dict[str, dict[str, float]]
     """Changes by rounding, per module type: sparsity before it, units revived, units dropped."""
+    rate: dict[str, Any]
+    """AdamW's `highest` rate of trained weights, and the `trials` that found it; empty if only masks were trained."""
     routed: Masks
     """`experts`: int64 [L, E], how often each expert was chosen in training; empty for a dense model."""
 
@@ -114,18 +117,22 @@ class Trainer:
         self.gated, self.batches, self.run, self.recipe = gated, batches, run, run.recipe
         self.pools, self.accelerator = pools, accelerator
         self.teacher = Teacher(gated.model, batches) if run.recipe.distillation > 0 else None
-        self.narrow = narrow_layers(gated, accelerator, batches.micro, run.recipe.seq_len)
+        self.narrow = narrow_layers(gated, accelerator, batches.micro, run.recipe.seq_len, run.optimizer)
         self.gates = GateState.opened(gated.shapes, accelerator.device)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates
+        self.rate: dict[str, Any] = {}  # `highest` of the weights, and the `trials` that found it
         self.prepare()
 
     def prepare(self) -> None:
         """Make what a search needs besides the gates; this one needs nothing."""
 
-    def train_weights(self, weights: TrainedWeights, teacher: Any) -> None:
-        """Also train the weights of the gated model; `teacher` is another copy of it."""
-        self.weights = weights
+    def train_weights(self, weights: TrainedWeights, teacher: Any, find_rate: Callable[[], dict[str, Any]]) -> None:
+        """Also train the weights of the gated model; `teacher` is another copy of it.
+
+        find_rate: returns `rate`; it is called before the first step, unless the run is resumed.
+        """
+        self.weights, self.find_rate = weights, find_rate
         self.teacher = Teacher(teacher, self.batches) if self.recipe.distillation > 0 else None
 
     @property
@@ -144,6 +151,8 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
         recipe, gates = self.recipe, self.gates
+        if self.weights and not self.rate:
+            self.rate = self.find_rate()
         if step >= self.run.steps.search and not self.polishing:
             self.round()
         if self.narrow:
@@ -174,9 +183,9 @@ class Trainer:
 
     def _move_weights(self, weights: TrainedWeights, step: int) -> None:
         """Do AdamW's step; until its search ends, the rate of a size does not depend on the sizes after it."""
-        steps, highest = self.run.steps, highest_rate("full", self.gated.sizes.hidden_size)
-        rate = rate_of(step, steps.last, highest, WARMUP, steps.search if self.run.in_family else 0)
-        weights.move(rate, weights.join())
+        steps = self.run.steps
+        rate = rate_of(step, steps.last, self.rate["highest"], WARMUP, steps.search if self.run.in_family else 0)
+        weights.move(rate, weights.join(), step_seed(self.recipe.seed, step))
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Move scales, then close gates; `masks` are those of the step, `gradients` the loss's gradients for them."""
@@ -203,9 +212,8 @@ class Trainer:
             share, num_tokens = len(numbers) / self.recipe.batch_size, len(numbers) * (self.recipe.seq_len - 1)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
-            losses += share * self._backward(step, numbers, leaves, parts, routed.get("experts"))
-            if self.weights:
-                self.weights.collect(share)
+            with self.weights.summing(share) if self.weights else nullcontext():
+                losses += share * self._backward(step, numbers, leaves, parts, routed.get("experts"))
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad.double() * share
@@ -307,13 +315,14 @@ class Trainer:
             saliency={kind: self._saliency(kind, mask).cpu() for kind, mask in masks.items()},
             snapshots=self.gates.snapshots,
             rounding=self.rounding,
+            rate=self.rate,
             routed={kind: counts.cpu() for kind, counts in self.gates.routed.items()},
         )
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain data of a saved run: what the rounding changed."""
-        return self.rounding
+        """Plain data of a saved run: what the rounding changed, and the learning rate."""
+        return {"rounding": self.rounding, "rate": self.rate}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors."""
@@ -324,7 +333,7 @@ class Trainer:
         if self.weights:
             self.weights.restore(step, tensors)
         self.gates.load(tensors)
-        self.rounding = extra
+        self.rounding, self.rate = extra["rounding"], extra["rate"]
 
 
 def natural_step(

@@ -28,11 +28,9 @@ class RecoveryRecipe(TrainingSettings):
     """Tokens to train on. Replaces `minutes`."""
     method: str = setting("auto", choices=("auto", "full", "lora"))
     """Weights to train: `full` all of them but embeddings and output head, `lora` low-rank additions to the
-    projections, merged at the end. `auto` is `full` if memory holds its optimizer, 18 bytes per parameter."""
+    projections, merged at the end. `auto` is `full` if memory holds one of its optimizers."""
     rank: int = setting(16, least=1)
     """Rank of the additions of `lora`."""
-    learning_rate: float = setting(0.0, least=0)
-    """AdamW's highest rate; 0 chooses by method and hidden size."""
     warmup: float = setting(0.1, is_fraction=True)
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
     watch: str = ""

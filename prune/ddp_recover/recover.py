@@ -38,7 +38,7 @@ from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import decisive, fingerprint
 from ddp_training.loop import take_steps
-from ddp_training.memory import fit_attention, fits_training
+from ddp_training.memory import STATE_BYTES, fit_attention, fits
 from ddp_training.processes import (
     broadcast_from_main,
     local_part,
@@ -47,7 +47,7 @@ from ddp_training.processes import (
     raise_on_all_ranks,
 )
 from ddp_training.run_state import RunState, check_run_folders, locked_run, saved_header
-from ddp_training.weights import TrainedWeights, highest_rate
+from ddp_training.weights import OPTIMIZERS, TrainedWeights, highest_rate
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions
@@ -127,7 +127,7 @@ def recover(
             accelerator=accelerator,
         )
         resolved = _resumed(recipe, output, accelerator) or _resolved(recipe, models)
-        weights = TrainedWeights(models.model, accelerator, resolved.method, resolved.rank)
+        weights = TrainedWeights(models.model, accelerator, resolved.method, resolved.rank, resolved.optimizer)
         resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, say)
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = _load_text(resolved, provenance, models, say)
@@ -181,15 +181,19 @@ def _resumed(recipe: RecoveryRecipe, output: Path, accelerator: Accelerator) -> 
 
 
 def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
-    """Return the recipe with training method, loss mask and learning rate chosen."""
-    method, learn_from = recipe.method, recipe.learn_from
+    """Return the recipe with training method, optimizer, loss mask and learning rate chosen."""
+    method, learn_from, optimizer = recipe.method, recipe.learn_from, recipe.optimizer
+    num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
+    holds = [name for name in OPTIMIZERS if fits(STATE_BYTES[name] * num_weights, models.accelerator)]
     if method == "auto":
-        num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
-        method = "full" if fits_training(num_weights, models.accelerator) else "lora"
+        method = "full" if optimizer in holds or (optimizer == "auto" and holds) else "lora"
+    if optimizer == "auto":
+        optimizer = holds[0] if holds and method == "full" else OPTIMIZERS[method == "full"]
     if learn_from == "auto":
         learn_from = "assistant" if models.tokenizer.chat_template else "all"
     rate = recipe.learning_rate or highest_rate(method, models.model.config.hidden_size)
-    return dataclasses.replace(recipe, method=method, learn_from=learn_from, learning_rate=rate)
+    chosen: dict[str, Any] = {"method": method, "learn_from": learn_from, "learning_rate": rate, "optimizer": optimizer}
+    return dataclasses.replace(recipe, **chosen)
 
 
 def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, say: Say) -> RecoveryRecipe:
@@ -224,7 +228,7 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
     say(
         f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
         f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
-        f"training mode {recipe.method}, learning rate up to {recipe.learning_rate:g}"
+        f"training mode {recipe.method} with {recipe.optimizer}, learning rate up to {recipe.learning_rate:g}"
     )
     if len(heldout) == 1:
         say("no text of another kind is watched; name one with --watch to learn whether the model gets worse there")
@@ -276,7 +280,7 @@ def _trainer(
 ) -> WeightTrainer:
     """Return a trainer on these blocks, with as many at once as fit into memory."""
     batches = Batches(blocks, recipe, models.accelerator, loss_mask)
-    fit_batches(models, batches, recipe, models.accelerator, say)
+    fit_batches(models, batches, recipe, models.accelerator, say, recipe.optimizer if weights.adapted is None else "")
     fit_attention(models.teacher, recipe.seq_len, models.accelerator.device)
     return WeightTrainer(models.model, models.teacher, weights, batches, recipe)
 

@@ -9,7 +9,7 @@ import torch
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_training.batches import Batches, Teacher
 from ddp_training.loss import OutputHead, distilled_loss, final_hidden
-from ddp_training.weights import TrainedWeights, rate_of
+from ddp_training.weights import TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
 
@@ -25,6 +25,8 @@ class WeightTrainer:
     ) -> None:
         self.student, self.weights, self.batches = student, weights, batches
         self.recipe, self.accelerator = recipe, batches.accelerator
+        assert recipe.learning_rate is not None  # resolved
+        self.highest = recipe.learning_rate
         self.head, self.dense_head = OutputHead.of(student), OutputHead.of(dense)
         self.teacher = Teacher(dense, batches) if recipe.distillation > 0 else None
 
@@ -35,8 +37,7 @@ class WeightTrainer:
             if math.isfinite(norm := self._gradients(0)[2]):
                 self.weights.move(0.0, norm)
             seconds = time.perf_counter() - began
-        self.weights.optimizer.state.clear()
-        self.weights.optimizer.zero_grad()  # a gradient that is not finite is left; the run will report it
+        self.weights.forget()  # a gradient that is not finite is left; the run will report it
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
     @property
@@ -51,14 +52,14 @@ class WeightTrainer:
         loss = cross_entropy + recipe.distillation * divergence
         if not math.isfinite(loss):
             raise TrainingError(f"the loss is {loss} at step {step + 1}")
-        rate = rate_of(step, recipe.steps, recipe.learning_rate, recipe.warmup)
-        self.weights.move(rate, norm)
+        rate = rate_of(step, recipe.steps, self.highest, recipe.warmup)
+        self.weights.move(rate, norm, step_seed(recipe.seed, step))
         distilled = {"kl": divergence} if self.teacher else {}
         return {"step": step + 1, "loss": loss, "ce": cross_entropy} | distilled | {"learning_rate": rate}
 
     def remedy(self, _step: int) -> str:
         """Return what the user can do if the loss of a step is not a number."""
-        return f"try a --learning-rate below {self.recipe.learning_rate:g}"
+        return f"try a --learning-rate below {self.highest:g}"
 
     def _gradients(self, step: int) -> tuple[float, float, float]:
         """Compute the gradients of a step; return CE and KL in nats per token, and the gradients' norm."""
@@ -80,7 +81,6 @@ class WeightTrainer:
             student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, loss_mask_N
         )
         (loss * share).backward()
-        self.weights.collect()
         return share * torch.tensor([cross_entropy, divergence], device=tokens.device)
 
     def state(self) -> dict[str, torch.Tensor]:

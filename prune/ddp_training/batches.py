@@ -83,10 +83,19 @@ class Batches:
 
 
 def fit_batches(
-    model: SizedModel, batches: Batches, recipe: Settings, accelerator: Accelerator, say: Callable[[str], None]
+    model: SizedModel,
+    batches: Batches,
+    recipe: Settings,
+    accelerator: Accelerator,
+    say: Callable[[str], None],
+    optimizer: str = "",
 ) -> None:
-    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory is short."""
-    fitting = fit_activations(model, recipe.activation_checkpointing, batches.micro, recipe.seq_len, accelerator)
+    """Choose attention and checkpointing of the trained model, and smaller micro-batches if memory is short.
+
+    optimizer: of trained weights, if there are any.
+    """
+    setting = recipe.activation_checkpointing
+    fitting = fit_activations(model, setting, batches.micro, recipe.seq_len, accelerator, optimizer)
     if fitting < batches.micro and not recipe.micro_batch_size:
         if accelerator.is_main_process:
             say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro} sequences")

@@ -10,14 +10,17 @@ import torch
 from ddp_vllm.manifest import sha256
 
 INDECISIVE = (  # settings that do not change the result, and settings whose resolved values are compared instead
-    *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "profile"),
+    *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "optimizer"),
+    *("profile",),
 )
+FROM_MINUTES = ("steps", "batch_size", "seq_len")
 PAGES, PAGE = 64, 4096  # number and bytes of the pages of a weight file, evenly spread, that a fingerprint reads
 
 
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe that decide what is learned."""
-    return {name: value for name, value in recipe.items() if name not in INDECISIVE}
+    """Return the settings of a recipe that decide what is learned; minutes instead of what follows from them."""
+    left_out = (*INDECISIVE, *(FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()))
+    return {name: value for name, value in recipe.items() if name not in left_out}
 
 
 def fingerprint(

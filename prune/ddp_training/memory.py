@@ -7,6 +7,7 @@ A checkpointed layer keeps only its input, and runs forward again in backward. A
 import ctypes
 import gc
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,11 +24,16 @@ from ddp_training.processes import local_part
 from ddp_vllm.families import Dimensions
 from ddp_vllm.remote_code.tensors import LAYERS
 
+FROZEN = ("model.embed_tokens.", "lm_head.")  # weights that are never trained
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
 USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fragments
 ACTIVATION_SHARE = 0.5  # of free memory for activations; if they need more, layers are checkpointed
-TRAINING_BYTES = 18  # on top of a trained 16-bit weight: its gradient, a float32 master with gradient, two moments
-TRAINING_SHARE = 0.7  # of free memory for these; the rest is for activations
+TRAINING_SHARE = 0.7  # of free memory for weights and their training; the rest is for activations
+STATE_BYTES = {  # optimizer -> bytes on top of a trained 16-bit weight
+    "adamw": 16,  # in float32: a master, the sum of its gradients, two moments
+    "adamw-8bit": 4,  # the sum of gradients in 16 bits, two moments in 8
+}
+PENDING_BYTES = {"adamw": 12, "adamw-8bit": 4}  # of these, what does not exist before the first step
 EAGER_TOKENS = 512  # longest sequence for which eager attention is faster than SDPA on a CPU
 
 
@@ -41,15 +47,18 @@ class SizedModel(Protocol):
     def sizes(self) -> Dimensions: ...
 
 
-def fit_activations(sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator) -> int:
+def fit_activations(
+    sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str
+) -> int:
     """Choose attention and checkpointing, and return how many sequences fit into a forward and backward pass.
 
     setting: checkpoint layers `on` or `off`; `auto` checkpoints if the activations of `num_sequences` need more than
         ACTIVATION_SHARE of the free memory.
+    optimizer: of trained weights, if there are any.
     The number of sequences is halved until a pass fits, down to 1, which may still not fit. All processes choose alike.
     """
     fit_attention(sized.model, seq_len, accelerator.device)
-    free = free_memory(accelerator) - pending_bytes(sized.model)
+    free = free_memory(accelerator) - pending_bytes(sized.model, optimizer)
     if setting == "auto":
         needed = num_sequences * seq_len * activation_bytes(sized, seq_len)
         setting = "on" if needed > ACTIVATION_SHARE * free else "off"
@@ -83,17 +92,33 @@ def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
 
 
 def fits_with_pass(
-    num_bytes: int, sized: SizedModel, num_sequences: int, seq_len: int, accelerator: Accelerator
+    num_bytes: int, sized: SizedModel, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str
 ) -> bool:
     """Tell whether `num_bytes` fit into free memory next to a forward and backward pass."""
-    free = free_memory(accelerator) - pending_bytes(sized.model)
+    free = free_memory(accelerator) - pending_bytes(sized.model, optimizer)
     return num_bytes + pass_bytes(sized, num_sequences, seq_len) <= USABLE * free
 
 
-def fits_training(num_weights: int, accelerator: Accelerator, bytes_each: int = TRAINING_BYTES) -> bool:
-    """Tell whether the memory of every process suffices to train `num_weights` weights."""
-    fits = bytes_each * num_weights <= TRAINING_SHARE * free_memory(accelerator)
-    return bool(accelerator.gather(torch.tensor([fits], device=accelerator.device)).all())
+def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: str, *, teacher: bool) -> int:
+    """Return the bytes of a model, of its teacher, and of everything that training its weights keeps.
+
+    shapes: of all weights, by their names on disk. optimizer: one of STATE_BYTES, or "" if no weight is trained.
+    teacher: a second copy of the weights; both share the embeddings and the output head, which are not trained.
+    """
+    frozen = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
+    trained = sum(map(math.prod, shapes.values())) - frozen
+    return itemsize * frozen + trained * (itemsize * (1 + teacher) + STATE_BYTES.get(optimizer, 0))
+
+
+def fits(num_bytes: float, accelerator: Accelerator, share: float | None = None) -> bool:
+    """Tell whether a share of the free memory of every process, by default TRAINING_SHARE, holds so many bytes."""
+    enough = num_bytes <= (share or TRAINING_SHARE) * free_memory(accelerator)
+    return bool(accelerator.gather(torch.tensor([enough], device=accelerator.device)).all())
+
+
+def gigabytes(number: float) -> str:
+    """Write bytes for people, in powers of 1,000."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
 
 
 def pass_bytes(sized: SizedModel, num_sequences: int, seq_len: int) -> int:
@@ -106,15 +131,16 @@ def pass_bytes(sized: SizedModel, num_sequences: int, seq_len: int) -> int:
     return kept + num_tokens * gate_bytes(sized) + head_bytes(sized.model)
 
 
-def pending_bytes(model: torch.nn.Module) -> int:
+def pending_bytes(model: torch.nn.Module, optimizer: str) -> int:
     """Return the bytes that this process allocates after training starts, apart from those of a pass.
 
-    Per trained weight: its gradient, the float32 sum of gradients and two float32 moments, which exist from the end of
-    the first step. Per sharded model: two gathered layers, the one in use and the next, and the gradient of one layer
-    in its own dtype and in float32, in which it is summed over processes.
+    Per trained weight: the sum of its gradients and two moments, which exist from the end of the first step; the
+    gradient itself is freed as soon as backward has it. Per sharded model: two gathered layers, the one in use and the
+    next, and the gradient of one layer in its own dtype and in float32, in which it is summed over processes.
     """
     parameters = list(model.parameters())
-    trained = sum(local_part(each).numel() * (each.dtype.itemsize + 3 * 4) for each in parameters if each.requires_grad)
+    each_weight = PENDING_BYTES.get(optimizer, 0)
+    trained = sum(each_weight * local_part(each).numel() for each in parameters if each.requires_grad)
     itemsize, largest = parameters[0].dtype.itemsize, 0
     for layer in model.get_submodule(LAYERS).children():
         sharded = [each for each in layer.parameters() if isinstance(each, DTensor)]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ddp_vllm.errors import DdpError, SettingError
 
 Found = TypeVar("Found")
+Piece = dict[str, torch.Tensor]
 
 
 def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
@@ -104,3 +105,26 @@ def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, whole: tor
         distributed.recv(part, 0)
     if accelerator.num_processes > 1 and not isinstance(tensor, DTensor):
         distributed.broadcast(part, 0)
+
+
+def gather_pieces(accelerator: Accelerator, piece: Piece, tensor: torch.Tensor) -> list[Piece]:
+    """Return in the main process what every process holds of a sharded `tensor`, in order, and [] in the others.
+
+    What belongs to a whole tensor is the same in all processes, so there is one piece of it. Tensors of a piece have
+    any shape; they arrive in host memory.
+    """
+    host = {name: each.cpu() for name, each in piece.items()}
+    if not isinstance(tensor, DTensor):
+        return [host] if accelerator.is_main_process else []
+    pieces = [host] * accelerator.num_processes if accelerator.is_main_process else None
+    distributed.gather_object(host, pieces)
+    return pieces or []
+
+
+def scatter_pieces(accelerator: Accelerator, pieces: list[Piece], tensor: torch.Tensor) -> Piece:
+    """Return in each process its piece of those that the main process has, as `gather_pieces` made them."""
+    if not isinstance(tensor, DTensor):
+        return broadcast_from_main(accelerator, pieces[0] if pieces else {})
+    received: list[Piece] = [{}]
+    distributed.scatter_object_list(received, pieces or None)
+    return received[0]

@@ -38,6 +38,13 @@ class TrainingSettings(Settings):
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """Number format of the weights in forward and backward passes; `auto` takes the checkpoint's. For float16, in
     which small gradients vanish, `auto` takes bfloat16. The written model has the checkpoint's format either way."""
+    optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"))
+    """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit weight on top of the
+    weight; `adamw-8bit` moves the weights themselves, rounds them stochastically and keeps 8-bit moments, 4 bytes.
+    `auto` is the first that memory holds."""
+    learning_rate: float | None = None
+    """AdamW's highest rate for trained weights; without it, pruning finds the rate in a short probe, and recovery
+    chooses it by method and hidden size."""
     activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"))
     """Recompute layers in the backward pass instead of storing their activations. This takes a third more computation
     and a small part of the memory; gradients are the same. `auto` turns it on if the activations would fill more than
@@ -50,5 +57,9 @@ class TrainingSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.learning_rate is not None and self.learning_rate <= 0.0:
+            raise SettingError(
+                f"learning_rate is {self.learning_rate:g}; give a number above 0, such as 1e-5, or leave it out"
+            )
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")

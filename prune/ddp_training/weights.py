@@ -1,12 +1,21 @@
 """Trained weights: all weights of a model, or low-rank adapters of its projections.
 
-The model computes in its own dtype. AdamW moves float32 masters, of which the weights are rounded copies, so steps that
-are smaller than a weight's last digit still add up. Embeddings and output head stay frozen. Of several processes only
-the main one keeps whole tensors, for a save and for the checkpoint; they are gathered one at a time.
+Embeddings and output head stay frozen. The gradient of a weight is added to a sum as soon as backward has it, and then
+freed. Two optimizers move the weights:
+
+- `adamw` moves float32 masters, of which the weights are rounded copies, so steps that are smaller than a weight's last
+  digit still add up. Sums of gradients and moments are float32.
+- `adamw-8bit` (torchao) moves 16-bit weights themselves and rounds them stochastically, so small steps add up on
+  average. Moments have 8 bits (arXiv:2110.02861), sums of gradients the dtype of the weights.
+
+Of several processes only the main one keeps whole tensors, for a save and for the checkpoint; they are gathered one by
+one.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,34 +25,38 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from ddp_training.loss import OutputHead
-from ddp_training.processes import gather_to_main, local_part, scatter_from_main
+from ddp_training.processes import gather_pieces, gather_to_main, local_part, scatter_from_main, scatter_pieces
 from ddp_vllm.errors import TrainingError
 from ddp_vllm.remote_code.tensors import LAYERS
 
 LEARNING_RATES = {"full": 2e-4, "lora": 1e-3}  # the best of those tried on SmolLM2-135M, whose hidden size is 576
-WIDE, WIDE_RATE = 768, 4e-5  # from this hidden size the rate of `full` is lower: 2e-4 ruins Qwen2.5-0.5B (896)
+WIDE, WIDE_RATE = 768, 1e-5  # from this hidden size the rate of `full` is lower: 4e-5 harms Qwen2.5-Coder-0.5B (896)
 WARMUP = 0.1  # of the steps
 BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state per parameter
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of both optimizers per parameter
 ADAPTER = "default"  # peft's name of the adapter
 LEARNED = "weights."  # prefix of these tensors in a saved run; the part and the weight's name follow
+OPTIMIZERS = ("adamw", "adamw-8bit")  # from the one that requires the most memory
 
 
 def highest_rate(method: str, hidden_size: int) -> float:
-    """Return AdamW's learning rate after warm-up. Two hidden sizes were tried, 576 and 896, hence one threshold."""
+    """Return AdamW's learning rate after warm-up, where nothing better is known. Two hidden sizes were tried."""
     return WIDE_RATE if method == "full" and hidden_size >= WIDE else LEARNING_RATES[method]
 
 
 class TrainedWeights:
-    """The trained weights of a model, their float32 masters, and the optimizer of the masters."""
+    """The trained weights of a model, the sums of their gradients, and their optimizer."""
 
-    def __init__(self, model: Any, accelerator: Accelerator, method: str = "full", rank: int = 0) -> None:
+    def __init__(
+        self, model: Any, accelerator: Accelerator, method: str = "full", rank: int = 0, optimizer: str = "adamw"
+    ) -> None:
         """Make weights trainable; sharded models must not have run forward yet.
 
         method: `full` trains all weights, `lora` low-rank adapters.
         rank: of the adapters.
+        optimizer: one of OPTIMIZERS.
         """
-        self.model, self.accelerator = model, accelerator
+        self.model, self.accelerator, self.in_8_bits = model, accelerator, optimizer == "adamw-8bit"
         self.adapted = _add_adapters(model, rank) if method == "lora" else None
         frozen = (model.get_input_embeddings().weight, OutputHead.of(model).weight)
         self.trained: dict[str, nn.Parameter] = {
@@ -52,74 +65,124 @@ class TrainedWeights:
             if all(parameter is not each for each in frozen) and (self.adapted is None or ".lora_" in name)
         }
         for parameter in self.trained.values():
-            if isinstance(parameter, DTensor):  # FSDP sums gradients in the dtype of the rows, and computes in its own
+            # FSDP sums gradients in the dtype of the rows, and computes in its own
+            if isinstance(parameter, DTensor) and not self.in_8_bits:
                 torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
             parameter.requires_grad_(True)
+        hook = torch.Tensor.register_post_accumulate_grad_hook
+        self.hooks = [hook(parameter, partial(self._add, name)) for name, parameter in self.trained.items()]
+        self.share, self.sums = 1.0, dict[str, torch.Tensor]()
+        if self.in_8_bits:
+            from torchao.optim import AdamW8bit
+
+            self.masters: dict[str, nn.Parameter] = dict(self.trained)
+            # AdamW moves each number on its own, so it can be given a process's own rows, which share their memory.
+            self.moved = {name: nn.Parameter(local_part(each.detach())) for name, each in self.trained.items()}
+            options: dict[str, Any] = {"betas": BETAS, "weight_decay": 0.0, "bf16_stochastic_round": True}
+            self.optimizer: Any = AdamW8bit(list(self.moved.values()), **options)
+            return
         # The masters of float32 weights share their memory.
-        self.masters = {name: nn.Parameter(each.detach().float()) for name, each in self.trained.items()}
+        self.moved = self.masters = {name: nn.Parameter(each.detach().float()) for name, each in self.trained.items()}
         kinds = [[each for each in self.masters.values() if isinstance(each, DTensor) is cut] for cut in (False, True)]
         groups = [{"params": masters} for masters in kinds if masters]  # fused AdamW rejects a mixture
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
-    def collect(self, share: float = 1.0) -> None:
-        """Move the gradients of a backward pass, times `share`, from the weights to the masters."""
-        for name, parameter in self.trained.items():
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                master, part = self.masters[name], gradient.float()
-                part = part if share == 1.0 else part.mul_(share)
-                master.grad = part if master.grad is None else master.grad.add_(part)
+    @contextmanager
+    def summing(self, share: float) -> Iterator[None]:
+        """Add the gradients of backward passes inside the block to the sums, times `share`."""
+        self.share = share
+        yield
+        self.share = 1.0
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        """Move a gradient that backward has finished to its sum."""
+        assert parameter.grad is not None
+        part, parameter.grad = parameter.grad if self.in_8_bits else parameter.grad.float(), None
+        part = part if self.share == 1.0 else part.mul_(self.share)
+        self.sums[name] = self.sums[name].add_(part) if name in self.sums else part
 
     def join(self) -> float:
-        """Sum the masters' gradients over all processes, and return the norm of all of them together."""
+        """Sum the gradients over all processes, and return the norm of all of them together."""
         world = self.accelerator.num_processes
         squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of sharded gradients
-        for master in self.masters.values():
-            if master.grad is None:  # this process had no sequence in this step
-                master.grad = torch.zeros_like(master)
-            if isinstance(master.grad, DTensor):
-                master.grad.mul_(world)  # FSDP has averaged them
+        for name, master in self.masters.items():
+            if (total := self.sums.get(name)) is None:  # this process had no sequence in this step
+                total = torch.zeros_like(master)
+            if isinstance(total, DTensor):
+                total.mul_(world)  # FSDP has averaged them
             elif world > 1:
-                master.grad = self.accelerator.reduce(master.grad, "sum")
-            is_sharded = int(isinstance(master.grad, DTensor))
-            squares[is_sharded] += torch.linalg.vector_norm(local_part(master.grad)).square()
+                total = self.accelerator.reduce(total, "sum")
+            self.sums[name] = total
+            is_sharded = int(isinstance(total, DTensor))
+            squares[is_sharded] += torch.linalg.vector_norm(local_part(total), dtype=torch.float32).square()
         squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
         return float(squares.sum().sqrt())
 
     @torch.no_grad()
-    def move(self, rate: float, norm: float) -> None:
+    def move(self, rate: float, norm: float, seed: int = 0) -> None:
         """Do one step of AdamW with gradients of this norm, clipped, and round the masters into the model.
 
+        seed: of stochastic rounding; the same in all processes, another one for each step.
         Raises: TrainingError if the norm is not a number.
         """
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient of the weights is {norm}")
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if norm > LARGEST_GRADIENT:
-            for master in self.masters.values():
-                assert master.grad is not None
-                master.grad.mul_(LARGEST_GRADIENT / norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            if self.in_8_bits:
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        for name, moved in self.moved.items():
+            total = self.sums.pop(name)
+            total = total.mul_(LARGEST_GRADIENT / norm) if norm > LARGEST_GRADIENT else total
+            moved.grad = local_part(total) if self.in_8_bits else total
+        self._step(seed)
         self._round()
+
+    def _step(self, seed: int) -> None:
+        """Let the optimizer move the masters, and free their gradients."""
+        device = self.accelerator.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if self.in_8_bits:
+                torch.manual_seed(seed)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def _round(self) -> None:
         for name, parameter in self.trained.items():
-            parameter.copy_(self.masters[name])
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])
+
+    @torch.no_grad()
+    def reset(self, dense: Any) -> None:
+        """Begin again: take the weights of the dense model, which is loaded like this one, and forget the moments."""
+        weights = dict(dense.named_parameters())
+        for name, master in self.masters.items():
+            master.copy_(weights[name])
+        self.forget()
+        self._round()
+
+    def forget(self) -> None:
+        """Drop the optimizer's moments and all gradients."""
+        self.optimizer.state.clear()
+        self.sums.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return in the main process everything the next step depends on, as named tensors, and {} in the others.
 
         All processes must call this together.
         """
-        parts = {"weight": self.masters} | {
-            moment: {name: self.optimizer.state[master][moment] for name, master in self.masters.items()}
-            for moment in MOMENTS
-            if self.optimizer.state
-        }
-        return self._gathered({f"{LEARNED}{part}.{name}": each for part in parts for name, each in parts[part].items()})
+        tensors = self._gathered({f"{LEARNED}weight.{name}": master for name, master in self.masters.items()})
+        for name, master in self.masters.items() if self.optimizer.state else ():
+            moments = {moment: self.optimizer.state[self.moved[name]][moment] for moment in MOMENTS}
+            if not self.in_8_bits:
+                tensors |= self._gathered({f"{LEARNED}{moment}.{name}": each for moment, each in moments.items()})
+                continue
+            # 8-bit moments share a scale per 256 numbers of a process, so they are kept process by process
+            for number, piece in enumerate(gather_pieces(self.accelerator, _parts(moments), master)):
+                tensors |= {f"{LEARNED}{part}.{number}.{name}": each for part, each in piece.items()}
+        return tensors
 
     @torch.no_grad()
     def restore(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -127,11 +190,28 @@ class TrainedWeights:
 
         All processes must call this together.
         """
+        is_main, num_processes = self.accelerator.is_main_process, self.accelerator.num_processes
+        if self.in_8_bits and step:  # a step without gradients makes moments
+            for moved in self.moved.values():
+                moved.grad = torch.zeros_like(moved)
+            self._step(0)
         for name, master in self.masters.items():
+            scatter_from_main(self.accelerator, master, tensors[f"{LEARNED}weight.{name}"] if is_main else None)
+            if not step:
+                continue
+            if self.in_8_bits:
+                state = self.optimizer.state[self.moved[name]]
+                state["step"].fill_(step)
+                parts = _parts({moment: state[moment] for moment in MOMENTS})
+                numbers = range(num_processes if isinstance(master, DTensor) else 1) if is_main else ()
+                saved = [{part: tensors[f"{LEARNED}{part}.{number}.{name}"] for part in parts} for number in numbers]
+                for part, tensor in scatter_pieces(self.accelerator, saved, master).items():
+                    parts[part].copy_(tensor)
+                continue
             moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
-            for part, tensor in {"weight": master, **moments}.items():
-                saved = tensors[f"{LEARNED}{part}.{name}"] if self.accelerator.is_main_process else None
-                scatter_from_main(self.accelerator, tensor, saved)
+            for moment, tensor in moments.items():
+                whole = tensors[f"{LEARNED}{moment}.{name}"] if is_main else None
+                scatter_from_main(self.accelerator, tensor, whole)
             self.optimizer.state[master] = {"step": torch.tensor(float(step), device=master.device)} | moments
         self._round()
 
@@ -158,7 +238,9 @@ class TrainedWeights:
             self.adapted.unload()  # removes the adapters from the model
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
-        for held in (self.masters, self.optimizer.state, self.optimizer.param_groups):
+        for hook in self.hooks:
+            hook.remove()
+        for held in (self.masters, self.moved, self.optimizer.state, self.optimizer.param_groups):
             held.clear()
         dtype, adapted = self.model.dtype, self.adapted is not None  # the function below must not hold the model
         stored_as: dict[str, torch.Tensor] = revert_weight_conversion(self.model, trained) if trained else {}
@@ -167,7 +249,7 @@ class TrainedWeights:
             if (change := stored_as.get(name)) is None:
                 return weight
             if not adapted and weight.dtype == dtype:
-                return change.to(weight.device)
+                return change.to(weight.device).float()
             # keep the precision that was dropped when the weight was loaded in a lower dtype
             before = weight.float() if adapted else weight.float() - weight.to(dtype).float()
             return before + change.to(weight.device)
@@ -186,6 +268,11 @@ def rate_of(step: int, num_steps: int, highest: float, warmup: float, flat_until
         return highest * (step + 1) / (rising + 1)
     falling = max(rising, flat_until)
     return highest * 0.5 * (1.0 + math.cos(math.pi * max(0.0, step - falling) / (num_steps - falling)))
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of stochastic rounding in a step of a run with this seed."""
+    return (seed << 24) + step
 
 
 def _add_adapters(model: Any, rank: int) -> Any:
@@ -209,6 +296,17 @@ def _adapter_products(
         if (key := f"{name}.lora_{{}}.{ADAPTER}.weight").format("A") in factors:
             total = factors[key.format("B")] @ factors[key.format("A")] * module.scaling[ADAPTER]
             yield f"{name}.weight", module.get_base_layer().weight, total
+
+
+def _parts(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the plain tensors of this process's part of moments: codes and scales, or a small moment as it is."""
+    found = dict[str, torch.Tensor]()
+    for name, moment in moments.items():
+        if hasattr(moment, "codes"):
+            found |= {f"{name}.codes": moment.codes, f"{name}.scale": moment.scale}
+        else:
+            found[name] = moment
+    return found
 
 
 def _shard_as(pattern: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,7 @@ def test_only_the_main_process_gathers_weights(tmp_path: Path) -> None:
     for code, _, stderr in launch(tmp_path, keep_weights, str(tmp_path / "model"), tmp_path):
         assert code == 0, stderr
     main, other = (json.loads((tmp_path / f"memory-{rank}.json").read_text()) for rank in (0, 1))
-    for name in ("cut", "whole"):
+    for name in ("cut", "whole", "cut in 8 bits"):
         assert main[name]["same"] and other[name]["same"], name
         for part in ("save", "resume", "finish"):
             assert not other[name][part] > state / 6, (name, part, other[name][part], state)

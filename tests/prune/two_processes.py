@@ -155,10 +155,8 @@ def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int
         tokens = BLOCKS[[number]]
         hidden, labels = final_hidden(model, tokens), tokens[:, 1:].flatten()
         distilled_loss(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
-        weights.collect()
     weights.join()
-    found = {name: master.grad for name, master in weights.masters.items()}
-    return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in found.items()}
+    return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in weights.sums.items()}
 
 
 def sum_gradients(model: str, folder: Path) -> None:
@@ -187,19 +185,20 @@ def keep_weights(model: str, folder: Path) -> None:
         work()
         return peak_bytes(device) - before
 
-    for name in ("cut", "whole"):
-        cut = name == "cut"
-        learns = load_sharded(source, "float32", device, world) if cut else load_model(source, "float32")
-        weights = TrainedWeights(learns, accelerator)
-        for master in weights.masters.values():
-            master.grad = master.detach() * 0.1
+    torch.compiler.set_stance("force_eager")
+    for name in ("cut", "whole", "cut in 8 bits"):
+        cut, optimizer = name != "whole", "adamw-8bit" if "8" in name else "adamw"
+        dtype = "bfloat16" if "8" in name else "float32"
+        learns = load_sharded(source, dtype, device, world) if cut else load_model(source, dtype)
+        weights = TrainedWeights(learns, accelerator, optimizer=optimizer)
+        weights.sums = {name: master.detach() * 0.1 for name, master in weights.masters.items()}
         weights.move(1e-3, 0.5)
 
         def held(weights: TrainedWeights = weights) -> list[torch.Tensor]:
-            moments = [weights.optimizer.state[each] for each in weights.masters.values()]
+            moments = [weights.optimizer.state[each] for each in weights.moved.values()]
             every = [*weights.masters.values(), *weights.trained.values()]
             every += [each[key] for each in moments for key in ("exp_avg", "exp_avg_sq")]
-            return [local_part(each.detach()) for each in every]
+            return [getattr(each, "codes", each) for each in (local_part(each.detach()) for each in every)]
 
         before = [tensor.clone() for tensor in held()]
         run = RunState(folder / f"machine-{rank}" / name, Recipe(model=model, **SETTINGS), writes=rank == 0)
