@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.budget import keep_schedule
 from ddp_prune.selection import Rows, best_support, cut_rows, evenly, exact_support, greedy, open_first
 
 
@@ -16,10 +15,9 @@ def _whole(budget: float) -> torch.Tensor:
     return torch.tensor([budget], dtype=torch.float64)
 
 
-def _aligned(importance: torch.Tensor, kept: int, block: int, groups: int = 1) -> torch.Tensor:
+def _aligned(importance: torch.Tensor, kept: int, block: int) -> torch.Tensor:
     """Round one module type whose units all cost 1."""
-    rows = cut_rows(importance, block=block)
-    return best_support([rows], torch.full((groups,), kept / groups, dtype=torch.float64))[0]
+    return best_support([cut_rows(importance, block=block)], _whole(kept))[0]
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
@@ -30,19 +28,6 @@ def test_support_has_exactly_the_count_even_with_ties(kept: int, seed: int) -> N
     if kept < 40:
         assert importance[support].min() >= importance[~support].max()
     assert torch.equal(_aligned(importance, kept, 1), support)  # the general rule, where every unit costs 1
-
-
-def test_support_per_layer_is_even() -> None:
-    assert _aligned(torch.ones(5, 8), 22, 1, groups=5).sum(1).tolist() == [5, 5, 4, 4, 4]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_remaining_budget_goes_to_the_layers_with_the_most_important_next_unit(seed: int) -> None:
-    importance = torch.rand(5, 8, generator=torch.Generator().manual_seed(seed))
-    counts = _aligned(importance, 22, 1, groups=5).sum(1)
-    fifth = importance.sort(1, descending=True).values[:, 4]
-    assert counts.sum() == 22 and counts.min() == 4
-    assert set(fifth.topk(2).indices.tolist()) == set((counts == 5).nonzero().flatten().tolist())
 
 
 @given(st.data())
@@ -64,17 +49,6 @@ def test_aligned_support_has_only_multiples_and_the_highest_importance(data: st.
     assert float(importance[support].sum()) == best
     for row, keep in zip(importance, support, strict=True):  # a row keeps its best units
         assert not keep.any() or keep.all() or row[keep].min() >= row[~keep].max()
-
-
-def test_experts_are_rows_and_layers_of_experts_are_budget_groups() -> None:
-    importance = (
-        torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])[:, None, None]
-    )
-    rows = importance.flatten(0, 1)
-    assert _aligned(rows, 24, 4).sum(-1).tolist() == [0, 0, 0, 8, 8, 8]
-    by_layer = _aligned(rows, 24, 4, groups=2).sum(-1)
-    assert by_layer.view(2, 3).sum(1).tolist() == [12, 12] and not (by_layer % 4).any()
-    assert (_aligned(rows, 24, 4, groups=6).sum(-1) == 4).all()
 
 
 HEADS, CHANNELS, HEAD_COST, CHANNEL_COST = 3, 4, 7.0, 2.0
@@ -137,10 +111,9 @@ def test_rows_without_cost_are_kept() -> None:
     heads, channels = best_support([priced, free], _whole(9.0))
     assert channels.all() and int(heads.sum()) == 2
     shared = cut_rows(importance, cost_R=torch.zeros(2), fixed_R=torch.ones(2))
-    assert best_support([shared], _whole(1.0))[0].sum(1).sort().values.tolist() == [
-        0,
-        3,
-    ]  # whole groups
+    assert best_support([shared], _whole(1.0))[0].sum(1).sort().values.tolist() == [0, 3]  # whole groups
+    kept = greedy(torch.tensor([[0.0, 1.0, 5.0, 2.0]]), torch.tensor([[0.0, 1.0, 10.0, 1.0]]), _whole(2.0))
+    assert kept.tolist() == [[True, True, False, True]]
 
 
 @pytest.mark.parametrize("queries_per_kv", [1, 2, 4])
@@ -167,11 +140,6 @@ def test_open_gates_rank_before_closed_ones_in_the_order_of_saliency(seed: int) 
         assert importance[is_open].min() > importance[~is_open].max()
 
 
-def test_an_unimportant_layer_is_removed() -> None:
-    importance = torch.cat([torch.ones(2, 8), torch.full((1, 8), 0.1)])
-    assert _aligned(importance, 17, 4).sum(1).tolist() == [8, 8, 0]
-
-
 @given(st.floats(0.05, 1.0), st.booleans(), st.integers(0, 2**31))
 def test_the_units_that_stay_open_in_the_search_are_within_the_budget(
     keep_ratio: float, priced: bool, seed: int
@@ -190,11 +158,6 @@ def test_the_units_that_stay_open_in_the_search_are_within_the_budget(
         assert importance[kept & alike].min() >= importance[~kept & alike].max()
 
 
-def test_units_without_cost_are_kept() -> None:
-    kept = greedy(torch.tensor([[0.0, 1.0, 5.0, 2.0]]), torch.tensor([[0.0, 1.0, 10.0, 1.0]]), _whole(2.0))
-    assert kept.tolist() == [[True, True, False, True]]
-
-
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(0.0, 1.0), st.booleans(), st.integers(0, 2**31))
 def test_groups_share_the_remaining_budget(groups: int, units: int, keep_ratio: float, priced: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -211,12 +174,6 @@ def test_groups_share_the_remaining_budget(groups: int, units: int, keep_ratio: 
         assert int(kept.sum()) == int((keep_ratio + 1e-9) * groups * units)
         passed = importance.masked_fill(own, -1.0).amax(1)[~more.any(1)]
         assert not more.any() or not len(passed) or importance[more].min() >= passed.max()
-
-
-def test_keep_schedule_falls_from_1_to_the_ratio() -> None:
-    values = [keep_schedule(t / 100, 0.6) for t in range(101)]
-    assert values[0] == 1.0 and values[-1] == pytest.approx(0.6)
-    assert all(a >= b for a, b in itertools.pairwise(values))
 
 
 def test_many_groups_together_stay_within_the_budget() -> None:
