@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from statistics import fmean
@@ -11,31 +10,19 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from runs import prune, weights
+from runs import die_at, heldout_of, prune, weights
 from transformers import AutoModelForCausalLM
 
 from ddp_models import loading
 from ddp_prune import gates
-from ddp_prune.trainer import Trainer
-from ddp_text.blocks import load_blocks
-from ddp_text.tokens import load_tokenizer
 from ddp_training import memory
 from ddp_training.loss import losses
-from ddp_training.weights import highest_rate
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.report import write_report
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-FULL = ["--train", "weights", "--steps", "30"]
-
-
-def heldout_of(folder: Path, text: Path) -> torch.Tensor:
-    return load_blocks(
-        str(text), load_tokenizer(str(folder)), seq_len=16, train_blocks=2, heldout_blocks=16, min_train_blocks=2,
-        seed=0,
-    ).heldout  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -43,49 +30,17 @@ def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
     kind: str, tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """Also of stacked experts, whose weights have other names and shapes on disk."""
-    model = tiny_model if kind == "dense" else tiny_experts
-    assert prune(model, tiny_text, tmp_path / "scales", "--steps", "30").exit_code == 0
-    result = prune(model, tiny_text, tmp_path / "full", *FULL)
-    assert result.exit_code == 0, result.output
-    scales, full = (read_checkpoint(tmp_path / name) for name in ("scales", "full"))
-    assert full.provenance["perplexity"]["pruned"] < 0.9 * scales.provenance["perplexity"]["pruned"]
-    assert full.provenance["perplexity"]["dense"] == scales.provenance["perplexity"]["dense"]
-    assert "trained together with the masks" in (tmp_path / "full" / "README.md").read_text()
-    heldout = heldout_of(tmp_path / "full", tiny_text)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "full", trust_remote_code=True)
-    judged = torch.tensor(full.provenance["perplexity"]["block_losses"]["pruned"])
-    torch.testing.assert_close(torch.tensor(losses(plain, heldout)), judged, atol=5e-5, rtol=0)
-
-
-def die_at(number: int, run: Callable[[], Result]) -> None:
-    """Run a command that is interrupted before the step of this number."""
-    step = Trainer.step
-
-    def die(self: Trainer, at: int) -> dict[str, float]:
-        if at == number:
-            raise KeyboardInterrupt
-        return step(self, at)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "step", die)
-        assert run().exit_code == 130
-
-
-def test_a_killed_run_of_the_papers_search_resumes_to_the_bit(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    """The default search is killed in test_family.py."""
-    options = [*FULL, "--save-every", "4", "--controller", "alm"]
-
-    def run(name: str) -> Result:
-        return prune(tiny_model, tiny_text, tmp_path / name, *options)
-
-    assert run("whole").exit_code == 0
-    die_at(22, lambda: run("out"))  # in the polish
-    result = run("out")
-    assert "resuming after step 20" in result.output, result.output
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "out")
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    model, perplexities = tiny_model if kind == "dense" else tiny_experts, []
+    for train in ("masks", "weights"):
+        result = prune(model, tiny_text, tmp_path / train, "--steps", "30", "--train", train)
+        assert result.exit_code == 0, result.output
+        perplexities.append(stated := read_checkpoint(tmp_path / train).provenance["perplexity"])
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / train, trust_remote_code=True)
+        found = torch.tensor(losses(plain, heldout_of(tmp_path / train, tiny_text)))
+        torch.testing.assert_close(found, torch.tensor(stated["block_losses"]["pruned"]), atol=5e-5, rtol=0)
+    assert perplexities[1]["pruned"] < 0.9 * perplexities[0]["pruned"]
+    assert perplexities[1]["dense"] == perplexities[0]["dense"]
+    assert "trained together with the masks" in (tmp_path / "weights" / "README.md").read_text()
 
 
 def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_step(
@@ -125,6 +80,22 @@ def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_c
     assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen
 
 
+def test_a_killed_run_of_the_papers_search_resumes_to_the_bit(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """In the polish. The default search is killed in test_family.py."""
+
+    def run(name: str) -> Result:
+        options = ["--train", "weights", "--steps", "12", "--save-every", "4", "--controller", "alm"]
+        return prune(tiny_model, tiny_text, tmp_path / name, *options)
+
+    assert run("whole").exit_code == 0
+    die_at(10, lambda: run("out"))
+    assert "resuming after step 8" in run("out").output
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "out")
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 @pytest.mark.parametrize(
     ("options", "alive"),
     [
@@ -153,17 +124,12 @@ def test_the_models_of_a_size_are_freed_before_the_next(
     assert found == alive
 
 
-def test_a_wide_model_learns_more_slowly() -> None:
-    """What SmolLM2 learns best by ruins Qwen2.5-0.5B (log 122); low-rank additions were not seen to."""
-    assert [highest_rate("full", width) for width in (576, 896, 4096)] == [2e-4, 4e-5, 4e-5]
-    assert highest_rate("lora", 896) == highest_rate("lora", 576)
-
-
 def test_masks_of_joint_training_are_applied_without_what_weights_learned(
     tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """The folder then has the dense model's weights, is worse than the pruned one, and terminal and pages say so."""
-    assert prune(tiny_model, tiny_text, tmp_path / "full", *FULL).exit_code == 0
+    options = ["--train", "weights", "--steps", "30"]
+    assert prune(tiny_model, tiny_text, tmp_path / "full", *options).exit_code == 0
     masks = tmp_path / "full" / MASKS_FILE
     result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", str(masks), "-o", str(tmp_path / "again")])
     assert result.exit_code == 0, result.output

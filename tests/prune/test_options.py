@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from latency_profiles import written
 from runs import assert_refused, prune
 
-from ddp_prune import cli, verbs
+from ddp_prune import cli, plan, verbs
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_recover import cli as recovery
 from ddp_study.cli import study
@@ -113,16 +113,16 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
 
 
-SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the refusal; limits are in test_recipe.py
-    "removes nothing": (["--sparsity", "0.001"], ["keeps 12 of 12 attn units"]),
+SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the refusal; limits: test_recipe, test_pools
     "target and sparsity": (["--target-params", "50K"], ["target is 50000.0 and sparsity 0.4", "give one"]),
     "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
     "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
     "target no number": (["--target-params", "many"], ["target is 'many'", "5.5B"]),
-    "devices that do not divide": (["--tp", "3"], ["tensor-parallel size 3", "8 query heads", "sizes: 1, 2, 4, 8"]),
     "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "knows 2,048", "lower --seq-len"]),
     "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
     "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "no mixture of experts"]),
+    "whole experts of a dense model": (["--whole-experts"], ["no mixture of experts", "no whole experts"]),
+    "shards in one process": (["--shard"], ["there is one", "accelerate launch"]),
 }
 
 
@@ -135,7 +135,6 @@ def test_settings_that_cannot_be_met(case: str, tiny_model: Path, tiny_text: Pat
 
 MEASURED = ["--profile", "PROFILE", "--other-machine", "--context-length", "1024"]
 PREFILL = [*MEASURED, "--phase", "prefill", "--concurrency", "1"]
-SHORT = ["--batch-size", "2", "--seq-len", "64"]  # the default steps take seconds
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
     "units": (["--sparsity", "30%"], r"31.2% of the prunable parameters = 25.5% of the model: 113.1K → 84.29K; "
               r"to remove 30% of the model: --target-params 79.16K"),
@@ -157,49 +156,64 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
 }  # fmt: skip
 
 
+def dry_run(model: Path, folder: Path, *options: str) -> str:
+    """Run `prune --dry-run`, which writes nothing, and return what it prints."""
+    profile = written(folder, json.loads((model / "config.json").read_text()), 1)
+    (folder / "r.toml").write_text("[alm]\nwarmup = 0.1\n")
+    before = sorted(folder.iterdir())
+    given = {"PROFILE": str(profile), "RECIPE": str(folder / "r.toml")}
+    arguments = ["prune", str(model), "--dry-run", "-o", str(folder / "out"), "--data", "no text"]
+    result = CliRunner().invoke(main, [*arguments, *(given.get(each, each) for each in options)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert sorted(folder.iterdir()) == before
+    return result.stdout
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a dry run measures no step, which takes a second."""
+    monkeypatch.setattr(plan, "free_memory", lambda _: 0)
+
+
+@pytest.mark.usefixtures("short_of_memory")
 @pytest.mark.parametrize("case", DRY)
 def test_a_dry_run_prints_what_would_be_removed_and_writes_nothing(case: str, tiny_model: Path, tmp_path: Path) -> None:
     options, said = DRY[case]
-    (places := tmp_path / "profiles").mkdir()
-    profile = written(places, json.loads((tiny_model / "config.json").read_text()), 1)
-    options = [str(profile) if each == "PROFILE" else each for each in options]
-    options += [] if case == "units" else SHORT
-    options += [] if "--context-length" in options else ["--context-length", "2048"]
-    arguments = ["prune", str(tiny_model), "--dry-run", "-o", str(tmp_path / "out"), "--data", "no text", *options]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert re.search(said, result.stdout, re.MULTILINE), result.stdout
-    size = "16 × 2,048" if case == "units" else "2 × 64"
-    needs = rf"memory: about .* for the model and its teacher, .* are free\ntext: [\d,]+ steps of {size}"
-    assert re.search(needs, result.stdout), result.stdout
-    assert re.search(r"^time: about [\d.]+ \w+: 1,[03]00 steps of [\d.]+ \w+, measured", result.stdout, re.MULTILINE)
-    assert list(tmp_path.iterdir()) == [places]
+    text = dry_run(tiny_model, tmp_path, "--context-length", "2048", *options)
+    assert re.search(said, text, re.MULTILINE) and "\ntime: not measured, because memory is short" in text, text
 
 
-OTHERS = [  # every option of prune that is in no case of DRY, with a value other than its default
-    "--text-column", "text", "--batch-size", "4", "--seq-len", "64", "--seed", "3", "--heldout-blocks", "2",
-    "--learn-from", "all", "--distillation", "1", "--micro-batch-size", "2", "--dtype", "float32", "--save-every", "5",
-    "--activation-checkpointing", "on", "--head-unit", "kv-group", "--align", "8", "--tp", "2", "--steps", "20",
-    "--controller", "alm", "--polish", "0.2", "--train", "masks", "--recover", "3", "--tracker", "tensorboard",
-    "--overwrite",
-]  # fmt: skip
-OF_EXPERTS = ["--whole-experts", "--train", "weights"]
+def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
+    options = ["--sparsity", "0.1,0.3", "--batch-size", "2", "--seq-len", "64", "--recover", "3"]
+    text = dry_run(tiny_model, tmp_path, *options)
+    needs = r"memory: about .* for the model and its teacher, .* are free\ntext: 975 steps of 2 × 64 tokens, 124,800 "
+    assert re.search(needs, text), text
+    assert re.search(r"^time: about [\d.]+ \w+: 1,300 steps of [\d.]+ \w+, measured", text, re.MULTILINE)
+    assert "plus 3 minutes of recovery" in text
 
 
-def test_a_dry_run_takes_every_option(tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
-    (recipe := tmp_path / "recipe.toml").write_text("[alm]\nwarmup = 0.1\n")
-    for model, options in ((tiny_model, [*OTHERS, "--recipe", str(recipe)]), (tiny_experts, OF_EXPERTS)):
-        arguments = ["prune", str(model), "--sparsity", "0.4", "--data", "no text", "-o", str(tmp_path / "out")]
-        result = CliRunner().invoke(main, [*arguments, "--dry-run", *options])
-        assert result.exit_code == 0, (result.output, result.exception)
-        assert re.search(r"^budget: keep ", result.stdout, re.MULTILINE)
-        assert list(tmp_path.iterdir()) == [recipe]
-        if model == tiny_model:
-            assert re.search(r"^text: 20 steps of 4 × 64 tokens, 5,120 in all", result.stdout, re.MULTILINE)
-            assert "plus 3 minutes of recovery" in result.stdout
-    tried = {each for options, _ in DRY.values() for each in options} | {*OTHERS, *OF_EXPERTS, "--recipe"}
-    given = {"--data", "--output", "-o", "--dry-run", "--shard"}  # the last one takes several processes
-    assert tried | given >= set(FLAGS[cli.prune])
+TAKEN: dict[str, str] = {  # a value of every option, other than its default; what else it takes
+    "text_column": "text", "batch_size": "4", "seq_len": "64", "seed": "3", "heldout_blocks": "2", "learn_from": "all",
+    "distillation": "1", "micro_batch_size": "2", "dtype": "float32", "save_every": "5", "head_unit": "kv-group",
+    "activation_checkpointing": "on", "align": "8", "tp": "2", "steps": "20", "controller": "alm", "polish": "0.2",
+    "train": "masks", "recover": "3", "tracker": "tensorboard", "overwrite": "", "context_length": "1024",
+    "concurrency": "1", "phase": "prefill", "sparsity": "0.3", "attention_sparsity": "0.5", "budget": "params",
+    "scope": "layer", "recipe": "RECIPE --controller alm", "whole_experts": "", "data": "other",
+    "target_params": "70K --sparsity 0", "target_flops": "250K --sparsity 0", "target_kv_bytes": "192 --sparsity 0",
+    "speedup": "1.2 --sparsity 0 --profile PROFILE --other-machine --context-length 1024",
+    "profile": "PROFILE --budget latency --other-machine --context-length 1024",
+    "other_machine": " --budget latency --profile PROFILE --context-length 1024",
+}  # fmt: skip
+UNTRIED = ("-o", "--output", "--dry-run", "--shard")  # in all other cases; the last one takes several processes
+
+
+@pytest.mark.usefixtures("short_of_memory")
+@pytest.mark.parametrize("flag", [each for each in FLAGS[cli.prune] if each not in UNTRIED])
+def test_a_dry_run_takes_every_option(flag: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
+    model = tiny_experts if flag == "--whole-experts" else tiny_model
+    words = [flag, *TAKEN[flag.removeprefix("--").replace("-", "_")].split()]
+    text = dry_run(model, tmp_path, "--sparsity", "0.4", *words)
+    assert re.search(r"^budget: keep ", text, re.MULTILINE)
 
 
 def test_settings_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_prune_writes_a_model_that_knows_how_it_was_made(pruned: tuple[Path, Res
     assert "vllm serve" in text and "ddp-vllm bench sharegpt" in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("train", ["masks", "weights"])
 def test_attention_that_is_not_pruned_stays_whole(
     train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
@@ -67,8 +68,6 @@ def test_attention_that_is_not_pruned_stays_whole(
     checkpoint = read_checkpoint(tmp_path / "out")
     assert [layer.query_heads_per_kv_head for layer in checkpoint.layers] == [(2, 2, 2, 2)] * 3
     assert sum(layer.intermediate_size for layer in checkpoint.layers) == 173  # round(0.6·3·96)
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert re.search(r"attention_sparsity</t[dh]>\s*<td[^>]*>0(\.0)?<", page)
 
 
 @pytest.mark.usefixtures("no_pictures")

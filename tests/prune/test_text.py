@@ -44,6 +44,8 @@ def test_documents_are_whole_shuffled_and_joined_by_eos(jsonl: Path, load: Calla
     orders = []
     for seed in (0, 1, 0):
         blocks = load(jsonl, seed=seed)
+        assert blocks.train.shape[1:] == (SEQ_LEN,) and blocks.heldout.shape == (3, SEQ_LEN)
+        assert blocks.train.dtype == blocks.heldout.dtype == torch.int64
         documents = [*_documents(tokenizer, blocks.heldout), *_documents(tokenizer, blocks.train)]
         assert len(set(documents)) == len(documents) >= len(DOCUMENTS) - 4 and set(documents) <= set(DOCUMENTS)
         orders.append(documents)
@@ -51,23 +53,13 @@ def test_documents_are_whole_shuffled_and_joined_by_eos(jsonl: Path, load: Calla
 
 
 @pytest.mark.parametrize("count", [0, 1, 64, 129])
-def test_texts_are_joined_by_eos_whatever_the_tokenizer_takes_at_a_time(count: int, tokenizer: Any) -> None:
+def test_texts_are_joined_by_eos_and_no_more_are_read_than_needed(count: int, tokenizer: Any) -> None:
     texts = [f"{i} fox" for i in range(count)]
     expected = [id for text in texts for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     for limit in (10**9, 100):
-        assert pack(map(Document, texts), tokenizer, limit).ids.tolist() == expected[:limit]
-
-
-def test_reading_stops_when_the_run_has_enough(tokenizer: Any) -> None:
-    rest = iter(DOCUMENTS * 5)
-    assert len(pack(map(Document, rest), tokenizer, 4 * SEQ_LEN).ids) == 4 * SEQ_LEN
-    assert len(list(rest)) == len(DOCUMENTS) * 5 - 64  # the tokenizer takes 64 at a time
-
-
-def test_blocks_have_the_sizes_that_were_asked_for(jsonl: Path, load: Callable[..., Any]) -> None:
-    blocks = load(jsonl, train_blocks=4)
-    assert blocks.train.shape == (4, SEQ_LEN) and blocks.heldout.shape == (3, SEQ_LEN)
-    assert blocks.train.dtype == blocks.heldout.dtype == torch.int64 and blocks.found == 7 * SEQ_LEN
+        rest = iter(texts)
+        assert pack(map(Document, rest), tokenizer, limit).ids.tolist() == expected[:limit]
+    assert len(list(rest)) == max(0, count - 64)  # the tokenizer takes 64 at a time
 
 
 def _pieces(tokens_BT: torch.Tensor, eos: int) -> set[tuple[int, ...]]:
@@ -94,10 +86,6 @@ def test_every_block_begins_with_bos_where_every_text_does(
             assert found and found <= whole
 
 
-def test_a_tokenizer_may_have_no_bos(tokenizer: Any) -> None:
-    assert tokenizer.bos_token_id is None and leading_bos(tokenizer) == []
-
-
 def test_blocks_that_were_kept_without_bos_are_not_used(
     jsonl: Path, load: Callable[..., Any], beginning: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,51 +108,34 @@ def test_the_cache_is_keyed_by_content(
 ) -> None:  # fmt: skip
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
-    text.save_blocks(file, Tokens(*map(np.ascontiguousarray, map(np.flipud, stored(file)))))  # tokenizing would undo it
+    kept = text.saved_blocks(file)
+    assert kept is not None
+    text.save_blocks(file, Tokens(*map(np.ascontiguousarray, map(np.flipud, kept))))  # tokenizing would undo it
     again = load(jsonl)
     assert torch.equal(torch.cat([again.heldout, again.train]), torch.cat([first.heldout, first.train]).flipud())
     assert again.found == first.found
     write_texts(jsonl.name, [text.replace("fox", "cat") for text in DOCUMENTS])
-    changed = load(jsonl)
-    assert "cat" in tokenizer.decode(changed.train.flatten()) and len(list((cache / "tokens").iterdir())) == 2
+    assert "cat" in tokenizer.decode(load(jsonl).train.flatten())
     load(jsonl, seq_len=8)
     assert len(list((cache / "tokens").iterdir())) == 3
     monkeypatch.setattr(text, "VERSION", text.VERSION + 1)
     load(jsonl, seq_len=8)
     assert len(list((cache / "tokens").iterdir())) == 4
+    assert sorted(folder.name for folder in cache.iterdir()) == ["datasets", "tokens"]  # with the Arrow copy
 
 
-def stored(file: Path) -> Tokens:
-    found = text.saved_blocks(file)
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("place", [0, 40, 300, -1])
-def test_a_flipped_bit_in_the_cache_is_found(place: int, jsonl: Path, load: Callable[..., Any], cache: Path) -> None:
+@pytest.mark.parametrize(("place", "left"), [(0, None), (40, None), (300, None), (-1, None), (0, 0), (0, 20), (0, 200)])
+def test_a_flipped_bit_in_the_cache_is_found(
+    place: int, left: int | None, jsonl: Path, load: Callable[..., Any], cache: Path
+) -> None:
+    """And a missing end."""
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
     content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
+    content[place] ^= left is None
+    file.write_bytes(content[:left])
     assert torch.equal(load(jsonl).train, first.train)
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("left", [0, 20, 200])
-def test_half_a_file_in_the_cache_is_made_again(left: int, jsonl: Path, load: Callable[..., Any], cache: Path) -> None:
-    first = load(jsonl)
-    (file,) = (cache / "tokens").iterdir()
-    file.write_bytes(file.read_bytes()[:left])
-    assert torch.equal(load(jsonl).train, first.train)
-    assert len(stored(file).ids) == len(first.train) + len(first.heldout)
-
-
-def test_all_of_the_cache_is_in_its_folder(jsonl: Path, load: Callable[..., Any], cache: Path) -> None:
-    """The Arrow copy of the text too, so that who deletes or moves the folder has it all."""
-    load(jsonl)
-    assert sorted(folder.name for folder in cache.iterdir()) == ["datasets", "tokens"]
-    assert list((cache / "datasets").rglob("*.arrow"))
+    assert file.stat().st_mode & 0o777 == 0o600 and text.saved_blocks(file) is not None
 
 
 def test_text_that_is_too_short_for_a_step_is_refused_from_the_cache_too(jsonl: Path, load: Callable[..., Any]) -> None:
@@ -184,12 +155,6 @@ def test_a_cache_that_cannot_be_written_is_not_the_texts_fault(
     (cache / "tokens").write_text("the same, one floor down")
     with pytest.raises(OutputError, match=f"the cache {cache} cannot be written"):
         load(jsonl)
-
-
-def test_a_model_without_tokenizer_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"has no tokenizer.*tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_without_eos_is_refused(tiny_model: Path, tmp_path: Path) -> None:
