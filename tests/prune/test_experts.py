@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import edit_json, edit_weights
+from click.testing import CliRunner
+from runs import assert_refused, edit_json, edit_weights
 from runs import weights as weights_of
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -32,6 +34,7 @@ from ddp_prune.experts import grouped, looped
 from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import FAMILIES, unit_shapes
 from ddp_vllm.masks import MASKS_FILE
@@ -260,24 +263,6 @@ def test_grouped_and_looped_agree_on_a_gpu(dense: Any, monkeypatch: pytest.Monke
     assert (fast.softmax(-1) - slow.softmax(-1)).abs().max() < 0.02
 
 
-def test_choices_are_counted(dense: Any) -> None:
-    source = open_source(str(dense("qwen3_moe")))
-    gated = _gated(source)
-    counts = torch.zeros(2, NUM_EXPERTS, dtype=torch.int64)
-    logits: list[torch.Tensor] = []
-    for layer in (0, 2):
-        router = gated.model.get_submodule(f"model.layers.{layer}.mlp.gate")
-        router.register_forward_hook(lambda _module, _args, output: logits.append(output[0]))
-    ones = {"experts": torch.ones(gated.shapes["experts"])}
-    with gated.masks(ones):
-        with gated.counting(counts):
-            _logits(gated.model)
-        _logits(gated.model)  # as checkpointed layers run again: not counted
-    for row, scores in enumerate(logits[:2]):
-        assert torch.equal(counts[row], torch.bincount(scores.topk(3).indices.flatten(), minlength=NUM_EXPERTS))
-    assert counts.sum(1).tolist() == [TOKENS.numel() * 3] * 2
-
-
 def test_a_published_deepseek_config_loads_without_its_code(dense: Any, tmp_path: Path) -> None:
     """DeepSeekMoE-16B's config.json names Python files that we neither download nor run."""
     folder = Path(shutil.copytree(dense("deepseek"), tmp_path / "dense"))
@@ -363,6 +348,40 @@ def test_a_dense_model_that_cannot_be_pruned(case: str, dense: Any, tmp_path: Pa
         edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.experts.3.down_proj.weight"))
     with pytest.raises(ModelError, match=message):
         open_source(str(folder))
+
+
+def _width(value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["ddp_layers"][2]["expert_intermediate_sizes"].__setitem__(3, value)
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
+    "negative": (_width(-1), ["expert_intermediate_sizes[3]", "-1", "0…24"]),
+    "fractional": (_width(2.5), ["expert_intermediate_sizes[3]", "2.5", "integer"]),
+    "above dense": (_width(25), ["25", "0…24"]),
+    "of another checkpoint": (_width(1), ["layers.2.mlp.experts.3", "requires 1"]),
+    "removed, but there": (_width(0), ["layers.2.mlp.experts.3", "removes"]),
+    "one too few": (lambda c: c["ddp_layers"][2]["expert_intermediate_sizes"].pop(), ["7 widths for 8 experts"]),
+    "none": (lambda c: c["ddp_layers"][2].pop("expert_intermediate_sizes"), ["ddp_layers[2]", "no expert_interm"]),
+    "in a dense layer": (
+        lambda c: c["ddp_layers"][1].update(expert_intermediate_sizes=[1] * 8), ["ddp_layers[1]", "no routed experts"],
+    ),
+    "heads": (lambda c: c["ddp_layers"][0].update(query_heads_per_kv_head=[2]), ["ddp_layers[0]", "attention must"]),
+    "MLP": (lambda c: c["ddp_layers"][1].update(intermediate_size=39), ["ddp_layers[1]", "39", "40"]),
+    "top-k": (lambda c: c.update(num_experts_per_tok=9), ["num_experts_per_tok is 9", "8 experts", "1…8"]),
+    "quantised": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "bfloat16"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_config_that_contradicts_the_weights(case: str, exported: Path, tmp_path: Path) -> None:
+    edit, words = BROKEN[case]
+    folder = Path(shutil.copytree(exported / "qwen3_moe", tmp_path / "broken"))
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_refused(CliRunner().invoke(main, ["inspect", str(folder)]), 7, *words)
+    with pytest.raises(ValueError, match=re.escape(words[0])):  # the travelling files say the same
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
 def test_a_llama_loaded_before_does_not_keep_gates_from_deepseek() -> None:

@@ -15,13 +15,11 @@ from ddp_models import writing
 from ddp_models.loading import load_model
 from ddp_models.source import Source, open_source
 from ddp_prune.export import apply_masks, export
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores
-from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.pages.summary import removed_parameters, units
 
 TOKENS = torch.randint(1, 320, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -49,12 +47,6 @@ def _logits(model: Any, tokens: torch.Tensor = TOKENS, **inputs: Any) -> torch.T
         return model(tokens, **inputs).logits
 
 
-def _evaluated(source: Source, gates: Masks, head_unit: str) -> torch.Tensor:
-    gated = GatedModel(load_model(source, "float32"), source.family, source.sizes, head_unit)
-    with gated.masks(gates):
-        return _logits(gated.model)
-
-
 def _load(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     model.generation_config.eos_token_id = None
@@ -73,25 +65,6 @@ def pruned(source: Source, tmp_path: Path) -> Path:
     scores = {name: {kind: values + add for kind, values in gates.items()} for name, add in (("z", 1), ("saliency", 2))}
     export(source, gates, tmp_path / "pruned", head_unit="kv-group", provenance={"texts": ["a"]}, scores=scores)
     return tmp_path / "pruned"
-
-
-@pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
-@pytest.mark.parametrize("case", ["", "attn+mlp", "attn-mlp", "-attn+mlp-", "--attn+mlp"])
-def test_what_is_evaluated_is_what_is_exported(case: str, head_unit: str, source: Source, tmp_path: Path) -> None:
-    gates = _gates(source, head_unit, case)
-    export(source, gates, tmp_path / "pruned", head_unit=head_unit, provenance={})
-    evaluated = _evaluated(source, gates, head_unit)
-    torch.testing.assert_close(_logits(_load(tmp_path / "pruned")), evaluated, atol=1e-5, rtol=0)
-    dense = load_model(source, "float32")
-    assert (_logits(dense) - evaluated).abs().max() > 0.1  # the masks do something
-
-    checkpoint = read_checkpoint(tmp_path / "pruned")
-    counts, sizes = {label: left for label, _, left in units(checkpoint)}, source.sizes
-    heads = gates["attn"].repeat_interleave(sizes.num_query_heads // gates["attn"].shape[1], dim=1) > 0
-    assert counts["query heads"] == int(heads.sum())
-    assert counts["KV heads"] == int(heads.view(sizes.num_layers, sizes.num_kv_heads, -1).any(-1).sum())
-    assert counts["MLP channels"] == int((gates["mlp"] > 0).sum())
-    assert checkpoint.num_parameters + removed_parameters(checkpoint) == dense.num_parameters()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("case", ["attn", "attn-attn-attn"])

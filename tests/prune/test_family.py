@@ -14,36 +14,17 @@ from runs import SMALL, assert_refused, die_at, prune, weights
 
 from ddp_prune import pipeline
 from ddp_prune.masks_file import read_masks
-from ddp_prune.recipe import Recipe, load_recipes
-from ddp_prune.run import Steps, schedule
+from ddp_prune.recipe import Recipe
 from ddp_prune.trainer import Trainer
 from ddp_training.run_state import RunState
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 SIZES = "0.2,0.4,0.6"
 RECIPE = Recipe(model="m", sparsity=0.5)
 NAMES = ["sparsity-0.2", "sparsity-0.4", "sparsity-0.6"]
-
-
-def test_the_steps_of_a_family_are_those_of_its_largest_cut_and_short_polishes() -> None:
-    def steps_of(*sizes: float, **changes: Any) -> list[Steps]:
-        return schedule([Recipe(model="m", sparsity=size, **changes) for size in sizes])
-
-    five = steps_of(0.1, 0.2, 0.3, 0.4, 0.5)
-    assert [each.search for each in five] == [130, 260, 390, 520, 650]
-    assert [each.first for each in five] == [0, 130, 260, 390, 520]
-    assert sum(each.last - each.first for each in five) == 1.3 * 1000
-    assert [each.last - each.search for each in steps_of(0.2, 0.5)] == [325, 325]
-    assert [each.last - each.search for each in steps_of(0.4, 0.5, polish=0.1)] == [100, 100]
-    with pytest.raises(SettingError, match=r"leaves none for sparsity 0\.1"):
-        steps_of(0.1, 0.2, 0.3, 0.4, 0.5, steps=3)
-    assert len(load_recipes(None, {"model": "m", "sparsity": 0.2})) == 1
-    speeds = load_recipes(None, {"model": "m", "speedup": [1.5, 1.1], "profile": "p"})
-    assert [(each.speedup, each.budget) for each in speeds] == [(1.1, "latency"), (1.5, "latency")]
 
 
 @pytest.mark.parametrize("train", ["masks", "weights"])

@@ -90,9 +90,8 @@ def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
         command = [sys.executable, "-c", BARE.format(packages=packages), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
-    for arguments in (["inspect", pruned], ["inspect", "--json", pruned], ["compare", pruned]):
-        result = run(*arguments)
-        assert result.returncode == 0, result.stderr
+    result = run("compare", pruned)
+    assert result.returncode == 0, result.stderr
     result = run("report", pruned, "-o", tmp_path / "page")
     assert result.returncode == 0 and (tmp_path / "page" / "report.html").exists(), result.stderr
     result = run("prune", "model", "--sparsity", "0.2", "-o", "out")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.selection import Rows, best_support, cut_rows, evenly, exact_support, greedy, open_first
+from ddp_prune.selection import best_support, cut_rows, evenly, exact_support, greedy
 
 
 def _whole(budget: float) -> torch.Tensor:
@@ -51,40 +51,6 @@ def test_aligned_support_has_only_multiples_and_the_highest_importance(data: st.
         assert not keep.any() or keep.all() or row[keep].min() >= row[~keep].max()
 
 
-HEADS, CHANNELS, HEAD_COST, CHANNEL_COST = 3, 4, 7.0, 2.0
-
-
-def _costs_of_choices(rows: list[Rows]) -> list[tuple[float, float]]:
-    """Return (cost, importance) of every choice of a number of blocks in every row."""
-    totals = []
-    for part in rows:
-        for units, importance, cost in zip(part.units, part.importance, part.cost, strict=True):
-            real = units > 0
-            steps = zip(importance[real].cumsum(0).tolist(), cost[real].cumsum(0).tolist(), strict=True)
-            totals.append([(0.0, 0.0), *((c, w) for w, c in steps)])
-    return [(sum(c for c, _ in choice), sum(w for _, w in choice)) for choice in itertools.product(*totals)]
-
-
-@settings(max_examples=50)
-@given(st.integers(0, 60), st.integers(0, 2**31))
-def test_costs_of_different_sizes_share_one_budget(budget: int, seed: int) -> None:
-    """Never above the budget, nothing left out that fits, at most one unit below the best of all choices."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = torch.randint(0, 50, (2, HEADS), generator=generator).double()
-    channels = torch.randint(0, 20, (2, CHANNELS), generator=generator).double()
-    rows = [
-        cut_rows(values, cost_R=torch.full((2,), cost))
-        for values, cost in ((heads, HEAD_COST), (channels, CHANNEL_COST))
-    ]
-    kept = best_support(rows, _whole(budget))
-    spent = HEAD_COST * int(kept[0].sum()) + CHANNEL_COST * int(kept[1].sum())
-    importance = float(heads[kept[0]].sum() + channels[kept[1]].sum())
-    best = max(importance for cost, importance in _costs_of_choices(rows) if cost <= budget)
-    assert spent <= budget and importance > best - max(float(heads.max()), float(channels.max()), 1e-9)
-    assert spent + HEAD_COST > budget or kept[0].all()
-    assert spent + CHANNEL_COST > budget or kept[1].all()
-
-
 @settings(max_examples=50)
 @given(st.integers(0, 50), st.integers(0, 2**31))
 def test_query_heads_pay_for_the_kv_head_they_share_once(budget: int, seed: int) -> None:
@@ -126,18 +92,6 @@ def test_query_heads_removed_evenly_leave_every_kv_head_equally_many(queries_per
     assert (counts == counts[:, :1]).all() and int(kept.sum()) == 13 // kv_heads * kv_heads
     for heads, keep in zip(importance.view(-1, queries_per_kv), kept.view(-1, queries_per_kv), strict=True):
         assert not keep.any() or keep.all() or heads[keep].min() >= heads[~keep].max()
-
-
-@given(st.integers(0, 2**31))
-def test_open_gates_rank_before_closed_ones_in_the_order_of_saliency(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    saliency = torch.rand(40, generator=generator).clamp_min(0.1).pow(12)  # over more than float32 can add up
-    is_open = torch.rand(40, generator=generator) < 0.5
-    importance = open_first(saliency, is_open)
-    for part in (is_open, ~is_open):
-        assert torch.equal(importance[part].argsort(stable=True), saliency[part].argsort(stable=True))
-    if is_open.any() and not is_open.all():
-        assert importance[is_open].min() > importance[~is_open].max()
 
 
 @given(st.floats(0.05, 1.0), st.booleans(), st.integers(0, 2**31))

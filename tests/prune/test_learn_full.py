@@ -80,22 +80,6 @@ def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_c
     assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen
 
 
-def test_a_killed_run_of_the_papers_search_resumes_to_the_bit(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    """In the polish. The default search is killed in test_family.py."""
-
-    def run(name: str) -> Result:
-        options = ["--train", "weights", "--steps", "12", "--save-every", "4", "--controller", "alm"]
-        return prune(tiny_model, tiny_text, tmp_path / name, *options)
-
-    assert run("whole").exit_code == 0
-    die_at(10, lambda: run("out"))
-    assert "resuming after step 8" in run("out").output
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "out")
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
-
-
 @pytest.mark.parametrize(
     ("options", "alive"),
     [

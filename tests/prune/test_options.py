@@ -1,6 +1,5 @@
 """The options of prune and apply: which there are, that a recipe's fields make them, and what they refuse."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -19,20 +18,23 @@ from ddp_recover import cli as recovery
 from ddp_study.cli import study
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
-from ddp_vllm.options import Sizes, given
-from ddp_vllm.settings import field_docs, kind_of
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+TAKEN: dict[str, str] = {  # options of prune: a value other than the default; what else it takes
+    "text_column": "text", "batch_size": "4", "seq_len": "64", "seed": "3", "heldout_blocks": "2", "learn_from": "all",
+    "distillation": "1", "micro_batch_size": "2", "dtype": "float32", "save_every": "5", "head_unit": "kv-group",
+    "activation_checkpointing": "on", "align": "8", "tp": "2", "steps": "20", "controller": "alm", "polish": "0.2",
+    "train": "masks", "recover": "3", "tracker": "tensorboard", "overwrite": "", "context_length": "1024",
+    "concurrency": "1", "phase": "prefill", "sparsity": "0.3", "attention_sparsity": "0.5", "budget": "params",
+    "scope": "layer", "recipe": "RECIPE --controller alm", "whole_experts": "", "data": "other",
+    "target_params": "70K --sparsity 0", "target_flops": "250K --sparsity 0", "target_kv_bytes": "192 --sparsity 0",
+    "speedup": "1.2 --sparsity 0 --profile PROFILE --other-machine --context-length 1024",
+    "profile": "PROFILE --budget latency --other-machine --context-length 1024",
+    "other_machine": " --budget latency --profile PROFILE --context-length 1024",
+}  # fmt: skip
+UNTRIED = ("--output", "--dry-run", "--shard")  # in all other cases; the last one takes several processes
 FLAGS = {
-    cli.prune: [
-        "--activation-checkpointing", "--align", "--attention-sparsity", "--batch-size", "--budget", "--concurrency",
-        "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--head-unit",
-        "--heldout-blocks", "--learn-from", "--micro-batch-size", "--other-machine",
-        "--output", "--overwrite", "--phase", "--polish", "--profile", "--recipe", "--recover",
-        "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
-        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker", "--train",
-        "--whole-experts", "-o",
-    ],
+    cli.prune: sorted(["-o", *UNTRIED, *(f"--{each.replace('_', '-')}" for each in TAKEN)]),
     recovery.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
         "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
@@ -46,11 +48,6 @@ FLAGS = {
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
     recovery.quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip
-FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.INSTEAD]
-
-
-def _option(name: str) -> click.Option:
-    return next(each for each in cli.prune.params if isinstance(each, click.Option) and each.name == name)
 
 
 @pytest.mark.parametrize("command", FLAGS, ids=lambda command: command.name)
@@ -59,34 +56,6 @@ def test_the_flags_are_these(command: click.Command) -> None:
     options = [option for option in command.params if isinstance(option, click.Option)]
     assert sorted(flag for option in options for flag in option.opts) == FLAGS[command]
     assert all(option.help for option in options) and not any(option.secondary_opts for option in options)
-
-
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
-    """Its help is the field's first sentence and its default, its type the field's."""
-    option, text = _option(field.name), field_docs(Recipe)[field.name].replace("`", "")
-    help_text = option.help or ""
-    assert text.startswith(help_text.removesuffix(".")) and ". " not in help_text and help_text.endswith(".")
-    rest = text.removeprefix(help_text.removesuffix("."))
-    assert rest in ("", ".") or rest.startswith(". ")  # a whole sentence
-    has_default = field.name not in cli.SIZES and not option.is_flag and field.default != ""  # else it may be given
-    assert (option.default == field.default and option.show_default) if has_default else not option.show_default
-    if choices := field.metadata.get("choices"):
-        assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == choices
-    elif field.name in cli.SIZES:
-        assert isinstance(option.type, Sizes)
-    else:
-        assert isinstance(option.type, type(click.types.convert_type(kind_of(field))))
-
-
-def test_what_is_not_given_overrides_nothing() -> None:
-    for command, words, said in (
-        (cli.prune, ["--steps", "1000", "--shard"], {"steps": 1000, "shard": True}),
-        (recovery.recover, ["--minutes", "10"], {"minutes": 10.0}),
-    ):
-        with command.make_context(command.name, ["model", "-o", "out", *words]) as context:
-            settings = {name: value for name, value in context.params.items() if name not in ("model", "output")}
-            assert given(settings) == said
 
 
 def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,26 +161,11 @@ def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
     assert "plus 3 minutes of recovery" in text
 
 
-TAKEN: dict[str, str] = {  # a value of every option, other than its default; what else it takes
-    "text_column": "text", "batch_size": "4", "seq_len": "64", "seed": "3", "heldout_blocks": "2", "learn_from": "all",
-    "distillation": "1", "micro_batch_size": "2", "dtype": "float32", "save_every": "5", "head_unit": "kv-group",
-    "activation_checkpointing": "on", "align": "8", "tp": "2", "steps": "20", "controller": "alm", "polish": "0.2",
-    "train": "masks", "recover": "3", "tracker": "tensorboard", "overwrite": "", "context_length": "1024",
-    "concurrency": "1", "phase": "prefill", "sparsity": "0.3", "attention_sparsity": "0.5", "budget": "params",
-    "scope": "layer", "recipe": "RECIPE --controller alm", "whole_experts": "", "data": "other",
-    "target_params": "70K --sparsity 0", "target_flops": "250K --sparsity 0", "target_kv_bytes": "192 --sparsity 0",
-    "speedup": "1.2 --sparsity 0 --profile PROFILE --other-machine --context-length 1024",
-    "profile": "PROFILE --budget latency --other-machine --context-length 1024",
-    "other_machine": " --budget latency --profile PROFILE --context-length 1024",
-}  # fmt: skip
-UNTRIED = ("-o", "--output", "--dry-run", "--shard")  # in all other cases; the last one takes several processes
-
-
 @pytest.mark.usefixtures("short_of_memory")
-@pytest.mark.parametrize("flag", [each for each in FLAGS[cli.prune] if each not in UNTRIED])
-def test_a_dry_run_takes_every_option(flag: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
-    model = tiny_experts if flag == "--whole-experts" else tiny_model
-    words = [flag, *TAKEN[flag.removeprefix("--").replace("-", "_")].split()]
+@pytest.mark.parametrize("option", TAKEN)
+def test_a_dry_run_takes_every_option(option: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
+    model = tiny_experts if option == "whole_experts" else tiny_model
+    words = [f"--{option.replace('_', '-')}", *TAKEN[option].split()]
     text = dry_run(model, tmp_path, "--sparsity", "0.4", *words)
     assert re.search(r"^budget: keep ", text, re.MULTILINE)
 

@@ -155,25 +155,6 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
     assert same[0] == same[1]
 
 
-def test_a_target_in_parameters_is_that_of_the_checkpoint(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    options = ["--target-params", "70K", "--head-unit", "query-head", "--scope", "layer", "--controller", "alm"]
-    result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0")
-    assert result.exit_code == 0, (result.output, result.exception)
-    checkpoint = read_checkpoint(tmp_path / "out")
-    gone = sum(2 - bool(layer.num_kv_heads) - bool(layer.intermediate_size) for layer in checkpoint.layers)
-    assert 70_000 - 3 * 64 - gone * 64 < checkpoint.num_parameters <= 70_000
-    assert checkpoint.provenance["recipe"]["budget"] == "params"
-    page, card = ((tmp_path / "out" / name).read_text() for name in ("report.html", "README.md"))
-    for text in (result.stdout, page, card):  # all four, always
-        for words in ("KV heads", "MLP channels", "parameters", "FLOPs per token at 2,048", "KV-cache bytes per token"):
-            assert words in text, words
-    curves = page.partition('<figure id="curves">')[2].partition("</figure>")[0]
-    assert ">sparsity<" in curves and ">target<" not in curves  # no line at 0 %: the recipe states no share
-    row = next(line for line in result.stdout.splitlines() if "KV-cache bytes per token" in line)
-    kv_heads = sum(layer.num_kv_heads for layer in checkpoint.layers)
-    assert f"{kv_heads * 2 * 8 * 2:,} of" in row and f"{12 * 2 * 8 * 2:,}" in row
-
-
 def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:
     arguments = ["apply", str(tiny_model), "--masks", str(pruned[0] / MASKS_FILE), "-o", str(tmp_path / "out"), "--tp"]
     assert_refused(CliRunner().invoke(main, [*arguments, "0"]), 2, "tensor-parallel size is 0", "at least 1")

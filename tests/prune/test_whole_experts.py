@@ -18,7 +18,6 @@ from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import Recipe
-from ddp_study.scores import choose
 from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -178,30 +177,6 @@ def test_prune_recover_and_prune_channels_too(train: str, tiny_experts: Path, ti
     ragged = read_checkpoint(tmp_path / "channels")
     widths = [layer.expert_intermediate_sizes for layer in ragged.layers]
     assert not ragged.stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
-
-
-def test_a_score_keeps_the_experts_that_are_worth_most_together() -> None:
-    """Not the one with the best channel; of the second layer, which is worth more in all, no more than of the first."""
-    scores = torch.tensor([[[9.0, 0.0], [5.0, 5.0], [6.0, 5.0], [1.0, 1.0]], [[20.0, 21.0], [30.0, 1.0]] * 2])
-    gates = choose({"experts": scores}, 0.7, "global", whole_experts=True)["experts"]
-    assert gates.tolist() == [[[0, 0], [1, 1], [1, 1], [0, 0]], [[1, 1], [0, 0], [1, 1], [0, 0]]]
-
-
-@pytest.mark.usefixtures("cache")
-def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Every method keeps whole experts, equally many; what cannot is a cell with the reason."""
-    (tmp_path / "test.txt").write_text("The quick brown fox jumps over lazy clouds. " * 200)
-    (tmp_path / "r.toml").write_text("whole_experts = true\nsteps = 4\nbatch_size = 2\nseq_len = 16\nsparsity = 0.4")
-    arguments = ["study", "methods", str(tiny_experts), "--data", str(tiny_text), "--test", str(tmp_path / "test.txt")]
-    arguments += ["--recipe", str(tmp_path / "r.toml"), "--sparsity", "0.4", "--samples", "3"]
-    arguments += ["--methods", "experts-reap+scales,ours,paper", "-o", str(tmp_path / "study")]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    for name in ("experts-reap+scales", "ours"):
-        masks = tmp_path / "study" / "cells" / f"{name}_0.4_0.safetensors"
-        apply_masks(str(tiny_experts), masks, tmp_path / name, overwrite=False)
-        assert read_checkpoint(tmp_path / name).stock
-    assert "controller is 'alm'; with whole_experts it must be 'gradual'" in result.stdout
 
 
 def test_too_few_experts_for_a_token_are_refused(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
