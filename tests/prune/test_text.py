@@ -106,9 +106,7 @@ def test_the_cache_is_keyed_by_content(
     (file,) = (cache / "tokens").iterdir()
     kept = blocks_module.saved_blocks(file)
     assert kept is not None
-    blocks_module.save_blocks(
-        file, Tokens(*map(np.ascontiguousarray, map(np.flipud, kept)))
-    )  # undone by tokenizing
+    blocks_module.save_blocks(file, Tokens(*map(np.ascontiguousarray, map(np.flipud, kept))))  # undone by tokenizing
     again = load(jsonl)
     assert torch.equal(torch.cat([again.heldout, again.train]), torch.cat([first.heldout, first.train]).flipud())
     assert again.found == first.found
