@@ -1,4 +1,4 @@
-"""What is evaluated is what is exported; the folder is whole and can be cut again."""
+"""The exported folder: whole, rounded once, and cut again from its masks. Its logits are in test_families.py."""
 
 import json
 from pathlib import Path

@@ -33,6 +33,7 @@ from ddp_training.run_state import RunState
 from ddp_vllm.errors import ModelError, SettingError
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]
+TOKENS = torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
 TOGETHER = 1e-6  # sums over processes are made in another order, in float64
 
 
@@ -162,9 +163,6 @@ def test_a_failure_is_one_line_and_the_exit_code_of_both(tiny_model: Path, tmp_p
     assert line.startswith("ddp-vllm: short.txt holds") and line.count("\n") == 1, line
     assert out == silence == ""
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.run").exists()
-
-
-TOKENS = torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
 def test_sharding_requires_several_processes_with_equal_batches() -> None:
