@@ -298,7 +298,7 @@ def _adapter_products(
             yield f"{name}.weight", module.get_base_layer().weight, total
 
 
-def _parts(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _parts(moments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the plain tensors of this process's part of moments: codes and scales, or a small moment as it is."""
     found = dict[str, torch.Tensor]()
     for name, moment in moments.items():

@@ -74,35 +74,23 @@ LLAMA2 = (
     "{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
-    "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
-)
-
-BOS = {"r1": "<｜begin▁of▁sentence｜>", "gemma": "<bos>", "llama2": "<s>"}
-EOS = {"r1": "<｜end▁of▁sentence｜>", "gemma": "<eos>", "llama2": "</s>"}
-PUBLISHED = {"qwen3": QWEN3, "r1": R1, "llama2": LLAMA2, "gemma": GEMMA}
+BOS = {"r1": "<｜begin▁of▁sentence｜>", "llama2": "<s>"}
+EOS = {"r1": "<｜end▁of▁sentence｜>", "llama2": "</s>"}
+PUBLISHED = {"qwen3": QWEN3, "r1": R1, "llama2": LLAMA2}
 SPECIAL = [
-    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<｜User｜>", "<｜Assistant｜>", "<start_of_turn>"),
-    *("<end_of_turn>", *BOS.values(), *EOS.values()),
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<｜User｜>", "<｜Assistant｜>"),
+    *(*BOS.values(), *EOS.values()),
 ]
 WORDS = "how many foxes jump nine of them do system user assistant model they are red why because the answer is 42 "
 
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     """Return a small tokenizer of the kind that a family has, with its chat template."""
-    falls_back = family in ("llama2", "gemma")
+    falls_back = family == "llama2"
     pieces = Tokenizer(models.BPE(byte_fallback=falls_back))
     special = list(SPECIAL)
     if family == "llama2":  # a word begins with its blank, and digits stand alone
         pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    elif family == "gemma":
-        pieces.normalizer = normalizers.Replace(" ", "▁")
         pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     else:
         pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

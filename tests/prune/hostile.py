@@ -2,7 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
+
+from runs import edit_json
 
 from ddp_vllm.remote_code.__init__ import FILES
 
@@ -28,15 +29,15 @@ def make_hostile(folder: Path, attack: str, ran: Path) -> Path:
     for name in ("evil", "tokenization_evil", *(file.stem for file in FILES if attack == "config")):
         (folder / f"{name}.py").write_text(code)
     if attack == "config":
-        _edit(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+        edit_json(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
     elif attack.startswith("tokenizer"):
         stated = {"tokenizer_class": "EvilTokenizer"} if attack == "tokenizer class" else {}
         auto_map = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
-        _edit(folder / "tokenizer_config.json", auto_map=auto_map, **stated)
+        edit_json(folder / "tokenizer_config.json", auto_map=auto_map, **stated)
     elif attack == "generation":
         (folder / "custom_generate").mkdir()
         (folder / "custom_generate" / "generate.py").write_text(code)
-        _edit(folder / "generation_config.json", custom_generate=str(folder))
+        edit_json(folder / "generation_config.json", custom_generate=str(folder))
     elif attack == "chat template":
         (folder / "chat_template.jinja").write_text(TEMPLATE.format(ran=ran))
     else:
@@ -46,8 +47,3 @@ def make_hostile(folder: Path, attack: str, ran: Path) -> Path:
         index = {"metadata": {}, "weight_map": {"model.norm.weight": "../model-1.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
-
-
-def _edit(path: Path, **changes: Any) -> None:
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(settings | changes))

@@ -1,25 +1,33 @@
-"""Runs on tiny models, in this process and by the command line; and what a refusal of the command line looks like."""
+"""Runs on tiny models, in this process and by the command line; refusals of it; and folders to change."""
 
-from collections.abc import Callable, Sequence
+import json
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ddp_models.loading import load_model
-from ddp_models.source import open_source
+from ddp_models.source import Source, open_source
 from ddp_prune.budget import Pool, make_pools
+from ddp_prune.export import export
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import AlmSettings, Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned, Trainer
+from ddp_text.blocks import load_blocks
+from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches
 from ddp_training.run_state import RunState
 from ddp_vllm.cli import main
+from ddp_vllm.families import unit_shapes
 
 BLOCKS = torch.randint(1, 320, (64, 16), generator=torch.Generator().manual_seed(0))
 STEPS = 12  # 8 of search, 4 of polish
@@ -27,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "sparsity": 0.4, "steps": STEPS, "batch_size": 4, "seq_len": 16, "save_every": 3,
     "alm": AlmSettings(learning_rate=0.1),  # the paper's moves little in 8 steps
 }  # fmt: skip
-SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--train", "masks"]
+SMALL = ["--steps", "6", "--batch-size", "2", "--seq-len", "16", "--train", "masks", "--learning-rate", "2e-4"]
 
 
 def pools_of(gated: GatedModel, recipe: Recipe) -> Sequence[Pool]:
@@ -113,6 +121,59 @@ def recover(pruned: Path, output: Path, *more: str) -> Result:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Read the one file of a tiny model's weights."""
     return load_file(folder / "model.safetensors")
+
+
+def heldout_of(folder: Path, text: Path) -> torch.Tensor:
+    """Return the blocks of a text that `prune` holds out."""
+    sizes = {"seq_len": 16, "train_blocks": 2, "heldout_blocks": 16, "min_train_blocks": 2, "seed": 0}
+    return load_blocks(str(text), load_tokenizer(str(folder)), **sizes).heldout  # type: ignore[arg-type]
+
+
+def die_at(number: int, run: Callable[[], Result]) -> Result:
+    """Run a command that is interrupted before the step of this number."""
+    step = Trainer.step
+
+    def die(self: Trainer, at: int) -> dict[str, float]:
+        if at == number:
+            raise KeyboardInterrupt
+        return step(self, at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", die)
+        result = run()
+    assert result.exit_code == 130, result.output
+    return result
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change fields of a file that may not exist yet."""
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | changes))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the one file of a tiny model's weights."""
+    tensors = weights(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def export_whole(source: Source, folder: Path, head_unit: str = "kv-group") -> Path:
+    """Export a model from which nothing is removed."""
+    gates = {kind: torch.ones(shape) for kind, shape in unit_shapes(source.sizes, head_unit).items()}
+    export(source, gates, folder, head_unit=head_unit, provenance={})
+    return folder
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow above that, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def assert_refused(result: Result, code: int, *words: str) -> None:

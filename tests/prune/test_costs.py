@@ -1,6 +1,6 @@
 """Prices compared with real models: their parameters, the operations that torch counts, the cache they fill."""
 
-from dataclasses import replace
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 from ddp_vllm.costs import attended, prices, whole_model
 from ddp_vllm.families import dense_layers
-from ddp_vllm.remote_code.widths import LayerWidths
 
 CONTEXT = 9  # tokens attended to, the newest among them; longer than the windows of 6
 MODELS = {
@@ -56,39 +55,6 @@ def test_flops_and_kv_bytes_are_those_of_one_more_token(name: str) -> None:
     assert 2 * _totals(name, "kv-bytes") == held
 
 
-def test_a_token_costs_only_the_experts_it_is_routed_to() -> None:
-    _, config, shapes = _model("mixtral")
-    everything = sum(
-        shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1) for shape in shapes.values() if len(shape) > 1
-    )
-    experts = 4 * 4 * 3 * 64 * 72
-    attention = 4 * CONTEXT * 64 * 4
-    embedding = 96 * 64
-    assert _totals("mixtral", "flops") == 2 * (everything - embedding - experts / 2) + attention
-    assert prices("flops", config, shapes, CONTEXT)[0].expert_channel == 6 * 64 / 2
-
-
-@pytest.mark.parametrize("budget", ["params", "flops", "kv-bytes"])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_unpriced_rest_does_not_depend_on_widths(name: str, budget: str) -> None:
-    """The sum of all prices is what the model loses when everything prunable is removed."""
-    _, config, shapes = _model(name)
-    layers = dense_layers(config)
-    priced = sum(
-        price.of(widths) for price, widths in zip(prices(budget, config, shapes, CONTEXT), layers, strict=True)
-    )
-    dense = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj.weight", "gate_proj", "up_proj", "down_proj.weight")
-    gone = ("experts",) if name == "mixtral" else dense  # of a mixture of experts nothing else is pruned
-    left = {key: shape for key, shape in shapes.items() if not any(part in key for part in gone)}
-    empty = [LayerWidths(query_heads_per_kv_head=(), intermediate_size=0) for _ in layers]
-    if name == "mixtral":
-        empty = [replace(layer, expert_intermediate_sizes=(0,) * 4) for layer in layers]
-    whole = _totals(name, budget)
-    assert whole - priced == pytest.approx(
-        whole_model(budget, config, empty, left, CONTEXT) if budget != "kv-bytes" else 0
-    )
-
-
 def test_sliding_windows_limit_the_attended_tokens() -> None:
     assert attended(CASES["gemma2"].to_dict(), 9) == [6, 9, 6, 9]
     plain = {key: value for key, value in CASES["gemma2"].to_dict().items() if key != "layer_types"}
@@ -96,3 +62,11 @@ def test_sliding_windows_limit_the_attended_tokens() -> None:
     assert attended(plain | {"model_type": "ddp_gemma2", "ddp_layers": None}, 4) == [4, 4, 4, 4]
     assert attended(MistralConfig(**SIZES, sliding_window=6).to_dict(), 9) == [6] * 4
     assert attended(Qwen2Config(**SIZES, sliding_window=6).to_dict(), 9) == [9] * 4
+
+
+def test_a_token_costs_only_the_experts_it_is_routed_to() -> None:
+    _, config, shapes = _model("mixtral")
+    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    experts, attention, embedding = 4 * 4 * 3 * 64 * 72, 4 * CONTEXT * 64 * 4, 96 * 64
+    assert _totals("mixtral", "flops") == 2 * (matrices - embedding - experts / 2) + attention
+    assert prices("flops", config, shapes, CONTEXT)[0].expert_channel == 6 * 64 / 2

@@ -9,13 +9,13 @@ import gzip
 import json
 import lzma
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import small_files
 
 from ddp_text.documents import Document, as_documents, open_rows
 from ddp_text.templates import Templates
@@ -59,20 +59,27 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
         data = sink.getvalue().to_pybytes()
     elif kind == ".json":
         data = json.dumps(rows).encode()
+    elif kind == ".txt":
+        data = "\n".join(row["text"] for row in rows).encode()
     else:
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(COMPRESSIONS[compression](data))
     return path
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize(
+    ("kind", "compression"),
+    [(".jsonl", ".gz"), (".jsonl", ".zst"), (".json", ""), (".json", ".xz"), (".parquet", ""), (".parquet", ".gz"),
+     (".txt", ""), (".txt", ".xz")],
+)  # fmt: skip
 def test_every_format_gives_the_same_blocks(
-    kind: str, compression: str, load: Callable[..., Any], tmp_path: Path
+    kind: str, compression: str, load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{"text": text} for text in DOCUMENTS]
-    expected = load(_write(tmp_path / "plain.jsonl", rows))
-    blocks = load(_write(tmp_path / f"other{kind}{compression}", rows))
+    """Without network. A text file is one document, also where paragraphs are apart, which `datasets` splits."""
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("no network in this test"))
+    texts = ["\n\n".join(DOCUMENTS)] if kind == ".txt" else DOCUMENTS
+    expected = load(_write(tmp_path / "plain.jsonl", [{"text": text} for text in texts]))
+    blocks = load(_write(tmp_path / f"other{kind}{compression}", [{"text": text} for text in texts]))
     assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
     assert blocks.found == expected.found == expected.train.numel() + expected.heldout.numel()
 
@@ -89,18 +96,7 @@ def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path)
         load(f"{named},{tmp_path / 'plain.jsonl'}", text_column="body")
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_text_file_is_one_document(
-    compression: str, load: Callable[..., Any], write_texts: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Also where paragraphs are apart, which `datasets` would take for lines."""
-    text = "\n\n".join(DOCUMENTS)
-    file = tmp_path / f"book.txt{compression}"
-    file.write_bytes(COMPRESSIONS[compression](text.encode()))
-    assert torch.equal(load(file).train, load(write_texts("book.jsonl", [text])).train)
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json.xz", "a.parquet", "a.parquet.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json.xz", "a.parquet.gz"])
 def test_new_text_in_a_file_of_old_name_and_time_is_read(
     name: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -112,31 +108,14 @@ def test_new_text_in_a_file_of_old_name_and_time_is_read(
     assert "fox" in found[0] and "cat" in found[1] and "fox" not in found[1]
 
 
-@pytest.mark.parametrize("name", ["plain [v2].jsonl", "what?.jsonl", "all*.jsonl", "[a-z].jsonl"])
-def test_a_file_name_is_no_pattern(
-    name: str, load: Callable[..., Any], write_texts: Callable[..., Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["plain [v2].jsonl", "what?.jsonl", "all*.jsonl"])
+def test_a_file_name_is_no_pattern(name: str, load: Callable[..., Any], write_texts: Callable[..., Path]) -> None:
     """Files that the pattern would match lie beside it."""
-    expected = load(write_texts("plain.jsonl", DOCUMENTS))
-    (tmp_path / "others").mkdir()
-    for other in ("plain v.jsonl", "whats.jsonl", "all more.jsonl", "q.jsonl"):
-        write_texts(f"others/{other}", ["of somebody else"] * 60)
-    blocks = load(write_texts(f"others/{name}", DOCUMENTS))
+    expected = load(write_texts("expected.jsonl", DOCUMENTS))
+    for other in ("plain v.jsonl", "whats.jsonl", "all more.jsonl"):
+        write_texts(other, ["of somebody else"] * 60)
+    blocks = load(write_texts(name, DOCUMENTS))
     assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
-
-
-def test_local_text_is_read_without_network(
-    load: Callable[..., Any], write_texts: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-
-    def refuse(*address: Any, **_: Any) -> Any:
-        asked.append(address)
-        raise OSError("no network in this test")
-
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
-    assert load(write_texts("plain.jsonl", DOCUMENTS)).found > 0
-    assert not asked
 
 
 BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, what the line must say
@@ -169,12 +148,6 @@ def test_bad_text_is_one_line(case: str, load: Callable[..., Any], tmp_path: Pat
     assert not (cache / "tokens").exists()
 
 
-@pytest.mark.parametrize("name", ["none.jsonl", "nowhere/none.txt", "."])
-def test_a_missing_file_is_not_looked_for_on_the_hub(name: str, load: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="not a file"):
-        load(tmp_path / name)
-
-
 MISTRAL = (  # Mixtral-8x7B-Instruct-v0.1, and Llama-2-chat but for its system turn
     "{{ '<s>' }}{% for m in messages %}"
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -201,10 +174,6 @@ CASES: dict[str, tuple[str, list[tuple[str, str]], str]] = {  # template, turns,
     "neighbours after an empty turn": (GEMMA, [("human", "a"), ("gpt", ""), ("human", "b")], "<user>a\n\nb\n"),
     "system refused": (GEMMA, [("system", "s"), ("human", "a"), ("gpt", "b")], "s\n\na\n\nb"),
     "system is no user": (MISTRAL, [("system", "s"), ("human", "a"), ("gpt", "b")], "s\n\na\n\nb"),
-    "only the assistant": (MISTRAL, [("gpt", "x"), ("gpt", "y")], "x\n\ny"),
-    "lenient, assistant first": (LENIENT, [("gpt", "x"), ("human", "a")], "<assistant>x<user>a"),
-    "lenient, neighbours": (LENIENT, [("human", "a"), ("human", "b")], "<user>a<user>b"),
-    "lenient, system": (LENIENT, [("system", "s"), ("human", "a")], "<system>s<user>a"),
     "other assistants": (
         LENIENT,
         [("user", "a"), ("chatgpt", "b"), ("human", "c"), ("bing", "d"), ("someone", "e"), ("bard", "f")],
@@ -220,53 +189,47 @@ def test_a_conversation_under_a_template(case: str, tokenizer: Any) -> None:
     assert document(row, tokenizer, "chat.jsonl").text == expected
 
 
-def test_a_conversation_is_the_same_in_either_format(tokenizer: Any) -> None:
-    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    openai = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    for row in (sharegpt, openai):
-        tokenizer.chat_template = None
-        assert document(row, tokenizer, "chat") == Document("a\n\nb")
-        tokenizer.chat_template = LENIENT
-        found = document(row, tokenizer, "chat")
-        assert found.text == "<user>a<assistant>b" and in_loss(found) == "|" * 18 + "b"
-
-
-def test_a_turn_of_several_parts_says_what_is_text(tokenizer: Any) -> None:
-    tokenizer.chat_template = LENIENT
-    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "url": "cat.png"}, {"type": "text", "text": "b"}]
-    picture = {"role": "user", "content": [{"type": "image_url", "url": "dog.png"}]}
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
-    row = {"messages": [{"role": "user", "content": parts}, picture, answer]}
-    assert document(row, tokenizer, "chat.jsonl").text == "<user>a\n\nb<assistant>c"
-
-
 def test_conversations_of_a_file_go_through_the_chat_template(
     load: Callable[..., Any], tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Parts of other kinds beside text make a column that `datasets` fills with what is missing."""
-    parts = [{"type": "text", "text": "hello"}, {"type": "image_url", "url": "cat.png"}]
-    rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": text}]} for text in DOCUMENTS]
+    """Of a turn of several parts the text; other kinds make a column that `datasets` fills with what is missing."""
     tokenizer.chat_template = LENIENT
-    assert "<user>document" in tokenizer.decode(load(_write(tmp_path / "plain.jsonl", rows)).train.flatten())
-    rows = [{"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]} for text in DOCUMENTS]
-    found = tokenizer.decode(load(_write(tmp_path / "parts.jsonl", rows)).train.flatten())
-    assert "<user>hello\n\ndocument" in found and "cat" not in found
+    parts = [{"type": "text", "text": "hello"}, {"type": "image_url", "url": "cat.png"}]
+    picture = {"role": "user", "content": [{"type": "image_url", "url": "dog.png"}]}
+    for name, before, said in (("plain", [], ""), ("parts", parts, "hello\n\n")):
+        contents = [[*before, {"type": "text", "text": text}] if before else text for text in DOCUMENTS]
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "c"}] if before else "c"}
+        rows = [
+            {"messages": [{"role": "user", "content": content}, *([picture] if before else []), answer]}
+            for content in contents
+        ]
+        found = tokenizer.decode(load(_write(tmp_path / f"{name}.jsonl", rows)).train.flatten())
+        assert f"<user>{said}document" in found and "<assistant>c" in found and ".png" not in found
+
+
+ASKED = "add\n\n2 and 3"
 
 
 @pytest.mark.parametrize(
     "row",
     [
+        {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": "5"}]},
+        {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "5"}]},
         {"instruction": "add", "context": "2 and 3", "response": "5", "category": "sums"},
         {"instruction": "add", "input": "2 and 3", "output": "5"},
-        {"prompt": "add\n\n2 and 3", "completion": "5"},
+        {"prompt": ASKED, "completion": "5"},
     ],
+    ids=lambda row: "-".join(row),
 )
-def test_an_instruction_and_its_answer_are_a_conversation(row: dict[str, Any], tokenizer: Any) -> None:
+def test_a_question_and_its_answer_are_a_conversation_in_every_format(row: dict[str, Any], tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    assert document(row, tokenizer, "asked.jsonl") == Document(f"{ASKED}\n\n5")
     tokenizer.chat_template = LENIENT
     found = document(row, tokenizer, "asked.jsonl")
-    assert found.text == "<user>add\n\n2 and 3<assistant>5" and in_loss(found).strip("|") == "5"
-    bare = {name: text for name, text in row.items() if name not in ("context", "input")}
-    assert document(bare, tokenizer, "asked.jsonl").text.endswith("<assistant>5")
+    assert found.text == f"<user>{ASKED}<assistant>5" and in_loss(found).strip("|") == "5"
+    if "instruction" in row:
+        bare = {name: text for name, text in row.items() if name not in ("context", "input")}
+        assert document(bare, tokenizer, "asked.jsonl").text == "<user>add<assistant>5"
 
 
 @pytest.mark.parametrize(
@@ -286,20 +249,16 @@ def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path) -> None:
 def test_a_full_disk_of_the_cache_is_not_blamed_on_the_text(
     name: str, load: Callable[..., Any], tmp_path: Path, cache: Path
 ) -> None:
-    """Files may grow to 9 kB here."""
     _write(tmp_path / name, [{"text": text} for text in DOCUMENTS * 9])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, limits[1]))
-    try:
-        with pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*; make room there"):
-            load(tmp_path / name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with (
+        small_files(9_000),
+        pytest.raises(OutputError, match=f"the cache {cache} cannot be written .*; make room"),
+    ):
+        load(tmp_path / name)
 
 
-@pytest.mark.parametrize("line", [b"[" * 101 + b'\\"' * 500_000, b'["' + b'\\"' * 500_000 + b"\\"])
+@pytest.mark.parametrize("line", [b"[" * 101 + b'\\"' * 500_000, b'["' + b'\\"' * 500_000 + b"\\"], ids=["nested", ""])
 def test_a_string_that_does_not_end_is_looked_at_once(line: bytes, tmp_path: Path, load: Callable[..., Any]) -> None:
-    """A line of 40 KB took 21 s, one of 1 MB a day."""
     (tmp_path / "a.jsonl").write_bytes(line)
     with pytest.raises(TextError, match=r"nested more than 100 deep|cannot be read"):
         load(tmp_path / "a.jsonl")

@@ -5,11 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from runs import assert_refused, edit_json, edit_weights
+from runs import weights as weights_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -26,12 +30,14 @@ from transformers import (
 from ddp_models.loading import load_model
 from ddp_models.source import Source, open_source
 from ddp_prune import experts as experts_module
-from ddp_prune.experts import grouped, looped, neutral_where_idle
+from ddp_prune.experts import grouped, looped
 from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import FAMILIES, unit_shapes
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.summary import removed_parameters, units
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
 from ddp_vllm.remote_code.files import INDEX_FILE
@@ -62,7 +68,7 @@ CASES: dict[str, PreTrainedConfig] = {
     ),
 }
 TOKENS = torch.randint(1, 96, (2, 20), generator=torch.Generator().manual_seed(0))
-LOAD = """
+PLAIN = """
 import sys
 for name in ("ddp_vllm", "ddp_prune", "ddp_plugins", "ddp_benchmarks"):
     sys.modules[name] = None  # an editable install would make them importable
@@ -114,20 +120,6 @@ def _logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
         return model(tokens).logits
 
 
-@pytest.mark.parametrize("model_type", CASES)
-def test_every_tensor_of_another_shape_is_refused(model_type: str, exported: Path, tmp_path: Path) -> None:
-    """Before, nobody looked at attention, norms and router of a mixture, and vLLM failed with a bare assertion."""
-    folder = Path(shutil.copytree(exported / model_type, tmp_path / "copy"))
-    weights, seen = load_file(folder / "model.safetensors"), set()
-    for name, weight in weights.items():
-        if (kind := re.sub(r"\d+", "", name)) not in seen:
-            seen.add(kind)
-            for wrong in (torch.cat([weight, weight[:1]]), weight[..., None], weight[..., :-1]):
-                save_file({**weights, name: wrong.contiguous()}, folder / "model.safetensors")
-                with pytest.raises(CheckpointError, match=re.escape(name)):
-                    read_checkpoint(folder)
-
-
 def test_every_family_with_experts_has_a_case() -> None:
     assert set(CASES) == {name for name in FAMILIES if TABLES[name].has_experts}
 
@@ -140,10 +132,38 @@ def exported(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = open_source(str(dense(model_type)))
         export(source, ragged_gates(source), folder / model_type, head_unit="auto", provenance={})
     save_file({"tokens": TOKENS}, folder / "tokens.safetensors")
-    command = [sys.executable, "-I", "-c", LOAD, *CASES]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    result = subprocess.run([sys.executable, "-I", "-c", PLAIN, *CASES], capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_every_tensor_is_there_and_has_its_shape(model_type: str, exported: Path, tmp_path: Path) -> None:
+    """Of every layer also attention, norms and, where it has no experts, the MLP; whatever the family calls them."""
+    folder = Path(shutil.copytree(exported / model_type, tmp_path / "copy"))
+    (folder / INDEX_FILE).unlink()  # which would name what is missing first
+    optional = ("_norm.weight", "a_layernorm.weight")  # some families have them
+    if model_type == "deepseek_v2":
+        optional += ("q_proj.weight", "q_a_proj.weight", "q_b_proj.weight")  # one or two, by the config
+    weights, alike = weights_of(folder), dict[str, list[str]]()
+    for name in weights:
+        alike.setdefault(re.sub(r"\d+", "", name), []).append(name)
+    for kind, (name, *more) in alike.items():
+        wrong = [torch.cat([weights[name], weights[name][:1]]), weights[name][..., None], weights[name][..., :-1]]
+        damaged = [({**weights, name: each.contiguous()}, re.escape(name)) for each in wrong]
+        if (
+            ".layers." in kind
+            and kind.endswith("weight")
+            and not kind.endswith(optional)
+            and ".experts." not in kind
+            and "shared_exp" not in kind
+        ):
+            kept = {other: value for other, value in weights.items() if other not in (name, *more)}  # in no layer
+            damaged.append((kept, r"layer \d lacks the tensors of"))
+        for tensors, said in damaged:
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+            with pytest.raises(CheckpointError, match=said):
+                read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("model_type", CASES)
@@ -163,47 +183,6 @@ def test_masked_equals_exported_in_plain_transformers(model_type: str, dense: An
     assert left == {"experts": len(widths) * 7, "expert channels": int((gates["experts"] > 0).sum())}
     num_dense = gated.model.num_parameters()  # type: ignore[operator]
     assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
-
-
-@pytest.mark.parametrize("model_type", CASES)
-def test_what_is_not_pruned_may_not_be_missing_either(model_type: str, exported: Path, tmp_path: Path) -> None:
-    """Of every layer attention, norms and, where it has no experts, the MLP; whatever the family calls them."""
-    folder = shutil.copytree(exported / model_type, tmp_path / "pruned")
-    (folder / INDEX_FILE).unlink()  # which would name what is missing first
-    (weights_file,) = folder.glob("model*.safetensors")
-    weights = load_file(weights_file)
-    modules = sorted({name.rpartition(".")[0] for name in weights if ".layers." in name and ".experts." not in name})
-    optional = ("_norm", "a_layernorm")  # some families have them
-    if model_type == "deepseek_v2":
-        optional += ("q_proj", "q_a_proj", "q_b_proj")  # one or two, by the config
-    for module in modules:
-        if not module.endswith(optional) and "shared_expert" not in module:
-            name_in_layer = re.sub(r".*layers\.\d+", "", module)  # in every layer
-            alike = {other for other in modules if other.endswith(name_in_layer)}
-            kept = {name: value for name, value in weights.items() if name.rpartition(".")[0] not in alike}
-            save_file(kept, weights_file, {"format": "pt"})
-            with pytest.raises(CheckpointError, match=r"layer \d lacks the tensors of"):
-                read_checkpoint(folder)
-
-
-def test_gates_scale_the_intermediate_activation(dense: Any) -> None:
-    """Eq. 18 by hand, with weights taken from disk, in float64."""
-    source = open_source(str(dense("mixtral")))
-    gated, weights = _gated(source), load_file(source.folder / "model.safetensors")
-    mask_EC = ragged_gates(source)["experts"][0]
-    x = torch.randn(5, 64)
-    ids, shares = torch.tensor([[0, 4, 7]] * 5), torch.tensor([[0.5, 0.3, 0.2]] * 5)
-    expected = torch.zeros(5, 64, dtype=torch.float64)
-    for slot, expert in enumerate((0, 4, 7)):
-        w1, w2, w3 = (
-            weights[f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight"].double()
-            for name in ("w1", "w2", "w3")
-        )
-        hidden = torch.nn.functional.silu(x.double() @ w1.t()) * (x.double() @ w3.t()) * mask_EC[expert]
-        expected += shares[0, slot].double() * (hidden @ w2.t())
-    with gated.masks({"experts": mask_EC[None].expand(3, -1, -1)}):
-        y = gated.model.get_submodule("model.layers.0.mlp.experts")(x, ids, shares)
-    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_squares_are_those_of_each_token(dense: Any) -> None:
@@ -284,35 +263,9 @@ def test_grouped_and_looped_agree_on_a_gpu(dense: Any, monkeypatch: pytest.Monke
     assert (fast.softmax(-1) - slow.softmax(-1)).abs().max() < 0.02
 
 
-def test_choices_are_counted(dense: Any) -> None:
-    source = open_source(str(dense("qwen3_moe")))
-    gated = _gated(source)
-    counts = torch.zeros(2, NUM_EXPERTS, dtype=torch.int64)
-    logits: list[torch.Tensor] = []
-    for layer in (0, 2):
-        router = gated.model.get_submodule(f"model.layers.{layer}.mlp.gate")
-        router.register_forward_hook(lambda _module, _args, output: logits.append(output[0]))
-    ones = {"experts": torch.ones(gated.shapes["experts"])}
-    with gated.masks(ones):
-        with gated.counting(counts):
-            _logits(gated.model)
-        _logits(gated.model)  # as checkpointed layers run again: not counted
-    for row, scores in enumerate(logits[:2]):
-        assert torch.equal(counts[row], torch.bincount(scores.topk(3).indices.flatten(), minlength=NUM_EXPERTS))
-    assert counts.sum(1).tolist() == [TOKENS.numel() * 3] * 2
-
-
-def test_experts_that_never_fired_count_as_average() -> None:
-    saliency = torch.tensor([[[1.0, 3.0], [0.0, 0.0], [5.0, 7.0]], [[2.0, 2.0], [4.0, 4.0], [0.0, 0.0]]])
-    counts = torch.tensor([[4, 0, 1], [1, 1, 9]])
-    filled = neutral_where_idle(saliency, counts)
-    assert filled[0].tolist() == [[1, 3], [4, 4], [5, 7]]
-    assert torch.equal(filled[1], saliency[1])  # an expert that fired and does not matter stays at 0
-
-
 def test_a_published_deepseek_config_loads_without_its_code(dense: Any, tmp_path: Path) -> None:
     """DeepSeekMoE-16B's config.json names Python files that we neither download nor run."""
-    folder = _copy(dense("deepseek"), tmp_path / "dense")
+    folder = Path(shutil.copytree(dense("deepseek"), tmp_path / "dense"))
     config = json.loads((folder / "config.json").read_text())
     for key in ("rope_parameters", "head_dim", "mlp_bias", "transformers_version", "dtype"):
         config.pop(key, None)
@@ -351,23 +304,14 @@ def test_layers_with_experts_are_those_of_the_model(config: Any) -> None:
     assert [is_routed(config.to_dict(), index) for index in range(len(routed))] == routed
 
 
-def test_masks_alone_cut_the_same_checkpoint(exported: Path, dense: Any, tmp_path: Path) -> None:
-    apply_masks(
-        str(dense("qwen3_moe")), exported / "qwen3_moe" / "ddp_masks.safetensors", tmp_path / "again", overwrite=False
-    )
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (exported / "qwen3_moe" / name).read_bytes(), name
-
-
-def test_masks_of_another_kind_are_refused(exported: Path, tiny_model: Path, dense: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"gates of experts.*needs gates of attn.*another model"):
-        apply_masks(
-            str(tiny_model), exported / "qwen3_moe" / "ddp_masks.safetensors", tmp_path / "out", overwrite=False
-        )
-    with pytest.raises(CheckpointError, match=r"\[2, 8, 24\].*\[3, 8, 24\].*another model"):
-        apply_masks(
-            str(dense("olmoe")), exported / "qwen3_moe" / "ddp_masks.safetensors", tmp_path / "out", overwrite=False
-        )
+def test_masks_of_another_model_are_refused(exported: Path, tiny_model: Path, dense: Any, tmp_path: Path) -> None:
+    masks = exported / "qwen3_moe" / MASKS_FILE
+    for folder, said in (
+        (tiny_model, r"gates of experts.*needs gates of attn.*another model"),
+        (dense("olmoe"), r"\[2, 8, 24\].*\[3, 8, 24\].*another model"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            apply_masks(str(folder), masks, tmp_path / "out", overwrite=False)
 
 
 def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
@@ -385,47 +329,59 @@ def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
     assert "fewer experts left than the 3 each token is sent to, in layers 1 (0 left), 2 (2 left)" in card
 
 
-def _edit(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def _copy(folder: Path, target: Path) -> Path:
-    target.mkdir()
-    for file in folder.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
-    return target
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "top-k above the experts": ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*8 experts.*1…8"),
     "no top-k": ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, r"\(fp8\).*bfloat16, float16 and float32"),
     "other width": ({"moe_intermediate_size": 32}, r"shape \[(24, 64|64, 24)\].*requires 32 along axis"),
-    "other experts": (
-        {"num_experts": None, "num_local_experts": 9},
-        r"mlp\.gate\.weight has shape \[8, 64\].*requires \[9, 64\]",
-    ),
+    "other experts": ({"num_experts": None, "num_local_experts": 9}, r"mlp\.gate\.weight .*\[8, 64\].*\[9, 64\]"),
     "no width": ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+    "a tensor missing": ({}, r"layer 2 lacks the tensors of mlp\.experts\.3\.down_proj"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_dense_model_that_cannot_be_pruned(case: str, dense: Any, tmp_path: Path) -> None:
     changes, message = REFUSED[case]
-    folder = _copy(dense("qwen3_moe"), tmp_path / "dense")
-    _edit(folder, **changes)
+    folder = Path(shutil.copytree(dense("qwen3_moe"), tmp_path / "dense"))
+    edit_json(folder / "config.json", **changes)
+    if not changes:
+        edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.experts.3.down_proj.weight"))
     with pytest.raises(ModelError, match=message):
         open_source(str(folder))
 
 
-def test_a_dense_model_without_a_tensor_of_an_expert(dense: Any, tmp_path: Path) -> None:
-    folder = _copy(dense("mixtral"), tmp_path / "dense")
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"layer 1 lacks the tensors of block_sparse_moe\.experts\.3\.w2"):
-        open_source(str(folder))
+def _width(value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["ddp_layers"][2]["expert_intermediate_sizes"].__setitem__(3, value)
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
+    "negative": (_width(-1), ["expert_intermediate_sizes[3]", "-1", "0…24"]),
+    "fractional": (_width(2.5), ["expert_intermediate_sizes[3]", "2.5", "integer"]),
+    "above dense": (_width(25), ["25", "0…24"]),
+    "of another checkpoint": (_width(1), ["layers.2.mlp.experts.3", "requires 1"]),
+    "removed, but there": (_width(0), ["layers.2.mlp.experts.3", "removes"]),
+    "one too few": (lambda c: c["ddp_layers"][2]["expert_intermediate_sizes"].pop(), ["7 widths for 8 experts"]),
+    "none": (lambda c: c["ddp_layers"][2].pop("expert_intermediate_sizes"), ["ddp_layers[2]", "no expert_interm"]),
+    "in a dense layer": (
+        lambda c: c["ddp_layers"][1].update(expert_intermediate_sizes=[1] * 8), ["ddp_layers[1]", "no routed experts"],
+    ),
+    "heads": (lambda c: c["ddp_layers"][0].update(query_heads_per_kv_head=[2]), ["ddp_layers[0]", "attention must"]),
+    "MLP": (lambda c: c["ddp_layers"][1].update(intermediate_size=39), ["ddp_layers[1]", "39", "40"]),
+    "top-k": (lambda c: c.update(num_experts_per_tok=9), ["num_experts_per_tok is 9", "8 experts", "1…8"]),
+    "quantised": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "bfloat16"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_config_that_contradicts_the_weights(case: str, exported: Path, tmp_path: Path) -> None:
+    edit, words = BROKEN[case]
+    folder = Path(shutil.copytree(exported / "qwen3_moe", tmp_path / "broken"))
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_refused(CliRunner().invoke(main, ["inspect", str(folder)]), 7, *words)
+    with pytest.raises(ValueError, match=re.escape(words[0])):  # the travelling files say the same
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
 def test_a_llama_loaded_before_does_not_keep_gates_from_deepseek() -> None:

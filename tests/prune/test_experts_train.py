@@ -1,28 +1,20 @@
 """Learning gates on the channels of experts: exact, repeatable, resumable, better than chance, fair to idle experts."""
 
-import json
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from runs import BLOCKS, STEPS, Lab, assert_refused, assert_same, prune
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from runs import BLOCKS, STEPS, Lab, assert_same, prune
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ddp_models.source import open_source
 from ddp_prune import trainer as trainer_module
-from ddp_prune.export import export
-from ddp_prune.gates import Masks
-from ddp_study.gradient_scores import of_gates
-from ddp_study.scores import magnitude
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.masks import MASKS_FILE
 
 LAYERS, EXPERTS, CHANNELS = 2, 8, 24  # with experts; a third layer, the middle one, is dense
 NUM_UNITS = LAYERS * EXPERTS * CHANNELS
@@ -54,8 +46,7 @@ def lab(model: Path, tmp_path: Path) -> Lab:
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"scope": "layer"}, {"scope": "expert"}, {"controller": "alm"}, {"controller": "alm", "scope": "expert"},
-    {"polish": 0.0},
+    {}, {"scope": "layer"}, {"controller": "alm", "scope": "expert"},
 ]  # fmt: skip
 
 
@@ -74,44 +65,15 @@ def test_counts_are_exact_and_a_run_repeats_to_the_bit(changes: dict[str, Any], 
     assert first.routed["experts"].sum(1).tolist() == [STEPS * 4 * 16 * 2] * LAYERS
 
 
-@pytest.mark.parametrize("stop", [5, 9])
-def test_an_interrupted_run_goes_on_to_the_same_gates(stop: int, lab: Lab) -> None:
-    """In the search and in the polish; the counts of the router go on as well."""
-    resumed, steps = lab.interrupted_run(stop)
-    assert_same(resumed, lab.run("whole"))
-    assert steps == [*range(1, stop + 1), *range(stop // 3 * 3 + 1, STEPS + 1)]
-
-
-def test_micro_batches_do_not_change_the_result(lab: Lab) -> None:
-    whole, parts = lab.run("whole", micro_batch_size=4), lab.run("parts", micro_batch_size=3)
-    assert torch.equal(whole.gates["experts"] > 0, parts.gates["experts"] > 0)
-    torch.testing.assert_close(whole.gates["experts"], parts.gates["experts"], atol=1e-3, rtol=0)
-
-
-def test_learning_lowers_the_loss_and_beats_chance(lab: Lab) -> None:
+def test_learning_beats_chance(lab: Lab) -> None:
     """The same four sequences in every step, so that losses can be compared."""
     seen: list[dict[str, float]] = []
-    learned = lab.run("out", seen.append, blocks=BLOCKS[:4], steps=240, sparsity=0.5, polish=0.75)
-    search = 60  # steps; scales are learned in it too, so a short polish would find little left to do
-    assert seen[0]["kl"] == pytest.approx(0, abs=1e-5)  # every gate is 1: the student is the teacher
-    assert seen[search]["loss"] < seen[0]["loss"] - 0.5  # though half of the channels went
-    assert seen[-1]["loss"] < seen[search]["loss"] - 0.1  # the polish
+    learned = lab.run("out", seen.append, blocks=BLOCKS[:4], steps=120, sparsity=0.5, polish=0.5)
     support = learned.gates["experts"] > 0
     shuffled = support.flatten()[torch.randperm(support.numel(), generator=torch.Generator().manual_seed(1))]
-    chance = {"experts": shuffled.view_as(support).float()}
-    assert _loss(lab, learned.gates) == pytest.approx(seen[-1]["loss"], abs=0.1)
-    assert _loss(lab, chance) > seen[-1]["loss"] + 1.0
-
-
-def _loss(lab: Lab, masks: Masks) -> float:
-    """Cross-entropy and twice the divergence from the dense model, by plain means."""
-    tokens, model = BLOCKS[:4], lab.gated.model
-    with torch.no_grad():
-        teacher = model(tokens).logits[:, :-1].log_softmax(-1)
-        with lab.gated.masks(masks):
-            student = model(tokens).logits[:, :-1].log_softmax(-1)
-    cross_entropy = torch.nn.functional.nll_loss(student.flatten(0, 1), tokens[:, 1:].flatten())
-    return float(cross_entropy + 2 * (teacher.exp() * (teacher - student)).sum(-1).mean())
+    with torch.no_grad(), lab.gated.masks({"experts": shuffled.view_as(support).float()}):
+        chance = float(lab.gated.model(BLOCKS[:4], labels=BLOCKS[:4]).loss)
+    assert seen[-1]["ce"] < seen[60]["ce"] - 0.1 and seen[-1]["ce"] < chance - 0.5
 
 
 def test_an_expert_that_never_fires_is_not_pruned_for_that(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,28 +85,14 @@ def test_an_expert_that_never_fires_is_not_pruned_for_that(lab: Lab, monkeypatch
     assert not lab.run("unfair").gates["experts"][IDLE].any()  # without our rule it would be the first to go
 
 
-def test_one_shot_scores_are_those_of_the_gates(lab: Lab) -> None:
-    """Taylor and Fisher by the gates' gradients; magnitude by hand for one channel."""
-    scores = magnitude(lab.gated, BLOCKS)["experts"]
-    experts: Any = lab.gated.model.get_submodule("model.layers.2.mlp.experts")
-    gate, up = experts.gate_up_proj[5].chunk(2)
-    expected = gate[9].square().sum() + up[9].square().sum() + experts.down_proj[5, :, 9].square().sum()
-    assert scores.shape == (LAYERS, EXPERTS, CHANNELS)
-    torch.testing.assert_close(scores[1, 5, 9], expected)
-    first, second = of_gates(lab.gated, BLOCKS[:3])
-    assert first["experts"].shape == second["experts"].shape == scores.shape
-    assert not first["experts"][IDLE].any() and (second["experts"] >= 0).all() and second["experts"].any()
-
-
 @pytest.mark.usefixtures("cache", "no_pictures")
 def test_prune_inspect_and_apply(model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     result = prune(model, tiny_text, tmp_path / "pruned", "--scope", "expert")
     assert result.exit_code == 0, (result.output, result.exception)
-    kept = round(0.6 * NUM_UNITS)
     checkpoint = read_checkpoint(tmp_path / "pruned")
     sizes = [layer.expert_intermediate_sizes for layer in checkpoint.layers]
-    assert sizes[1] is None and sum(map(sum, filter(None, sizes))) == kept
+    assert sizes[1] is None and sum(map(sum, filter(None, sizes))) == round(0.6 * NUM_UNITS)
     counts = checkpoint.provenance["routing"]["chosen"]
     assert set(counts) == {"0", "2"} and counts["0"][7] == 0 and sum(counts["2"]) == 6 * 2 * 16 * 2
     assert "experts that no token of the text was sent to, in layers 0 (1 of 8)" in result.stdout
@@ -153,80 +101,9 @@ def test_prune_inspect_and_apply(model: Path, tiny_text: Path, tmp_path: Path, m
     assert f"| 2 | {sum(map(bool, sizes[2] or ()))}/8 |" in card
     inspected = CliRunner().invoke(main, ["inspect", str(tmp_path / "pruned")])
     assert inspected.exit_code == 0 and "expert channels" in inspected.stdout and "8/8" in inspected.stdout
-    masks = str(tmp_path / "pruned" / "ddp_masks.safetensors")
+    masks = str(tmp_path / "pruned" / MASKS_FILE)
     applied = CliRunner().invoke(main, ["apply", str(model), "--masks", masks, "-o", str(tmp_path / "again")])
     assert applied.exit_code == 0, applied.output
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "pruned")]
-    assert weights[0] == weights[1]
-    with safe_open(masks, framework="pt") as file:
-        assert {"experts.gates", "experts.z", "experts.saliency"} == set(file.keys())
-    tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", trust_remote_code=True).generate(
-        torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, pad_token_id=0
-    )
-    assert tokens.shape == (1, 7)
-
-
-def test_a_budget_in_every_expert_needs_experts(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    result = prune(tiny_model, tiny_text, tmp_path / "out", "--scope", "expert")
-    assert_refused(result, 2, "scope is 'expert'", "no mixture of experts")
-
-
-def _width(value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda config: config["ddp_layers"][2]["expert_intermediate_sizes"].__setitem__(3, value)
-
-
-BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
-    "negative": (_width(-1), ["expert_intermediate_sizes[3]", "-1", "0…24"]),
-    "fractional": (_width(2.5), ["expert_intermediate_sizes[3]", "2.5", "integer"]),
-    "above dense": (_width(25), ["25", "0…24"]),
-    "of another checkpoint": (_width(1), ["layers.2.mlp.experts.3", "requires 1"]),
-    "removed, but there": (_width(0), ["layers.2.mlp.experts.3", "removes"]),
-    "one too few": (lambda c: c["ddp_layers"][2]["expert_intermediate_sizes"].pop(), ["7 widths for 8 experts"]),
-    "none": (lambda c: c["ddp_layers"][2].pop("expert_intermediate_sizes"), ["ddp_layers[2]", "no expert_interm"]),
-    "in a dense layer": (
-        lambda c: c["ddp_layers"][1].update(expert_intermediate_sizes=[1] * 8), ["ddp_layers[1]", "no routed experts"],
-    ),
-    "heads": (lambda c: c["ddp_layers"][0].update(query_heads_per_kv_head=[2]), ["ddp_layers[0]", "attention must"]),
-    "MLP": (lambda c: c["ddp_layers"][1].update(intermediate_size=39), ["ddp_layers[1]", "39", "40"]),
-    "top-k": (lambda c: c.update(num_experts_per_tok=9), ["num_experts_per_tok is 9", "8 experts", "1…8"]),
-    "quantised": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "bfloat16"]),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in which expert 3 of layer 2 has 5 channels."""
-    folder, source = tmp_path_factory.mktemp("checkpoint") / "pruned", open_source(str(model))
-    gates = torch.ones(LAYERS, EXPERTS, CHANNELS)
-    gates[1, 3, 5:] = 0.0
-    export(source, {"experts": gates}, folder, head_unit="auto", provenance={})
-    return folder
-
-
-def _inspect(folder: Path, *words: str) -> None:
-    result = CliRunner().invoke(main, ["inspect", str(folder)])
-    assert result.exit_code == 7 and result.stderr.count("\n") == 1, (result.output, result.exception)
-    for word in words:
-        assert word in result.stderr, result.stderr
-    with pytest.raises(ValueError, match=re.escape(words[0])):  # the travelling files say the same
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_config_that_contradicts_the_weights(case: str, checkpoint: Path, tmp_path: Path) -> None:
-    edit, words = BROKEN[case]
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    _inspect(folder, *words)
-
-
-@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
-def test_a_missing_tensor_of_an_expert(part: str, checkpoint: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
-    weights = load_file(folder / "model.safetensors")
-    del weights[f"model.layers.2.mlp.experts.3.{part}.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "model.safetensors.index.json").unlink()
-    _inspect(folder, f"layer 2 lacks the tensors of mlp.experts.3.{part}", "run ddp-vllm apply again")
+    again, pruned = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "pruned"))
+    assert again == pruned
+    assert {"experts.gates", "experts.z", "experts.saliency"} == load_file(masks).keys()

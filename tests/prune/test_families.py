@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from family_cases import CASES
-from safetensors.torch import load_file, save_file
+from runs import export_whole, weights
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ddp_models.loading import load_model
@@ -19,6 +20,7 @@ from ddp_prune.gates import GatedModel, NarrowLayers
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.families import FAMILIES, unit_shapes
+from ddp_vllm.pages.summary import removed_parameters, units
 from ddp_vllm.remote_code.tensors import TABLES
 
 
@@ -55,22 +57,26 @@ def test_masked_equals_exported(model_type: str, head_unit: str, tmp_path: Path)
         exported = pruned(tokens).logits
     torch.testing.assert_close(exported, masked, atol=2e-5, rtol=0)
     assert (masked - gated.model(tokens).logits).abs().max() > 0.1  # the masks do something
+    checkpoint, num_dense = read_checkpoint(tmp_path / "pruned"), gated.model.num_parameters()  # type: ignore[operator]
+    left = {label: num_left for label, _, num_left in units(checkpoint)}
+    heads = gates["attn"].repeat_interleave(8 // gates["attn"].shape[1], 1) > 0
+    assert left["query heads"] == int(heads.sum()) and left["MLP channels"] == int((gates["mlp"] > 0).sum())
+    assert left["KV heads"] == int(heads.unflatten(1, (4, 2)).any(-1).sum())
+    assert checkpoint.num_parameters + removed_parameters(checkpoint) == num_dense
     leftover = ("layers.1.self_attn.", "layers.1.input_layernorm.", "layers.2.mlp.", "layers.2.pre_feedforward")
-    assert not [name for name in read_checkpoint(tmp_path / "pruned").shapes if any(part in name for part in leftover)]
+    assert not [name for name in checkpoint.shapes if any(part in name for part in leftover)]
 
 
 @pytest.mark.parametrize("model_type", CASES)
 def test_every_tensor_of_another_shape_is_refused(model_type: str, tmp_path: Path) -> None:
     """Before, nobody looked at the norms of queries and keys, and at biases of outputs."""
     _model(model_type).save_pretrained(tmp_path / "dense")
-    source, folder = open_source(str(tmp_path / "dense")), tmp_path / "pruned"
-    gates = {kind: torch.ones(shape) for kind, shape in unit_shapes(source.sizes, "kv-group").items()}
-    export(source, gates, folder, head_unit="kv-group", provenance={})
-    weights = load_file(folder / "model.safetensors")
-    for name, weight in weights.items():
+    folder = export_whole(open_source(str(tmp_path / "dense")), tmp_path / "pruned")
+    tensors = weights(folder)
+    for name, tensor in tensors.items():
         if ".layers." not in name or ".layers.0." in name:
-            for wrong in (torch.cat([weight, weight[:1]]), weight[..., None], weight[..., :-1]):
-                save_file({**weights, name: wrong.contiguous()}, folder / "model.safetensors")
+            for wrong in (torch.cat([tensor, tensor[:1]]), tensor[..., None], tensor[..., :-1]):
+                save_file({**tensors, name: wrong.contiguous()}, folder / "model.safetensors")
                 with pytest.raises(CheckpointError, match=re.escape(name)):
                     read_checkpoint(folder)
 
@@ -95,7 +101,7 @@ def test_narrow_equals_masked(model_type: str, head_unit: str, tmp_path: Path, m
     assert computed["mlp"] == [8, *((-(-count // 8) * 8) for count in (gates["mlp"] > 0).sum(1)[1:3].tolist()), None]
     unit = gates["attn"].shape[1] // 4
     assert computed["attn"] == ([None] * 4 if model_type == "phi3" else [unit, 2 * unit, 3 * unit, None])
-    tokens, weights = torch.randint(1, 96, (2, 17)), gated.model.state_dict()
+    tokens, before = torch.randint(1, 96, (2, 17)), gated.model.state_dict()
     found = []
     for choice in (None, narrow):
         leaves = {kind: value.clone().requires_grad_() for kind, value in gates.items()}
@@ -111,7 +117,7 @@ def test_narrow_equals_masked(model_type: str, head_unit: str, tmp_path: Path, m
         torch.testing.assert_close(narrowed[value > 0], masked[value > 0], atol=1e-4 * largest, rtol=1e-3)
     assert not found[1][1]["mlp"][0, 8:].any() and found[0][1]["mlp"][0, 8:].any()  # really not computed
     after = gated.model.state_dict()
-    assert all(after[name].data_ptr() == tensor.data_ptr() for name, tensor in weights.items())
+    assert all(after[name].data_ptr() == tensor.data_ptr() for name, tensor in before.items())
     narrow.follow({kind: torch.ones(shape, dtype=torch.bool) for kind, shape in gated.shapes.items()})
     with torch.no_grad(), gated.masks(dict(gates), None, narrow):  # all are computed again
         torch.testing.assert_close(gated.model(tokens).logits, found[0][0], atol=2e-5, rtol=0)

@@ -10,17 +10,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from latency_profiles import written
-from runs import SMALL, assert_refused, prune, weights
+from runs import SMALL, assert_refused, die_at, prune, weights
 
 from ddp_prune import pipeline
 from ddp_prune.masks_file import read_masks
-from ddp_prune.recipe import Recipe, load_recipes
-from ddp_prune.run import Steps, schedule
+from ddp_prune.recipe import Recipe
 from ddp_prune.trainer import Trainer
 from ddp_training.run_state import RunState
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -29,27 +27,10 @@ RECIPE = Recipe(model="m", sparsity=0.5)
 NAMES = ["sparsity-0.2", "sparsity-0.4", "sparsity-0.6"]
 
 
-def test_the_steps_of_a_family_are_those_of_its_largest_cut_and_short_polishes() -> None:
-    def steps_of(*sizes: float, **changes: Any) -> list[Steps]:
-        return schedule([Recipe(model="m", sparsity=size, **changes) for size in sizes])
-
-    five = steps_of(0.1, 0.2, 0.3, 0.4, 0.5)
-    assert [each.search for each in five] == [130, 260, 390, 520, 650]
-    assert [each.first for each in five] == [0, 130, 260, 390, 520]
-    assert sum(each.last - each.first for each in five) == 1.3 * 1000
-    assert [each.last - each.search for each in steps_of(0.2, 0.5)] == [325, 325]
-    assert [each.last - each.search for each in steps_of(0.4, 0.5, polish=0.1)] == [100, 100]
-    with pytest.raises(SettingError, match=r"leaves none for sparsity 0\.1"):
-        steps_of(0.1, 0.2, 0.3, 0.4, 0.5, steps=3)
-    assert len(load_recipes(None, {"model": "m", "sparsity": 0.2})) == 1
-    speeds = load_recipes(None, {"model": "m", "speedup": [1.5, 1.1], "profile": "p"})
-    assert [(each.speedup, each.budget) for each in speeds] == [(1.1, "latency"), (1.5, "latency")]
-
-
 @pytest.mark.parametrize("train", ["masks", "weights"])
 def test_sizes_are_nested_and_exact(train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Several times as many steps as sizes; every folder is a checkpoint of its own."""
-    options = ["--steps", "24", "--train", train]
+    options = ["--steps", "12", "--train", train]
     result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity=SIZES)
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
@@ -105,27 +86,27 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(RunState, "save", save)
     monkeypatch.setattr(RunState, "remove", remove)
-    codes = _codes_until_done(lambda: family("out"))
+    results = _until_done(lambda: family("out"))
     assert {each for each in died if each[-1] == "polish"} == {(size, "polish") for size in sizes}
     branches = [each for each in died if each[0] == ".branch.run"]
-    assert len(branches) == 2 * (num_sizes - 1) + 1 and len(died) == len(codes) - 1 >= 6 * num_sizes
+    assert len(branches) == 2 * (num_sizes - 1) + 1 and len(died) == len(results) - 1 >= 6 * num_sizes
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     for name in names:
-        _assert_same(weights(tmp_path / "whole" / name), weights(tmp_path / "out" / name))
+        _assert_same(tmp_path / "whole" / name, tmp_path / "out" / name)
 
 
-def _codes_until_done(run: Callable[[], Result]) -> list[int]:
-    """Repeat a command while it is interrupted; return its exit codes, of which the last is 0."""
+def _until_done(run: Callable[[], Result]) -> list[Result]:
+    """Repeat a command while it is interrupted."""
     results = [run()]
     while results[-1].exit_code == 130:
         results.append(run())
     assert results[-1].exit_code == 0, results[-1].output
-    return [each.exit_code for each in results]
+    return results
 
 
-def _assert_same(whole: dict[str, torch.Tensor], resumed: dict[str, torch.Tensor]) -> None:
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+def _assert_same(first: Path, second: Path) -> None:
+    whole, resumed = weights(first), weights(second)
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_a_family_leaves_other_runs_in_its_folder_alone(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -169,16 +150,7 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
     """The budget follows the times, not the name of their file."""
     options = ["--speedup", "1.1", "--context-length", "256", "--profile", str(profile), "--other-machine"]
     command = ["prune", str(tiny_model), "--data", str(tiny_text), *SMALL, *options, "--save-every", "1", "-o"]
-    step = Trainer.step
-
-    def die(self: Trainer, number: int) -> dict[str, float]:
-        if number == 4:
-            raise KeyboardInterrupt
-        return step(self, number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", die)
-        assert CliRunner().invoke(main, [*command, str(tmp_path / "out")]).exit_code == 130
+    die_at(4, lambda: CliRunner().invoke(main, [*command, str(tmp_path / "out")]))
     content = json.loads(profile.read_text())
     for each in content["times"]:  # attention costs nearly nothing now
         if "heads" in each["shape"] or "attention" in each["shape"]:
@@ -189,19 +161,23 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
     assert result.exit_code == 0, result.output
     assert "profile changed since the run in " in result.output and "resuming after" not in result.output
     assert CliRunner().invoke(main, [*command, str(tmp_path / "anew")]).exit_code == 0
-    resumed, anew = weights(tmp_path / "out"), weights(tmp_path / "anew")
-    assert resumed.keys() == anew.keys() and all(torch.equal(resumed[each], anew[each]) for each in anew)
+    _assert_same(tmp_path / "anew", tmp_path / "out")
 
 
-def test_what_is_no_family_is_refused(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    for more, sparsity, said in (
-        (["--controller", "alm"], SIZES, "no sizes on its way"),
-        ([], "0.2,0.2", "numbers that differ"),
-        ([], "0.2,1.5", "between 0 and 1"),
-    ):
-        assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *more, sparsity=sparsity), 2, said)
-    result = prune(tiny_model, tiny_text, tmp_path / "out", sparsity="0.2,much")
-    assert result.exit_code == 2 and "several separated by commas" in result.output
+@pytest.mark.parametrize(
+    ("sizes", "more", "said"),
+    [
+        (SIZES, ["--controller", "alm"], "no sizes on its way"),
+        ("0.2,0.2", [], "numbers that differ"),
+        ("0.2,1.5", [], "between 0 and 1"),
+        ("0.2,much", [], "several separated by commas"),
+    ],
+)
+def test_what_is_no_family_is_refused(
+    sizes: str, more: list[str], said: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    result = prune(tiny_model, tiny_text, tmp_path / "out", *more, sparsity=sizes)
+    assert result.exit_code == 2 and said in result.output
 
 
 @pytest.fixture

@@ -63,7 +63,6 @@ GENERATED = {  # family: text in the loss without the token that ends a turn, fo
     "qwen3": (["nine foxes", WHOLE[1]], [" nine foxes\n", "42 foxes do."], "<|im_end|>"),
     "r1": (["\n\nnine foxes", "\n\n42 foxes do."], [" nine foxes\n", "42 foxes do."], "<｜end▁of▁sentence｜>"),
     "llama2": ([f" {each} " for each in WHOLE], [f" {each} " for each in STRIPPED], "</s>"),
-    "gemma": (WHOLE, STRIPPED, "<end_of_turn>"),
 }
 
 

@@ -1,6 +1,5 @@
 """The options of prune and apply: which there are, that a recipe's fields make them, and what they refuse."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -13,26 +12,29 @@ from click.testing import CliRunner
 from latency_profiles import written
 from runs import assert_refused, prune
 
-from ddp_prune import cli, verbs
+from ddp_prune import cli, plan, verbs
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_recover import cli as recovery
 from ddp_study.cli import study
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
-from ddp_vllm.options import Sizes, given
-from ddp_vllm.settings import field_docs, kind_of
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
+TAKEN: dict[str, str] = {  # options of prune: a value other than the default; what else it takes
+    "text_column": "text", "batch_size": "4", "seq_len": "64", "seed": "3", "heldout_blocks": "2", "learn_from": "all",
+    "distillation": "1", "micro_batch_size": "2", "dtype": "float32", "save_every": "5", "head_unit": "kv-group",
+    "activation_checkpointing": "on", "align": "8", "tp": "2", "steps": "20", "controller": "alm", "polish": "0.2",
+    "train": "masks", "recover": "3", "tracker": "tensorboard", "overwrite": "", "context_length": "1024",
+    "concurrency": "1", "phase": "prefill", "sparsity": "0.3", "attention_sparsity": "0.5", "budget": "params",
+    "scope": "layer", "recipe": "RECIPE --controller alm", "whole_experts": "", "data": "other",
+    "target_params": "70K --sparsity 0", "target_flops": "250K --sparsity 0", "target_kv_bytes": "192 --sparsity 0",
+    "speedup": "1.2 --sparsity 0 --profile PROFILE --other-machine --context-length 1024",
+    "profile": "PROFILE --budget latency --other-machine --context-length 1024",
+    "other_machine": " --budget latency --profile PROFILE --context-length 1024",
+}  # fmt: skip
+UNTRIED = ("--output", "--dry-run", "--shard")  # in all other cases; the last one takes several processes
 FLAGS = {
-    cli.prune: [
-        "--activation-checkpointing", "--align", "--attention-sparsity", "--batch-size", "--budget", "--concurrency",
-        "--context-length", "--controller", "--data", "--distillation", "--dry-run", "--dtype", "--head-unit",
-        "--heldout-blocks", "--learn-from", "--micro-batch-size", "--other-machine",
-        "--output", "--overwrite", "--phase", "--polish", "--profile", "--recipe", "--recover",
-        "--save-every", "--scope", "--seed", "--seq-len", "--shard", "--sparsity", "--speedup", "--steps",
-        "--target-flops", "--target-kv-bytes", "--target-params", "--text-column", "--tp", "--tracker", "--train",
-        "--whole-experts", "-o",
-    ],
+    cli.prune: sorted(["-o", *UNTRIED, *(f"--{each.replace('_', '-')}" for each in TAKEN)]),
     recovery.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
         "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
@@ -46,11 +48,6 @@ FLAGS = {
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
     recovery.quantize: ["--output", "--overwrite", "--scheme", "-o"],
 }  # fmt: skip
-FIELDS = [field for field in dataclasses.fields(Recipe) if field.name not in cli.INSTEAD]
-
-
-def _option(name: str) -> click.Option:
-    return next(each for each in cli.prune.params if isinstance(each, click.Option) and each.name == name)
 
 
 @pytest.mark.parametrize("command", FLAGS, ids=lambda command: command.name)
@@ -59,34 +56,6 @@ def test_the_flags_are_these(command: click.Command) -> None:
     options = [option for option in command.params if isinstance(option, click.Option)]
     assert sorted(flag for option in options for flag in option.opts) == FLAGS[command]
     assert all(option.help for option in options) and not any(option.secondary_opts for option in options)
-
-
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_an_option_is_its_field(field: "dataclasses.Field[object]") -> None:
-    """Its help is the field's first sentence and its default, its type the field's."""
-    option, text = _option(field.name), field_docs(Recipe)[field.name].replace("`", "")
-    help_text = option.help or ""
-    assert text.startswith(help_text.removesuffix(".")) and ". " not in help_text and help_text.endswith(".")
-    rest = text.removeprefix(help_text.removesuffix("."))
-    assert rest in ("", ".") or rest.startswith(". ")  # a whole sentence
-    has_default = field.name not in cli.SIZES and not option.is_flag and field.default != ""  # else it may be given
-    assert (option.default == field.default and option.show_default) if has_default else not option.show_default
-    if choices := field.metadata.get("choices"):
-        assert isinstance(option.type, click.Choice) and tuple(option.type.choices) == choices
-    elif field.name in cli.SIZES:
-        assert isinstance(option.type, Sizes)
-    else:
-        assert isinstance(option.type, type(click.types.convert_type(kind_of(field))))
-
-
-def test_what_is_not_given_overrides_nothing() -> None:
-    for command, words, said in (
-        (cli.prune, ["--steps", "1000", "--shard"], {"steps": 1000, "shard": True}),
-        (recovery.recover, ["--minutes", "10"], {"minutes": 10.0}),
-    ):
-        with command.make_context(command.name, ["model", "-o", "out", *words]) as context:
-            settings = {name: value for name, value in context.params.items() if name not in ("model", "output")}
-            assert given(settings) == said
 
 
 def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,16 +82,16 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
 
 
-SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the refusal; limits are in test_recipe.py
-    "removes nothing": (["--sparsity", "0.001"], ["keeps 12 of 12 attn units"]),
+SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the refusal; limits: test_recipe, test_pools
     "target and sparsity": (["--target-params", "50K"], ["target is 50000.0 and sparsity 0.4", "give one"]),
     "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
     "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
     "target no number": (["--target-params", "many"], ["target is 'many'", "5.5B"]),
-    "devices that do not divide": (["--tp", "3"], ["tensor-parallel size 3", "8 query heads", "sizes: 1, 2, 4, 8"]),
     "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "knows 2,048", "lower --seq-len"]),
     "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
     "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "no mixture of experts"]),
+    "whole experts of a dense model": (["--whole-experts"], ["no mixture of experts", "no whole experts"]),
+    "shards in one process": (["--shard"], ["there is one", "accelerate launch"]),
 }
 
 
@@ -135,7 +104,6 @@ def test_settings_that_cannot_be_met(case: str, tiny_model: Path, tiny_text: Pat
 
 MEASURED = ["--profile", "PROFILE", "--other-machine", "--context-length", "1024"]
 PREFILL = [*MEASURED, "--phase", "prefill", "--concurrency", "1"]
-SHORT = ["--batch-size", "2", "--seq-len", "64"]  # the default steps take seconds
 DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the model has 113,088 parameters
     "units": (["--sparsity", "30%"], r"31.2% of the prunable parameters = 25.5% of the model: 113.1K → 84.29K; "
               r"to remove 30% of the model: --target-params 79.16K"),
@@ -157,49 +125,49 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
 }  # fmt: skip
 
 
+def dry_run(model: Path, folder: Path, *options: str) -> str:
+    """Run `prune --dry-run`, which writes nothing, and return what it prints."""
+    profile = written(folder, json.loads((model / "config.json").read_text()), 1)
+    (folder / "r.toml").write_text("[alm]\nwarmup = 0.1\n")
+    before = sorted(folder.iterdir())
+    given = {"PROFILE": str(profile), "RECIPE": str(folder / "r.toml")}
+    arguments = ["prune", str(model), "--dry-run", "-o", str(folder / "out"), "--data", "no text"]
+    result = CliRunner().invoke(main, [*arguments, *(given.get(each, each) for each in options)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert sorted(folder.iterdir()) == before
+    return result.stdout
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a dry run measures no step, which takes a second."""
+    monkeypatch.setattr(plan, "free_memory", lambda _: 0)
+
+
+@pytest.mark.usefixtures("short_of_memory")
 @pytest.mark.parametrize("case", DRY)
 def test_a_dry_run_prints_what_would_be_removed_and_writes_nothing(case: str, tiny_model: Path, tmp_path: Path) -> None:
     options, said = DRY[case]
-    (places := tmp_path / "profiles").mkdir()
-    profile = written(places, json.loads((tiny_model / "config.json").read_text()), 1)
-    options = [str(profile) if each == "PROFILE" else each for each in options]
-    options += [] if case == "units" else SHORT
-    options += [] if "--context-length" in options else ["--context-length", "2048"]
-    arguments = ["prune", str(tiny_model), "--dry-run", "-o", str(tmp_path / "out"), "--data", "no text", *options]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert re.search(said, result.stdout, re.MULTILINE), result.stdout
-    size = "16 × 2,048" if case == "units" else "2 × 64"
-    needs = rf"memory: about .* for the model and its teacher, .* are free\ntext: [\d,]+ steps of {size}"
-    assert re.search(needs, result.stdout), result.stdout
-    assert re.search(r"^time: about [\d.]+ \w+: 1,[03]00 steps of [\d.]+ \w+, measured", result.stdout, re.MULTILINE)
-    assert list(tmp_path.iterdir()) == [places]
+    text = dry_run(tiny_model, tmp_path, "--context-length", "2048", *options)
+    assert re.search(said, text, re.MULTILINE) and "\ntime: not measured, because memory is short" in text, text
 
 
-OTHERS = [  # every option of prune that is in no case of DRY, with a value other than its default
-    "--text-column", "text", "--batch-size", "4", "--seq-len", "64", "--seed", "3", "--heldout-blocks", "2",
-    "--learn-from", "all", "--distillation", "1", "--micro-batch-size", "2", "--dtype", "float32", "--save-every", "5",
-    "--activation-checkpointing", "on", "--head-unit", "kv-group", "--align", "8", "--tp", "2", "--steps", "20",
-    "--controller", "alm", "--polish", "0.2", "--train", "masks", "--recover", "3", "--tracker", "tensorboard",
-    "--overwrite",
-]  # fmt: skip
-OF_EXPERTS = ["--whole-experts", "--train", "weights"]
+def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
+    options = ["--sparsity", "0.1,0.3", "--batch-size", "2", "--seq-len", "64", "--recover", "3"]
+    text = dry_run(tiny_model, tmp_path, *options)
+    needs = r"memory: about .* for the model and its teacher, .* are free\ntext: 975 steps of 2 × 64 tokens, 124,800 "
+    assert re.search(needs, text), text
+    assert re.search(r"^time: about [\d.]+ \w+: 1,300 steps of [\d.]+ \w+, measured", text, re.MULTILINE)
+    assert "plus 3 minutes of recovery" in text
 
 
-def test_a_dry_run_takes_every_option(tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
-    (recipe := tmp_path / "recipe.toml").write_text("[alm]\nwarmup = 0.1\n")
-    for model, options in ((tiny_model, [*OTHERS, "--recipe", str(recipe)]), (tiny_experts, OF_EXPERTS)):
-        arguments = ["prune", str(model), "--sparsity", "0.4", "--data", "no text", "-o", str(tmp_path / "out")]
-        result = CliRunner().invoke(main, [*arguments, "--dry-run", *options])
-        assert result.exit_code == 0, (result.output, result.exception)
-        assert re.search(r"^budget: keep ", result.stdout, re.MULTILINE)
-        assert list(tmp_path.iterdir()) == [recipe]
-        if model == tiny_model:
-            assert re.search(r"^text: 20 steps of 4 × 64 tokens, 5,120 in all", result.stdout, re.MULTILINE)
-            assert "plus 3 minutes of recovery" in result.stdout
-    tried = {each for options, _ in DRY.values() for each in options} | {*OTHERS, *OF_EXPERTS, "--recipe"}
-    given = {"--data", "--output", "-o", "--dry-run", "--shard"}  # the last one takes several processes
-    assert tried | given >= set(FLAGS[cli.prune])
+@pytest.mark.usefixtures("short_of_memory")
+@pytest.mark.parametrize("option", TAKEN)
+def test_a_dry_run_takes_every_option(option: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
+    model = tiny_experts if option == "whole_experts" else tiny_model
+    words = [f"--{option.replace('_', '-')}", *TAKEN[option].split()]
+    text = dry_run(model, tmp_path, "--sparsity", "0.4", *words)
+    assert re.search(r"^budget: keep ", text, re.MULTILINE)
 
 
 def test_settings_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:

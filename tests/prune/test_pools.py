@@ -98,12 +98,6 @@ def test_a_budget_is_met_from_below_within_one_unit(
         assert all(count == 2 for layer in layers for count in layer.query_heads_per_kv_head)  # nothing gained by less
 
 
-def test_layers_share_the_budget() -> None:
-    for layer in _widths(_choose(_pools(budget="params", scope="layer")), "kv-group"):
-        spent = prices("params", DENSE, SHAPES, 2048)[0].of(layer)
-        assert spent == pytest.approx(0.6 * _cost("params", dense_layers(DENSE)) / 3, abs=2500)
-
-
 @pytest.mark.parametrize("target", [60_000, 100_000, 120_000])
 def test_a_target_is_that_of_the_whole_model(target: int) -> None:
     (pool,) = _pools(budget="params", target=target)
@@ -112,40 +106,6 @@ def test_a_target_is_that_of_the_whole_model(target: int) -> None:
     left = UNPRUNABLE + _cost("params", _widths(_choose([pool]), "kv-group"))
     assert target - 3 * 64 < left <= target
     assert f"keep {target - UNPRUNABLE:,} of {pool.total:,.0f} params of attn, mlp" in pool.describe()
-
-
-@pytest.mark.parametrize("target", [1e3, UNPRUNABLE, 1e9])
-def test_an_impossible_target_states_the_unprunable_part(target: float) -> None:
-    with pytest.raises(SettingError, match=rf"target is {target:,.0f} params.*{UNPRUNABLE:,} cannot be pruned"):
-        _pools(budget="params", target=target)
-
-
-def test_units_stay_exact_for_each_module_type() -> None:
-    for head_unit, heads in (("kv-group", 7), ("query-head", 14)):
-        support = _choose(_pools(head_unit=head_unit))
-        assert int(support["attn"].sum()) == heads and int(support["mlp"].sum()) == 173
-
-
-def test_attention_of_a_mixture_has_no_sparsity_of_its_own() -> None:
-    with pytest.raises(SettingError, match="no attention is pruned"):
-        _pools(MOE, attention_sparsity=0.2)
-    for budget in ({"budget": "params"}, {"budget": "latency", "sparsity": 0.0, "speedup": 1.2}):
-        for sparsity in (0.0, 0.2):
-            with pytest.raises(SettingError, match="requires a sparsity and the budget units"):
-                _pools(attention_sparsity=sparsity, **budget)
-
-
-@pytest.mark.parametrize("sparsity", [0.001, 0.999])
-def test_a_budget_that_removes_all_or_nothing_is_refused(sparsity: float) -> None:
-    with pytest.raises(SettingError, match=r"keeps (0|12) of 12 attn units, where the least that can be kept is 1"):
-        _pools(sparsity=sparsity)
-
-
-@pytest.mark.parametrize("budget", ["params", "flops"])
-def test_a_budget_below_the_cheapest_unit_is_refused(budget: str) -> None:
-    with pytest.raises(SettingError, match=rf"keeps 184 of [\d,]+ {budget} of experts, where the least .* is 192"):
-        _pools(MOE, budget=budget, sparsity=0.995)
-    assert _choose(_pools(MOE, budget=budget, sparsity=0.994))["experts"].sum() == 1
 
 
 def test_open_gates_rank_before_closed_ones_whatever_their_cost() -> None:
@@ -158,14 +118,6 @@ def test_open_gates_rank_before_closed_ones_whatever_their_cost() -> None:
         assert (support[kind] & alive[kind]).sum() == alive[kind].sum()  # 0.4 of all fit into a half
 
 
-def test_joined_and_back() -> None:
-    for scope in ("global", "layer"):
-        (pool,) = _pools(budget="params", scope=scope)
-        values = {kind: torch.rand(shape) for kind, shape in pool.shapes.items()}
-        assert len(pool.join(values)) == (3 if scope == "layer" else 1)
-        assert all(torch.equal(back, values[kind]) for kind, back in pool.part(pool.join(values)).items())
-
-
 @pytest.mark.parametrize("scope", ["global", "layer", "expert"])
 @pytest.mark.parametrize("budget", ["units", "params", "flops"])
 def test_experts_under_every_budget(budget: str, scope: str) -> None:
@@ -174,11 +126,6 @@ def test_experts_under_every_budget(budget: str, scope: str) -> None:
     assert support.shape == (2, 4, 24) and int(support.sum()) == 115
     counts = {"global": None, "layer": support.sum((1, 2)), "expert": support.sum(2)}[scope]
     assert counts is None or int(counts.max() - counts.min()) <= 1
-
-
-def test_experts_have_no_kv_cache_to_prune() -> None:
-    with pytest.raises(SettingError, match="budget is 'kv-bytes', which does not depend on what is pruned here"):
-        _pools(MOE, budget="kv-bytes")
 
 
 @pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
@@ -198,23 +145,36 @@ def test_every_layer_splits_over_the_devices(tp: int, align: int, budget: str, h
             assert _cost(budget, layers) <= wanted
 
 
-@pytest.mark.parametrize(("tp", "head_unit"), [(3, "kv-group"), (16, "kv-group"), (5, "query-head")])
-def test_a_size_that_cannot_work_names_the_layer_and_the_valid_sizes(tp: int, head_unit: str) -> None:
-    with pytest.raises(
-        SettingError, match=rf"tensor-parallel size {tp} .*(8 query heads|layer 0).*valid sizes: 1, 2, 4, 8"
-    ):
-        _pools(head_unit=head_unit, tp=tp)
+THREE = DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3}
+UNPRUNED = rf"target is {{}} params.*{UNPRUNABLE:,} cannot be pruned"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"config": MOE, "attention_sparsity": 0.2}, "no attention is pruned"),
+    ({"config": MOE, "budget": "kv-bytes"}, "budget is 'kv-bytes', which does not depend on what is pruned here"),
+    ({"config": MOE, "budget": "params", "sparsity": 0.995}, "keeps 184 of .* params of experts, .* the least .* 192"),
+    ({"config": MOE, "budget": "flops", "sparsity": 0.995}, "keeps 184 of .* flops of experts, .* the least .* 192"),
+    ({"attention_sparsity": 0.0, "budget": "params"}, "requires a sparsity and the budget units"),
+    ({"attention_sparsity": 0.2, "budget": "latency", "sparsity": 0.0, "speedup": 1.2}, "requires a sparsity and"),
+    ({"sparsity": 0.001}, "keeps 12 of 12 attn units, where the least that can be kept is 1"),
+    ({"sparsity": 0.999}, "keeps 0 of 12 attn units, where the least that can be kept is 1"),
+    ({"budget": "params", "target": 1e3}, UNPRUNED.format("1,000")),
+    ({"budget": "params", "target": UNPRUNABLE}, UNPRUNED.format(f"{UNPRUNABLE:,}")),
+    ({"budget": "params", "target": 1e9}, UNPRUNED.format("1,000,000,000")),
+    ({"tp": 3}, "tensor-parallel size 3 .*8 query heads.*valid sizes: 1, 2, 4, 8"),
+    ({"tp": 16}, "tensor-parallel size 16 .*valid sizes: 1, 2, 4, 8"),
+    ({"tp": 5, "head_unit": "query-head"}, "tensor-parallel size 5 .*valid sizes: 1, 2, 4, 8"),
+    ({"config": THREE, "head_unit": "query-head", "tp": 2}, "valid sizes: 1, 3, 6, 12"),
+    ({"align": 128}, r"align is 128.*block of 128 of the 3 × 96 mlp units.*smaller"),
+    ({"align": 64, "tp": 2}, r"align is 64.*block of 128"),
+]
 
 
-def test_query_heads_of_kv_heads_that_do_not_split() -> None:
-    config = DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3}
-    with pytest.raises(SettingError, match="valid sizes: 1, 3, 6, 12"):
-        _pools(config, head_unit="query-head", tp=2)
-    assert _pools(config, head_unit="kv-group", tp=2)[0].blocks == {"attn": 2}  # two of three KV heads, or none
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=lambda each: str(each)[-60:])
+def test_a_budget_that_cannot_be_met_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        _pools(**changes)
 
 
-def test_blocks_wider_than_a_layer_are_refused() -> None:
-    with pytest.raises(SettingError, match=r"align is 128.*block of 128 of the 3 × 96 mlp units.*smaller"):
-        _pools(align=128)
-    with pytest.raises(SettingError, match=r"align is 64.*block of 128"):
-        _pools(align=64, tp=2)
+def test_the_least_that_can_be_kept_is_kept() -> None:
+    for budget in ("params", "flops"):
+        assert _choose(_pools(MOE, budget=budget, sparsity=0.994))["experts"].sum() == 1
+    assert _pools(THREE, tp=2)[0].blocks == {"attn": 2}  # two of three KV heads, or none

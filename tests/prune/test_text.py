@@ -1,28 +1,35 @@
-"""Blocks of tokens: their content, their first token, their cache, and the text that is rejected."""
+"""Blocks of tokens: their content, their first token, their cache, which of them are held out, and who takes turns."""
 
 import itertools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from ddp_text import blocks as text
-from ddp_text.documents import Document
+from ddp_text import blocks as blocks_module
+from ddp_text.blocks import cut, excerpts_of, hash_of, hold_out, take_turns
+from ddp_text.documents import Document, sources_of
 from ddp_text.tokens import Tokens, leading_bos, load_tokenizer, pack
 from ddp_vllm.errors import ModelError, OutputError, TextError
+from ddp_vllm.provenance import bare_name
 
+Write = Callable[[str, list[str]], Path]
 DOCUMENTS = [f"document {number} says fox {number * number} twice: fox {number * number}." for number in range(60)]
 SEQ_LEN = 16  # of `load`
 BOS = 7  # any token of the vocabulary
 
 
 @pytest.fixture
-def jsonl(write_texts: Callable[..., Path]) -> Path:
+def jsonl(write_texts: Write) -> Path:
     return write_texts("plain.jsonl", DOCUMENTS)
 
 
@@ -35,39 +42,27 @@ def beginning(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _documents(tokenizer: Any, tokens_BT: torch.Tensor) -> list[str]:
-    """Return the documents that lie wholly inside blocks; ByteLevel puts a blank before each."""
-    return [text.removeprefix(" ") for text in tokenizer.decode(tokens_BT.flatten()).split("<eos>")[1:-1]]
-
-
 def test_documents_are_whole_shuffled_and_joined_by_eos(jsonl: Path, load: Callable[..., Any], tokenizer: Any) -> None:
     orders = []
     for seed in (0, 1, 0):
         blocks = load(jsonl, seed=seed)
-        documents = [*_documents(tokenizer, blocks.heldout), *_documents(tokenizer, blocks.train)]
+        assert blocks.train.shape[1:] == (SEQ_LEN,) and blocks.heldout.shape == (3, SEQ_LEN)
+        assert blocks.train.dtype == blocks.heldout.dtype == torch.int64
+        halves = (tokenizer.decode(part.flatten()).split("<eos>")[1:-1] for part in (blocks.heldout, blocks.train))
+        documents = [text.removeprefix(" ") for half in halves for text in half]  # ByteLevel puts a blank before each
         assert len(set(documents)) == len(documents) >= len(DOCUMENTS) - 4 and set(documents) <= set(DOCUMENTS)
         orders.append(documents)
     assert orders[0] == orders[2] != orders[1]
 
 
 @pytest.mark.parametrize("count", [0, 1, 64, 129])
-def test_texts_are_joined_by_eos_whatever_the_tokenizer_takes_at_a_time(count: int, tokenizer: Any) -> None:
+def test_texts_are_joined_by_eos_and_no_more_are_read_than_needed(count: int, tokenizer: Any) -> None:
     texts = [f"{i} fox" for i in range(count)]
     expected = [id for text in texts for id in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     for limit in (10**9, 100):
-        assert pack(map(Document, texts), tokenizer, limit).ids.tolist() == expected[:limit]
-
-
-def test_reading_stops_when_the_run_has_enough(tokenizer: Any) -> None:
-    rest = iter(DOCUMENTS * 5)
-    assert len(pack(map(Document, rest), tokenizer, 4 * SEQ_LEN).ids) == 4 * SEQ_LEN
-    assert len(list(rest)) == len(DOCUMENTS) * 5 - 64  # the tokenizer takes 64 at a time
-
-
-def test_blocks_have_the_sizes_that_were_asked_for(jsonl: Path, load: Callable[..., Any]) -> None:
-    blocks = load(jsonl, train_blocks=4)
-    assert blocks.train.shape == (4, SEQ_LEN) and blocks.heldout.shape == (3, SEQ_LEN)
-    assert blocks.train.dtype == blocks.heldout.dtype == torch.int64 and blocks.found == 7 * SEQ_LEN
+        rest = iter(texts)
+        assert pack(map(Document, rest), tokenizer, limit).ids.tolist() == expected[:limit]
+    assert len(list(rest)) == max(0, count - 64)  # the tokenizer takes 64 at a time
 
 
 def _pieces(tokens_BT: torch.Tensor, eos: int) -> set[tuple[int, ...]]:
@@ -94,83 +89,49 @@ def test_every_block_begins_with_bos_where_every_text_does(
             assert found and found <= whole
 
 
-def test_a_tokenizer_may_have_no_bos(tokenizer: Any) -> None:
-    assert tokenizer.bos_token_id is None and leading_bos(tokenizer) == []
-
-
 def test_blocks_that_were_kept_without_bos_are_not_used(
     jsonl: Path, load: Callable[..., Any], beginning: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(text, "leading_bos", lambda _: [])
+        patch.setattr(blocks_module, "leading_bos", lambda _: [])
         assert not (load(jsonl, beginning).train[:, 0] == BOS).all()
     assert (load(jsonl, beginning).train[:, 0] == BOS).all()
 
 
-def test_enough_text_is_enough_with_bos(jsonl: Path, load: Callable[..., Any], beginning: Any) -> None:
-    """The line counts tokens of text, of which a block needs one less."""
-    assert load(jsonl, beginning, train_blocks=4).train.shape == (4, SEQ_LEN)
-    with pytest.raises(TextError, match=r"one step and the held-out text need 15,045"):
-        load(jsonl, beginning, min_train_blocks=1000)
-
-
 def test_the_cache_is_keyed_by_content(
-    jsonl: Path, load: Callable[..., Any], tokenizer: Any, write_texts: Callable[..., Path], cache: Path,
+    jsonl: Path, load: Callable[..., Any], tokenizer: Any, write_texts: Write, cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
-    text.save_blocks(file, Tokens(*map(np.ascontiguousarray, map(np.flipud, stored(file)))))  # tokenizing would undo it
+    kept = blocks_module.saved_blocks(file)
+    assert kept is not None
+    blocks_module.save_blocks(file, Tokens(*map(np.ascontiguousarray, map(np.flipud, kept))))  # undone by tokenizing
     again = load(jsonl)
     assert torch.equal(torch.cat([again.heldout, again.train]), torch.cat([first.heldout, first.train]).flipud())
     assert again.found == first.found
     write_texts(jsonl.name, [text.replace("fox", "cat") for text in DOCUMENTS])
-    changed = load(jsonl)
-    assert "cat" in tokenizer.decode(changed.train.flatten()) and len(list((cache / "tokens").iterdir())) == 2
+    assert "cat" in tokenizer.decode(load(jsonl).train.flatten())
     load(jsonl, seq_len=8)
     assert len(list((cache / "tokens").iterdir())) == 3
-    monkeypatch.setattr(text, "VERSION", text.VERSION + 1)
+    monkeypatch.setattr(blocks_module, "VERSION", blocks_module.VERSION + 1)
     load(jsonl, seq_len=8)
     assert len(list((cache / "tokens").iterdir())) == 4
+    assert sorted(folder.name for folder in cache.iterdir()) == ["datasets", "tokens"]  # with the Arrow copy
 
 
-def stored(file: Path) -> Tokens:
-    found = text.saved_blocks(file)
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("place", [0, 40, 300, -1])
-def test_a_flipped_bit_in_the_cache_is_found(place: int, jsonl: Path, load: Callable[..., Any], cache: Path) -> None:
+@pytest.mark.parametrize(("place", "left"), [(0, None), (40, None), (300, None), (-1, None), (0, 0), (0, 20), (0, 200)])
+def test_a_flipped_bit_in_the_cache_is_found(
+    place: int, left: int | None, jsonl: Path, load: Callable[..., Any], cache: Path
+) -> None:
+    """And a missing end."""
     first = load(jsonl)
     (file,) = (cache / "tokens").iterdir()
     content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
+    content[place] ^= left is None
+    file.write_bytes(content[:left])
     assert torch.equal(load(jsonl).train, first.train)
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("left", [0, 20, 200])
-def test_half_a_file_in_the_cache_is_made_again(left: int, jsonl: Path, load: Callable[..., Any], cache: Path) -> None:
-    first = load(jsonl)
-    (file,) = (cache / "tokens").iterdir()
-    file.write_bytes(file.read_bytes()[:left])
-    assert torch.equal(load(jsonl).train, first.train)
-    assert len(stored(file).ids) == len(first.train) + len(first.heldout)
-
-
-def test_all_of_the_cache_is_in_its_folder(jsonl: Path, load: Callable[..., Any], cache: Path) -> None:
-    """The Arrow copy of the text too, so that who deletes or moves the folder has it all."""
-    load(jsonl)
-    assert sorted(folder.name for folder in cache.iterdir()) == ["datasets", "tokens"]
-    assert list((cache / "datasets").rglob("*.arrow"))
-
-
-def test_text_that_is_too_short_for_a_step_is_refused_from_the_cache_too(jsonl: Path, load: Callable[..., Any]) -> None:
-    num_blocks = len(load(jsonl, min_train_blocks=1).train)
-    with pytest.raises(TextError, match="tokens, but one step"):
-        load(jsonl, min_train_blocks=num_blocks + 1)
+    assert file.stat().st_mode & 0o777 == 0o600 and blocks_module.saved_blocks(file) is not None
 
 
 def test_a_cache_that_cannot_be_written_is_not_the_texts_fault(
@@ -186,12 +147,6 @@ def test_a_cache_that_cannot_be_written_is_not_the_texts_fault(
         load(jsonl)
 
 
-def test_a_model_without_tokenizer_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"has no tokenizer.*tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
-
-
 def test_a_tokenizer_without_eos_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
@@ -199,3 +154,241 @@ def test_a_tokenizer_without_eos_is_refused(tiny_model: Path, tmp_path: Path) ->
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
     with pytest.raises(ModelError, match="no EOS"):
         load_tokenizer(str(tmp_path))
+
+
+def _texts(name: str, count: int, words: int = 30) -> list[str]:
+    return [" ".join(f"{name}{i}.{j}" for j in range(words)) for i in range(count)]
+
+
+def _cut(text: str, size: int) -> list[str]:
+    return [excerpt.text for excerpt in cut(Document(text), size)]
+
+
+def _found(tokenizer: Any, tokens_BT: torch.Tensor) -> set[str]:
+    """Return the documents of which a whole word is in these blocks."""
+    return set(re.findall(r"\b([a-z]\d+)\.", tokenizer.decode(tokens_BT.flatten())))
+
+
+@pytest.mark.parametrize("words", [3, 300])
+def test_held_out_text_is_the_same_for_any_seed_number_of_steps_and_order_of_documents(
+    words: int, load: Callable[..., Any], tokenizer: Any, write_texts: Write
+) -> None:
+    """And more of it is the same and then other documents."""
+    a, b = _texts("a", 100, words), _texts("b", 100, words)
+    data = f"{write_texts('a.jsonl', a)},{write_texts('b.jsonl', b)}"
+    first = load(data, seed=0)
+    for seed, train_blocks in ((1, 10_000), (0, 40), (2, 7)):
+        assert torch.equal(load(data, seed=seed, train_blocks=train_blocks).heldout, first.heldout)
+    assert not torch.equal(load(data, seed=1).train, first.train)
+    assert torch.equal(load(data, heldout_blocks=9).heldout[:3], first.heldout)
+    write_texts("a.jsonl", a[::-1])
+    assert torch.equal(load(data).heldout, first.heldout)
+
+
+@pytest.mark.parametrize("heldout_blocks", [1, 60])
+def test_no_document_is_both_held_out_and_trained_on(
+    heldout_blocks: int, load: Callable[..., Any], tokenizer: Any, write_texts: Write
+) -> None:
+    data = ",".join(str(write_texts(f"{name}.jsonl", _texts(name, 100))) for name in "abc")
+    blocks = load(data, heldout_blocks=heldout_blocks)
+    heldout, trained = (_found(tokenizer, part) for part in (blocks.heldout, blocks.train))
+    assert heldout and not heldout & trained
+    assert {document[0] for document in trained} == set("abc")
+    assert heldout_blocks < 60 or {document[0] for document in heldout} == set("abc")
+
+
+def test_a_copy_in_another_source_is_held_out_too(load: Callable[..., Any], tokenizer: Any, write_texts: Write) -> None:
+    """This also holds if one source is so short that its excerpts count as documents, and the other is not."""
+    texts = _texts("a", 6, 300)
+    short, long = write_texts("a.jsonl", texts), write_texts("b.jsonl", texts + _texts("b", 200))
+    for data in (f"{short},{long}", f"{long},{short}"):
+        blocks = load(data, heldout_blocks=9)
+        heldout, trained = (
+            set(re.findall(r"\b[a-z]\d+\.\d+ ", tokenizer.decode(part.flatten())))
+            for part in (blocks.heldout, blocks.train)
+        )
+        assert any(word.startswith("a") for word in heldout) and not heldout & trained
+
+
+def test_many_short_documents_do_not_keep_a_book_from_being_held_out(
+    load: Callable[..., Any], write_texts: Write
+) -> None:
+    """One excerpt of each document is less than the held-out text, so all excerpts count as documents."""
+    file = write_texts("a.jsonl", [*(f"{i}" for i in range(100)), *_texts("book", 2, 2000)])
+    blocks = load(file, heldout_blocks=100)
+    assert len(blocks.heldout) == 100 and len(blocks.train) > 100
+
+
+@pytest.mark.parametrize("few", [["cat"], ["cat"] * 4, [f"cat {number}" for number in range(8)], [""] * 9], ids=len)
+def test_a_source_that_is_held_out_whole_is_named(few: list[str], load: Callable[..., Any], write_texts: Write) -> None:
+    """Eight blocks are more than either source has."""
+    names = [write_texts("few.jsonl", few), write_texts("many.jsonl", [f"fox {number}" for number in range(500)])]
+    for data in (names, names[::-1]):
+        with pytest.raises(TextError, match=r"few\.jsonl holds no text, or all of it is held out"):
+            load(",".join(map(str, data)), heldout_blocks=8)
+
+
+def test_of_a_stream_it_is_chosen_among_the_first_documents(
+    load: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only 16 times as much as needed is read for it; training text may come from anywhere."""
+    rows = datasets.Dataset.from_dict({"text": _texts("a", 5000)}).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    blocks = load("owner/name", train_blocks=400)
+    heldout, trained = (_found(tokenizer, part) for part in (blocks.heldout, blocks.train))
+    assert heldout and max(int(document[1:]) for document in heldout) < 60 < max(int(name[1:]) for name in trained)
+    assert not heldout & trained
+
+
+@given(
+    corpora=st.lists(st.lists(st.text(st.sampled_from("ab "), max_size=40), max_size=12), min_size=1, max_size=3),
+    size=st.integers(5, 12),
+    wanted=st.integers(1, 60),
+    seed=st.integers(0, 3),
+)
+def test_each_excerpt_is_either_held_out_or_trained_on(
+    corpora: list[list[str]], size: int, wanted: int, seed: int
+) -> None:
+    """The tokenizer is one of characters."""
+
+    class Characters:
+        eos_token_id = 0
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[ord(character) for character in text] for text in texts]}
+
+    documents = sorted({text for corpus in corpora for text in corpus}, key=hash_of)
+    tokens, hidden = hold_out(map(Document, documents), Characters(), size, wanted)
+    assert len(tokens.ids) == wanted or hidden == {excerpt for text in documents for excerpt in _cut(text, size)}
+    for corpus in corpora:
+        trained = [excerpt.text for excerpt in excerpts_of(map(Document, corpus), size, seed, hidden)]
+        assert sorted(trained) == sorted(each for text in corpus for each in _cut(text, size) if each not in hidden)
+
+
+@settings(max_examples=25)
+@given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
+def test_a_source_gives_as_many_documents_in_a_row_as_it_has_turns(counts: list[int], data: st.DataObject) -> None:
+    """A source that is exhausted leaves its turns to the others, and no document is lost or repeated."""
+    turns = data.draw(st.lists(st.integers(1, 3), min_size=len(counts), max_size=len(counts)))
+    texts = {str(source): [f"{source}.{number}" for number in range(count)] for source, count in enumerate(counts)}
+    columns = [
+        [column[start : start + count] for start in range(0, len(column), count)]
+        for column, count in zip(texts.values(), turns, strict=True)
+    ]
+    expected = [text for row in itertools.zip_longest(*columns, fillvalue=[]) for several in row for text in several]
+    sources = {name: map(Document, column) for name, column in texts.items()}
+    found = take_turns(sources, dict(zip(texts, turns, strict=True)))
+    assert [document.text for document in found] == expected
+
+
+@given(text=st.text(st.sampled_from("ab \n")), size=st.integers(1, 12))
+def test_a_document_consists_of_its_excerpts(text: str, size: int) -> None:
+    """This also holds if blanks are further apart than an excerpt is long; and an excerpt is not cut again."""
+    excerpts = cut(Document(text), size)
+    assert "".join(excerpt.text for excerpt in excerpts) == text and all(excerpt.text for excerpt in excerpts)
+    assert len(excerpts) == (max(1, round(len(text) / size)) if text else 0)
+    assert all(cut(each, size) == [each] for each in excerpts if size >= 5 or len(each.text) < 1.5 * size)
+
+
+def test_documents_take_turns() -> None:
+    """Each gives an excerpt before any gives a second. Not all start at their beginning. No excerpt is repeated."""
+    texts = [f"{i} " + " ".join(f"{i}.{j}" for j in range(100 if i % 3 else 3)) for i in range(60)]
+    found = [excerpt.text for excerpt in excerpts_of(map(Document, texts), 80, 0, set())]
+    numbers = [int(re.findall(r"\d+", excerpt)[0]) for excerpt in found]
+    long = [number for number in range(60) if number % 3]
+    assert numbers[:60] == list(range(60)) and numbers[60:100] == long
+    assert sum(excerpt.startswith(f"{i} ") for i, excerpt in enumerate(found[:60])) < 40  # 20 are short and whole
+    assert sorted(found) == sorted(excerpt.text for text in texts for excerpt in cut(Document(text), 80))
+    again = [excerpt.text for excerpt in excerpts_of(map(Document, texts), 80, 1, set())]
+    assert again != found and sorted(again) == sorted(found)
+
+
+def test_a_document_is_read_once() -> None:
+    """A streamed one would be downloaded twice. At most a thousand documents take turns and are in memory."""
+    read: list[str] = []
+
+    def documents() -> Iterator[Document]:
+        for text in texts:
+            read.append(text)
+            yield Document(text)
+
+    texts = [f"{i} " + "fox " * (40 if i % 100 == 0 else 1) for i in range(2500)]
+    excerpts = excerpts_of(documents(), 80, 0, set())
+    first = [next(excerpts).text for _ in range(1000)]
+    assert len(first) == len(read) == 1000
+    rest = [excerpt.text for excerpt in excerpts]
+    assert read == texts and sorted(first + rest) == sorted(
+        excerpt.text for text in texts for excerpt in cut(Document(text), 80)
+    )
+
+
+def test_a_file_that_is_named_twice_has_two_turns(load: Callable[..., Any], tokenizer: Any, write_texts: Write) -> None:
+    a, b, c = (write_texts(f"{name}.jsonl", _texts(name, count)) for name, count in (("a", 90), ("b", 30), ("c", 9)))
+    blocks = load(f"{a}:2, {b},{c}", heldout_blocks=1)
+    assert torch.equal(blocks.train, load(f"{a}, {a}, {b},{c}", heldout_blocks=1).train)
+    order = [text.strip()[0] for text in tokenizer.decode(blocks.train.flatten()).split("<eos>")[:-1]]
+    assert "".join(order[1:17]) == ("aabc" * 5)[1:17]
+    assert set(order[-20:]) == {"a"}
+    write_texts("c.jsonl", _texts("d", 9))
+    assert not torch.equal(load(f"{a}:2, {b},{c}", heldout_blocks=1).train, blocks.train)  # the cache knows all
+
+
+def test_one_file_by_two_names_is_one_source(tmp_path: Path, write_texts: Write) -> None:
+    file = write_texts("a.jsonl", ["fox"])
+    (tmp_path / "x").mkdir()
+    assert sources_of(f"{file},{tmp_path / '.' / 'x' / '..' / 'a.jsonl'}") == [str(file)] * 2
+    assert sources_of("owner/name:part:2,owner/name") == ["owner/name:part", "owner/name:part", "owner/name"]
+    for name in ("b.jsonl:3", "a,b.jsonl"):  # that is what it is called
+        (tmp_path / name).write_text("{}")
+        assert sources_of(f"{tmp_path}/{name}") == [f"{tmp_path}/{name}"]
+    assert bare_name(f"{file}:3,owner/name:3") == "a.jsonl:3,owner/name:3"
+
+
+@pytest.mark.parametrize("data", ["a.jsonl,", "", "a.jsonl, ,b.jsonl"])
+def test_a_missing_name_of_a_source_is_refused(data: str, load: Callable[..., Any]) -> None:
+    with pytest.raises(TextError, match="name is missing"):
+        load(data)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Real streaming, of the local file hub.jsonl under any hub name; the names that were asked for."""
+    names: list[tuple[Any, ...]] = []
+    load_dataset = datasets.load_dataset
+
+    def load_file(*name: Any, split: str, **options: Any) -> Any:
+        names.append((*name, split))
+        options["split"] = "train"  # the only one of a file
+        file, cache = str(tmp_path / "hub.jsonl"), str(tmp_path / "hub")
+        return load_dataset("json", data_files=file, cache_dir=cache, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_file)
+    return names
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_hub_dataset_is_streamed_beside_a_file(
+    beside: bool, hub: list[Any], load: Callable[..., Any], tokenizer: Any, write_texts: Write
+) -> None:
+    write_texts("hub.jsonl", _texts("h", 300))
+    file = write_texts("file.jsonl", _texts("f", 300))
+    data = f"owner/name:part,{file}" if beside else "owner/name:part:validation"
+    blocks = [load(data, train_blocks=200, heldout_blocks=4, seed=seed) for seed in (0, 0, 1)]
+    assert set(hub) == {("owner/name", "part", "train" if beside else "validation")}
+    starts = [text.strip() for text in tokenizer.decode(blocks[0].train.flatten()).split("<eos>")[1:]]
+    assert {start[0] for start in starts} == {"h", "f"} if beside else {"h"}
+    numbers = [int(re.findall(r"\d+", start)[0]) for start in starts if start[0] == "h"]
+    assert numbers != sorted(numbers)  # shuffled among neighbours
+    assert torch.equal(blocks[0].heldout, blocks[2].heldout) and not torch.equal(blocks[0].train, blocks[2].train)
+
+
+def test_a_hub_dataset_that_breaks_off_is_named(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("no hub\nin this test")
+
+    texts = datasets.Dataset.from_dict({"text": _texts("h", 400)}).to_iterable_dataset()
+    rows = texts.map(lambda row, place: row if place < 300 else refuse(), with_indices=True)
+    for load_dataset in (refuse, lambda *_, **__: rows):
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        with pytest.raises(TextError, match=r"owner/name cannot be read as text \(no hub in this test\); give a hub"):
+            load("owner/name", heldout_blocks=1)

@@ -1,9 +1,11 @@
 """The loop on a tiny model: repeatable to the bit, resumable, exact in its counts, and it touches no weight."""
 
+import gc
 import json
 import math
-from itertools import pairwise
+import weakref
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +13,13 @@ import pytest
 import torch
 from runs import BLOCKS, STEPS, Lab, assert_same
 
+from ddp_models.loading import load_model
+from ddp_models.source import open_source
 from ddp_prune import gates as gates_module
 from ddp_prune import trainer as trainer_module
-from ddp_prune.alm import learning_rate
-from ddp_prune.gates import NarrowLayers, block_losses
-from ddp_prune.recipe import AlmSettings, Recipe
-from ddp_prune.run import Run
-from ddp_prune.trainer import PRIOR_PRECISION, natural_step
+from ddp_prune.gates import GatedModel, NarrowLayers, _Scale, block_losses
+from ddp_prune.recipe import AlmSettings
+from ddp_prune.trainer import PRIOR_PRECISION, Learned, natural_step
 from ddp_training import batches as batches_module
 from ddp_training import loop as train_module
 from ddp_training import memory
@@ -29,6 +31,13 @@ from ddp_vllm.errors import TrainingError
 @pytest.fixture
 def lab(tiny_model: Path, tmp_path: Path) -> Lab:
     return Lab(tiny_model, tmp_path, "query-head")
+
+
+def assert_near(first: Learned, second: Learned, distance: float) -> None:
+    """The same support, and scales within that distance."""
+    for kind, gates in first.gates.items():
+        assert torch.equal(gates > 0, second.gates[kind] > 0)
+        torch.testing.assert_close(gates, second.gates[kind], atol=distance, rtol=0)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -109,22 +118,11 @@ def test_alignment_polishes_the_support_it_chose(lab: Lab) -> None:
     assert torch.equal(plain.z["mlp"], aligned.z["mlp"])  # the search does not know of it
     revived = (aligned.gates["mlp"] > 0) & (plain.z["mlp"] == 0)
     assert revived.any() and not plain.gates["mlp"][revived].any()
-    trainer = lab.trainer(align=32)
-    search_steps = trainer.run.steps.search
-    for step in range(search_steps):
-        trainer.step(step)
-    trainer.round()
-    before = trainer.gates.z["mlp"].detach()[revived].clone()
-    for step in range(search_steps, STEPS):
-        trainer.step(step)
-    after = trainer.learned().gates["mlp"]
-    assert torch.equal(after, aligned.gates["mlp"])
-    assert (after[revived] != before).all() and (after[revived] > 0.3).all()  # they moved on from the scales they had
+    scales = aligned.gates["mlp"][revived]
+    assert (scales != 1).all() and (scales > 0.3).all()  # they moved on from the scales they had
 
 
-@pytest.mark.parametrize(
-    ("stop", "controller"), [(3, "gradual"), (5, "alm"), (8, "gradual"), (8, "alm"), (9, "alm"), (11, "gradual")]
-)
+@pytest.mark.parametrize(("stop", "controller"), [(3, "gradual"), (5, "alm"), (8, "alm"), (11, "gradual")])
 def test_an_interrupted_run_resumes_to_the_same_gates(stop: int, controller: str, lab: Lab) -> None:
     """Stops right after a save, between saves, at the end of the search, and in the polish."""
     resumed, steps = lab.interrupted_run(stop, controller=controller)
@@ -177,33 +175,27 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_masks(lab: La
     assert tensors["z.mlp"].shape == (3, 96)
 
 
-def test_a_device_that_runs_out_of_memory_is_one_line_with_what_to_try(lab: Lab) -> None:
-    """The error is made here: no GPU runs in these tests."""
-
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    lab.gated.model.model.norm.register_forward_pre_hook(run_out)
-    with pytest.raises(TrainingError, match=r"ran out of memory at step 1; nothing .*micro_batch_size = 1") as caught:
-        lab.run("out")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_run_that_ran_out_of_memory_goes_on_with_what_it_was_told_to_try(lab: Lab) -> None:
+def test_a_run_that_ran_out_of_memory_resumes_with_what_it_was_told_to_try(lab: Lab) -> None:
+    """The error is made here: no GPU runs in these tests. 3 does not divide the 4 sequences of a step."""
     expected, steps = lab.run("whole", micro_batch_size=4), list[float]()
 
     def run_out(metrics: dict[str, float]) -> None:
-        if metrics["step"] == 7:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        if metrics["step"] == 6:
+            hook.append(lab.gated.model.model.norm.register_forward_pre_hook(refuse))
 
-    with pytest.raises(torch.OutOfMemoryError):
-        lab.run("broken", run_out, micro_batch_size=4)
-    smaller = {"micro_batch_size": 1, "activation_checkpointing": "on"}
-    learned = lab.run("broken", lambda metrics: steps.append(metrics["step"]), **smaller)
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    hook: list[Any] = []
+    told = r"ran out of memory at step 7; .*out\.run.*micro_batch_size = 1"
+    with pytest.raises(TrainingError, match=told) as caught:
+        lab.run("out", run_out, micro_batch_size=4)
+    assert "\n" not in str(caught.value)
+    hook[0].remove()
+    smaller = {"micro_batch_size": 3, "activation_checkpointing": "on"}
+    learned = lab.run("out", lambda metrics: steps.append(metrics["step"]), **smaller)
     assert steps == list(range(7, STEPS + 1))
-    for kind in ("attn", "mlp"):
-        assert torch.equal(learned.gates[kind] > 0, expected.gates[kind] > 0)
-        torch.testing.assert_close(learned.gates[kind], expected.gates[kind], atol=1e-3, rtol=0)
+    assert_near(learned, expected, 1e-3)
 
 
 def test_the_teacher_is_computed_once_per_block_where_its_states_fit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,40 +208,7 @@ def test_the_teacher_is_computed_once_per_block_where_its_states_fit(lab: Lab, m
     assert_same(*learned)
     cached = lab.run("cached", blocks=BLOCKS[:10])  # cached and new blocks meet in one micro-batch
     monkeypatch.setattr(batches_module, "TEACHER_CACHE_BYTES", 0)
-    plain = lab.run("plain", blocks=BLOCKS[:10])
-    for kind in ("attn", "mlp"):
-        torch.testing.assert_close(cached.gates[kind], plain.gates[kind], atol=1e-4, rtol=0)
-
-
-def test_micro_batches_do_not_change_the_result(lab: Lab) -> None:
-    """3 does not divide the 4 sequences of a step."""
-    whole, parts = lab.run("whole", micro_batch_size=4), lab.run("parts", micro_batch_size=3)
-    for kind in ("attn", "mlp"):
-        assert torch.equal(whole.gates[kind] > 0, parts.gates[kind] > 0)
-        torch.testing.assert_close(whole.gates[kind], parts.gates[kind], atol=1e-3, rtol=0)
-
-
-def test_metrics_name_losses_sparsity_and_speed(lab: Lab) -> None:
-    seen: list[dict[str, float]] = []
-    lab.run("out", seen.append, controller="alm")
-    assert len(seen) == STEPS
-    for metrics in seen:
-        assert metrics["loss"] == pytest.approx(metrics["ce"] + 2 * metrics["kl"], rel=1e-5)
-        assert metrics["tokens"] == 64 and metrics["seconds"] > 0
-    assert seen[0]["kl"] == pytest.approx(0, abs=1e-5)  # every gate is 1: the student is the teacher
-    assert seen[-1]["attn_sparsity"] == pytest.approx(10 / 24) and seen[-1]["mlp_sparsity"] == pytest.approx(115 / 288)
-    lambdas = [metrics["mlp_lambda1"] for metrics in seen[:8]]
-    assert lambdas == sorted(lambdas) and lambdas[-1] > 0  # too much is kept, so it ascends
-    lab.run("undistilled", seen.append, distillation=0.0)
-    assert "kl" not in seen[-1] and seen[-1]["loss"] == seen[-1]["ce"]  # there is no teacher to differ from
-
-
-def test_rates_warm_up_and_fall_to_the_end_of_the_search() -> None:
-    recipe = Recipe(model="m", sparsity=0.5, steps=200, polish=0.5, alm=AlmSettings(warmup=0.1))
-    run = Run.alone(recipe)
-    search = [learning_rate(step, run, 1.0) for step in range(100)]
-    assert search[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert all(a >= b for a, b in pairwise(search[10:])) and 0 < search[-1] < 0.01
+    assert_near(cached, lab.run("plain", blocks=BLOCKS[:10]), 1e-4)
 
 
 def test_natural_steps_by_the_true_curvature_end_at_the_mode_of_the_posterior() -> None:
@@ -263,23 +222,6 @@ def test_natural_steps_by_the_true_curvature_end_at_the_mode_of_the_posterior() 
     prior = PRIOR_PRECISION + 20 * curvature
     torch.testing.assert_close(z, (prior + curvature * seen.sum(0)) / (prior + 50 * curvature))
     assert abs(z[0] - 1) < 0.1 < abs(z[2] - 1)  # what hardly matters stays near 1
-
-
-def test_gates_close_for_good_and_what_is_closed_is_not_moved(lab: Lab) -> None:
-    closed: list[dict[str, torch.Tensor]] = []
-    trainer = lab.trainer()
-    for step in range(trainer.run.steps.search):
-        trainer.step(step)
-        closed.append({kind: ~support for kind, support in trainer.gates.support.items()})
-    for before, after in pairwise(closed):
-        assert all((after[kind] | ~before[kind]).all() for kind in after)
-    assert closed[0]["mlp"].sum() < closed[3]["mlp"].sum() < closed[-1]["mlp"].sum() == 288 - 173
-    frozen = {kind: z.detach()[closed[-1][kind]].clone() for kind, z in trainer.gates.z.items()}
-    for kind, num_steps in trainer.gates.open_steps.items():  # a gate has a say up to the step that closes it
-        expected = sum((~gone[kind]).float() for gone in closed[:-1]) + 1
-        assert torch.equal(num_steps, expected)
-    trainer.learn_scales({kind: torch.ones_like(z) for kind, z in trainer.gates.z.items()})
-    assert all(torch.equal(z.detach()[closed[-1][kind]], frozen[kind]) for kind, z in trainer.gates.z.items())
 
 
 @pytest.mark.parametrize(("sparsity", "closed"), [(0.4, 10), (0.9, 22)])
@@ -304,30 +246,49 @@ def test_channels_that_are_not_computed_change_nothing(lab: Lab, monkeypatch: py
     assert min(widths["mlp"]) < 64 and not any(width % 8 for width in widths["mlp"])
     assert widths["attn"] and max(widths["attn"]) < 4  # KV heads
     monkeypatch.setattr(memory, "USABLE", 0.0)
-    for kind in widths:
-        widths[kind].clear()
-    whole = lab.run("whole")
-    assert not widths["mlp"] and not widths["attn"]
-    for kind in ("attn", "mlp"):
-        assert torch.equal(narrow.gates[kind] > 0, whole.gates[kind] > 0)
-        torch.testing.assert_close(narrow.gates[kind], whole.gates[kind], atol=1e-4, rtol=0)
-        torch.testing.assert_close(narrow.saliency[kind], whole.saliency[kind], atol=1e-6, rtol=1e-3)
+    computed = len(widths["mlp"])
+    assert_near(narrow, lab.run("whole"), 1e-4)
+    assert len(widths["mlp"]) == computed
 
 
-def test_perplexity_is_that_of_plain_transformers(lab: Lab) -> None:
+def test_perplexity_is_that_of_plain_transformers_and_of_a_broken_model_infinite(lab: Lab) -> None:
     model: Any = lab.gated.model
     with torch.no_grad():
-        losses = [model(tokens[None], labels=tokens[None]).loss for tokens in BLOCKS[:5]]
-    assert perplexity_of(block_losses(lab.gated, None, BLOCKS[:5])) == pytest.approx(
-        torch.stack(losses).mean().exp().item(), rel=1e-4
-    )
-    closed = {kind: torch.zeros(shape) for kind, shape in lab.gated.shapes.items()}
-    with torch.no_grad():
-        hidden = model.model.norm(model.model.embed_tokens(BLOCKS[:5, :-1]))  # nothing is left but the embedding
-        losses = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), BLOCKS[:5, 1:].flatten())
-    assert perplexity_of(block_losses(lab.gated, closed, BLOCKS[:5])) == pytest.approx(losses.exp().item(), rel=1e-4)
-
-
-def test_perplexity_of_a_broken_model_is_infinite() -> None:
-    assert perplexity_of([1.0, 3.0]) == pytest.approx(math.exp(2.0))
+        losses = [model(tokens[None], labels=tokens[None]).loss.item() for tokens in BLOCKS[:5]]
+    found = perplexity_of(block_losses(lab.gated, None, BLOCKS[:5]))
+    assert found == pytest.approx(math.exp(fmean(losses)), rel=1e-4)
     assert perplexity_of([1e4]) == perplexity_of([math.nan]) == math.inf
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_gated_model_is_freed_with_its_last_reference(kind: str, tiny_model: Path, tiny_experts: Path) -> None:
+    """No hook makes a cycle, which would hold the weights until a collection, maybe after the next model is loaded."""
+    source = open_source(str(tiny_model if kind == "dense" else tiny_experts))
+    model = load_model(source, "float32")
+    gated = GatedModel(model, source.family, source.sizes, "auto" if kind == "experts" else "query-head")
+    with gated.masks({name: torch.ones(shape) for name, shape in gated.shapes.items()}):
+        model(torch.ones(1, 4, dtype=torch.int64))
+    freed = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del gated, model
+        assert [reference() for reference in freed if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_scaling_sums_each_token_and_squares_it(columns: int) -> None:
+    """Against autograd, with a mask of its own for every token."""
+    generator = torch.Generator().manual_seed(0)
+    x, slope = torch.randn(2, 2, 5, 4 * columns, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, generator=generator, dtype=torch.float64)
+    each = mask.expand(2, 5, 4).clone().requires_grad_()
+    (x * each.repeat_interleave(columns, -1) * slope).sum().backward()
+    leaf, inputs, squares = mask.clone().requires_grad_(), x.clone().requires_grad_(), torch.zeros(4).double()
+    (_Scale.apply(inputs, leaf, columns, squares, None) * slope).sum().backward()
+    assert each.grad is not None and leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, each.grad.sum((0, 1)))
+    torch.testing.assert_close(squares, each.grad.square().sum((0, 1)))
+    torch.testing.assert_close(inputs.grad, slope * mask.repeat_interleave(columns))

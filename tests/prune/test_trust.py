@@ -152,15 +152,15 @@ def test_benchmarks_run_no_code_that_came_with_a_model(
 
 @pytest.mark.parametrize("verb", WRITING)
 def test_no_verb_follows_a_link_out_of_a_model_folder(
-    verb: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path
+    verb: str, hostile: Callable[..., tuple[Path, Path, Path]], tiny_text: Path, tmp_path: Path, cache: Path
 ) -> None:
     """Before, `export` wrote a linked chat template into its file, and `recover` and `quantize` copied the metrics."""
-    dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
-    (tmp_path / "secret").write_text('{"step": 1, "secret": 1}')
+    dense, folder, secret = hostile()
+    secret.write_text('{"step": 1, "secret": 1}')
     for each in (dense, folder):
         for name in ("chat_template.jinja", METRICS_FILE):
             (each / name).unlink(missing_ok=True)
-            (each / name).symlink_to(tmp_path / "secret")
+            (each / name).symlink_to(secret)
     result = CliRunner().invoke(main, verbs(dense, folder, tiny_text, tmp_path / "out")[verb])
     told = "is not as it was written" if verb == "push" else "is a link out of the model's folder"
     assert_refused(result, result.exit_code, told)
@@ -168,11 +168,13 @@ def test_no_verb_follows_a_link_out_of_a_model_folder(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "model.safetensors", "eval", "deep/down", MASKS_FILE])
-def test_a_link_out_of_the_folder_is_not_published(name: str, tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "eval", "deep/down", MASKS_FILE])
+def test_a_link_out_of_the_folder_is_not_published(
+    name: str, hostile: Callable[..., tuple[Path, Path, Path]], tmp_path: Path
+) -> None:
     """Neither of the dense model nor the masks."""
-    dense, masks = (Path(shutil.copytree(each, tmp_path / each.name)) for each in (tiny_model, pruned))
-    file, secret = (masks if name == MASKS_FILE else dense) / name, tmp_path / "secret"
+    dense, masks, secret = hostile()
+    file = (masks if name == MASKS_FILE else dense) / name
     file.parent.mkdir(exist_ok=True)
     file.rename(secret) if file.exists() else secret.mkdir()
     file.symlink_to(secret)
@@ -183,12 +185,11 @@ def test_a_link_out_of_the_folder_is_not_published(name: str, tiny_model: Path, 
 
 def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
     """A snapshot of the hub is made of links to its own blobs."""
-    snapshot = tmp_path / "models--owner--tiny" / "snapshots" / "abc"
+    snapshot, blobs = (tmp_path / "models--owner--tiny" / name for name in ("snapshots/abc", "blobs"))
     snapshot.mkdir(parents=True)
-    (tmp_path / "models--owner--tiny" / "blobs").mkdir()
-    for file in tiny_model.iterdir():
-        blob = shutil.copy(file, tmp_path / "models--owner--tiny" / "blobs" / file.name)
-        (snapshot / file.name).symlink_to(blob)
+    shutil.copytree(tiny_model, blobs)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(blob)
     (snapshot / "tokenizer_secret").write_text("secret")
     (snapshot / "again.json").symlink_to("config.json")
     (snapshot / "tokenizer_code.py").write_text("")
@@ -237,13 +238,10 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
         "        print(each.process.pid, flush=True)\n"
     )
     command = [sys.executable, "-c", code, str(model)]
-    streams = {
-        "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATH}, **streams) as reader:  # type: ignore[call-overload]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    environment = os.environ | {"PYTHONPATH": PATH}
+    with subprocess.Popen(command, env=environment, preexec_fn=heard, **streams) as reader:  # type: ignore[call-overload]
         rendering = int(reader.stdout.readline())
         reader.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in reader.communicate()[1]
@@ -253,12 +251,12 @@ def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path:
 
 @pytest.mark.parametrize("verb", ["prune", "recover"])
 def test_a_chat_template_that_does_not_end_is_an_error(
-    verb: str, tiny_model: Path, pruned: Path, tiny_text: Path, tmp_path: Path, cache: Path,
+    verb: str, hostile: Callable[..., tuple[Path, Path, Path]], tiny_text: Path, tmp_path: Path, cache: Path,
     conversations: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It fails where conversations are read, or else where the prompts of the evaluation are rendered."""
     monkeypatch.setattr("ddp_text.templates.RENDERING_SECONDS", 0.2)
-    dense, folder = (Path(shutil.copytree(each, tmp_path / name)) for name, each in (("d", tiny_model), ("p", pruned)))
+    dense, folder, _ = hostile()
     for each in (dense, folder):
         (each / "chat_template.jinja").write_text(NESTED)
     text = conversations if verb == "prune" else tiny_text

@@ -2,17 +2,14 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from runs import assert_refused, prune
-from safetensors.torch import load_file, save_file
-from test_experts import CASES, CHANNELS, LOAD, NUM_EXPERTS, TOKENS
+from runs import assert_refused, edit_json, heldout_of, prune, recover
+from test_experts import CASES, CHANNELS, NUM_EXPERTS, TOKENS
 from transformers import AutoModelForCausalLM
 
 from ddp_models.loading import load_model
@@ -20,12 +17,12 @@ from ddp_models.source import open_source
 from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.masks_file import read_masks
-from ddp_study.scores import choose
-from ddp_text.blocks import load_blocks
-from ddp_text.tokens import load_tokenizer
+from ddp_prune.recipe import Recipe
+from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.pages.metrics import gather
 from ddp_vllm.pages.summary import footprint, removed_parameters, units
@@ -46,7 +43,7 @@ def whole_gates(shape: tuple[int, ...], kept: int = KEPT) -> Masks:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with each dense model, what was made of it, and its logits in transformers alone, which runs no code."""
+    """Folder with each dense model and what was made of it."""
     folder = tmp_path_factory.mktemp("whole")
     for family in STOCK:
         torch.manual_seed(0)
@@ -54,10 +51,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = open_source(str(folder / f"dense-{family}"))
         gates = whole_gates((len(source.sizes.routed_layers), NUM_EXPERTS, CHANNELS))
         export(source, gates, folder / family, head_unit="expert", provenance={})
-    save_file({"tokens": TOKENS}, folder / "tokens.safetensors")
-    command = [sys.executable, "-I", "-c", LOAD.replace(", trust_remote_code=True", ""), *STOCK]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert result.returncode == 0, result.stderr
     return folder
 
 
@@ -79,7 +72,7 @@ def _route_by_hand(model: Any, open_LE: torch.Tensor) -> None:
 @pytest.mark.parametrize("family", STOCK)
 def test_gated_equals_exported_equals_the_dense_model_routed_by_hand(family: str, made: Path) -> None:
     source = open_source(str(made / f"dense-{family}"))
-    gates, _ = read_masks(made / family / "ddp_masks.safetensors")
+    gates, _ = read_masks(made / family / MASKS_FILE)
     by_hand: Any = AutoModelForCausalLM.from_pretrained(source.folder).eval()
     routed = [layer.mlp.experts for layer in by_hand.model.layers if hasattr(layer.mlp, "experts")]
     with torch.no_grad():
@@ -95,7 +88,10 @@ def test_gated_equals_exported_equals_the_dense_model_routed_by_hand(family: str
         torch.testing.assert_close(gated.model(TOKENS).logits, dense)  # routers are whole again
     assert (expected - unrouted).abs().max() > 0.05  # that closed experts are not chosen matters
     torch.testing.assert_close(masked, expected, atol=2e-5, rtol=0)
-    torch.testing.assert_close(load_file(made / "logits.safetensors")[family], expected, atol=2e-5, rtol=0)
+    written = AutoModelForCausalLM.from_pretrained(made / family)
+    assert type(written) is type(by_hand)  # a class of transformers, which runs no code of the folder
+    with torch.no_grad():
+        torch.testing.assert_close(written(TOKENS).logits, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", STOCK)
@@ -108,7 +104,7 @@ def test_what_is_written_is_a_stock_checkpoint(family: str, made: Path) -> None:
     checkpoint, dense = read_checkpoint(made / family), load_model(open_source(str(made / f"dense-{family}")), "auto")
     assert is_pruned(made / family) and not is_pruned(made / f"dense-{family}")
     layers = [row for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes)]
-    gates, _ = read_masks(made / family / "ddp_masks.safetensors")
+    gates, _ = read_masks(made / family / MASKS_FILE)
     assert layers == [tuple(row) for row in (gates["experts"] > 0).sum(-1).tolist()]
     assert units(checkpoint)[0] == ("experts", len(layers) * NUM_EXPERTS, len(layers) * KEPT)
     assert checkpoint.num_parameters + removed_parameters(checkpoint) == dense.num_parameters()  # type: ignore[operator]
@@ -126,15 +122,13 @@ def test_what_is_written_is_a_stock_checkpoint(family: str, made: Path) -> None:
         (("export",), "is a stock {} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"),
     ],
 )
-@pytest.mark.parametrize("folder", ["{}", "dense-{}"])
-@pytest.mark.parametrize("family", ["olmoe", "mixtral"])
+@pytest.mark.parametrize("folder", ["olmoe", "dense-mixtral"])
 def test_what_a_stock_checkpoint_is_refused_for(
-    family: str, folder: str, command: tuple[str, ...], said: str, made: Path, tmp_path: Path
+    folder: str, command: tuple[str, ...], said: str, made: Path, tmp_path: Path
 ) -> None:
     """Its experts are whole and alike, so nothing is said of different widths."""
-    words = [*command, str(made / folder.format(family)), "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(main, words)
-    assert_refused(result, result.exit_code, said.format(family))
+    result = CliRunner().invoke(main, [*command, str(made / folder), "-o", str(tmp_path / "out")])
+    assert_refused(result, result.exit_code, said.format(folder.removeprefix("dense-")))
     assert result.exit_code in (2, 3) and "different widths" not in result.stderr
 
 
@@ -157,27 +151,25 @@ def test_a_gone_expert_gets_no_token_and_weights_learn_around_it(made: Path) -> 
 
 @pytest.mark.usefixtures("cache", "no_pictures")
 @pytest.mark.parametrize("train", ["masks", "weights"])
-@pytest.mark.parametrize("budget", [("--sparsity", "0.3"), ("--sparsity", "0.4", "--budget", "params")], ids=" ".join)
-def test_prune_recover_and_prune_channels_too(
-    train: str, budget: tuple[str, ...], tiny_experts: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    """Of 5 experts 3 stay in each layer, which is all that 70 % allow."""
-    result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *budget, "--train", train)
+def test_prune_recover_and_prune_channels_too(train: str, tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """Of 5 experts 3 stay in each layer, which is all that either budget allows."""
+    more = ["--sparsity", "0.3"] if train == "masks" else ["--sparsity", "0.4", "--budget", "params"]
+    result = prune(tiny_experts, tiny_text, tmp_path / "pruned", "--whole-experts", *more, "--train", train)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "budget: keep 3 of 5 whole experts of each layer" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "pruned")
     assert [sum(map(bool, layer.expert_intermediate_sizes or ())) for layer in checkpoint.layers] == [3, 3]
     assert checkpoint.stock and checkpoint.stock["num_local_experts"] == 3
-    stated = checkpoint.provenance["perplexity"]
-    assert _perplexity(tmp_path / "pruned", tiny_text) == pytest.approx(stated["pruned"], rel=1e-4)
-    if train == "weights" or len(budget) > 2:
+    found = losses(AutoModelForCausalLM.from_pretrained(tmp_path / "pruned"), heldout_of(tiny_experts, tiny_text))
+    stated = checkpoint.provenance["perplexity"]["block_losses"]["pruned"]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(stated), atol=5e-5, rtol=0)
+    if train == "weights":
         return
     weights = [tmp_path / name / "model.safetensors" for name in ("pruned", "again", "recovered")]
-    masks = tmp_path / "pruned" / "ddp_masks.safetensors"
-    apply_masks(str(tiny_experts), masks, tmp_path / "again", overwrite=False)
+    apply_masks(str(tiny_experts), tmp_path / "pruned" / MASKS_FILE, tmp_path / "again", overwrite=False)
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    arguments = ["recover", str(tmp_path / "pruned"), "--tokens", "64", "-o", str(tmp_path / "recovered")]
-    assert (result := CliRunner().invoke(main, arguments)).exit_code == 0, (result.output, result.exception)
+    result = recover(tmp_path / "pruned", tmp_path / "recovered", "--tokens", "64")
+    assert result.exit_code == 0, (result.output, result.exception)
     assert read_checkpoint(tmp_path / "recovered").stock == checkpoint.stock
     assert weights[2].read_bytes() != weights[0].read_bytes()
     result = prune(tmp_path / "recovered", tiny_text, tmp_path / "channels", "--sparsity", "0.4")
@@ -187,64 +179,18 @@ def test_prune_recover_and_prune_channels_too(
     assert not ragged.stock and [len(row or ()) for row in widths] == [3, 3] and len({*widths[0], *widths[1]}) > 2
 
 
-def _perplexity(folder: Path, text: Path) -> float:
-    """Return the perplexity of a stock folder on the text that `runs.prune` held out, by stock classes."""
-    blocks = load_blocks(
-        str(text), load_tokenizer(str(folder)), seq_len=16, train_blocks=12, heldout_blocks=16, min_train_blocks=2,
-        seed=0, text_column="",
-    ).heldout  # fmt: skip
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(folder).eval()(blocks).logits[:, :-1]
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten()).exp())
+def test_too_few_experts_for_a_token_are_refused(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
+    result = prune(tiny_experts, tiny_text, tmp_path / "out", "--whole-experts", sparsity="0.7")
+    assert_refused(result, 2, "1 of 5 experts", "keep 2 to 4", "each token to 2")
 
 
-def test_a_score_keeps_the_experts_that_are_worth_most_together() -> None:
-    """Not the one with the best channel; of the second layer, which is worth more in all, no more than of the first."""
-    scores = torch.tensor([[[9.0, 0.0], [5.0, 5.0], [6.0, 5.0], [1.0, 1.0]], [[20.0, 21.0], [30.0, 1.0]] * 2])
-    gates = choose({"experts": scores}, 0.7, "global", whole_experts=True)["experts"]
-    assert gates.tolist() == [[[0, 0], [1, 1], [1, 1], [0, 0]], [[1, 1], [0, 0], [1, 1], [0, 0]]]
-
-
-@pytest.mark.usefixtures("cache")
-def test_reap_beside_ours(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Every method keeps whole experts, equally many; what cannot is a cell with the reason."""
-    (tmp_path / "test.txt").write_text("The quick brown fox jumps over lazy clouds. " * 200)
-    (tmp_path / "r.toml").write_text("whole_experts = true\nsteps = 4\nbatch_size = 2\nseq_len = 16\nsparsity = 0.4")
-    names = ["experts-reap", "experts-reap+scales", "fisher", "ours", "paper", "ours+scope=expert"]
-    result = CliRunner().invoke(
-        main,
-        ["study", "methods", str(tiny_experts), "--data", str(tiny_text), "--test", str(tmp_path / "test.txt"), "-o",
-         str(tmp_path / "study"), "--recipe", str(tmp_path / "r.toml"), "--methods", ",".join(names), "--sparsity",
-         "0.4", "--samples", "3"],
-    )  # fmt: skip
-    assert result.exit_code == 0, (result.output, result.exception)
-    for name in names[:4]:
-        masks = tmp_path / "study" / "cells" / f"{name}_0.4_0.safetensors"
-        apply_masks(str(tiny_experts), masks, tmp_path / name, overwrite=False)
-        assert read_checkpoint(tmp_path / name).stock
-    assert "controller is 'alm'; with whole_experts it must be 'gradual'" in result.stdout
-    assert "scope is 'expert'" in result.stdout
-
-
-REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "fewer than a token is sent to": (["--sparsity", "0.7"], ["1 of 5 experts", "keep 2 to 4", "each token to 2"]),
-    "none goes": (["--sparsity", "1e-12"], ["5 of 5 experts"]),
-    "the paper's search": (["--controller", "alm"], ["controller is 'alm'", "'gradual'"]),
-    "a budget in each expert": (["--scope", "expert"], ["scope is 'expert'", "'global'"]),
-    "in measured time": (["--budget", "latency"], ["budget is 'latency'", "'units'"]),
-    "widths in blocks": (["--align", "16"], ["align is 16"]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_whole_experts_cannot_do(case: str, tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
-    options, words = REFUSED[case]
-    assert_refused(prune(tiny_experts, tiny_text, tmp_path / "out", "--whole-experts", *options), 2, *words)
-
-
-def test_a_dense_model_has_none(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    result = prune(tiny_model, tiny_text, tmp_path / "out", "--whole-experts")
-    assert_refused(result, 2, "no mixture of experts", "no whole experts")
+@pytest.mark.parametrize(
+    "changes", [{"controller": "alm"}, {"scope": "expert"}, {"budget": "latency"}, {"align": 16}], ids=str
+)
+def test_what_whole_experts_cannot_do(changes: dict[str, Any]) -> None:
+    ((name, value),) = changes.items()
+    with pytest.raises(SettingError, match=f"{name} is {value!r}; with whole_experts it must be"):
+        Recipe(model="m", sparsity=0.4, whole_experts=True, **changes)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +200,10 @@ def test_a_dense_model_has_none(tiny_model: Path, tiny_text: Path, tmp_path: Pat
 def test_models_whose_experts_cannot_go(family: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     register_deepseek()
     AutoModelForCausalLM.from_config(CASES[family]).save_pretrained(tmp_path / "dense")
-    _edit(tmp_path / "dense", **changes)
+    edit_json(tmp_path / "dense" / "config.json", **changes)
+    source = open_source(str(tmp_path / "dense"))
     with pytest.raises(SettingError, match=reason):
-        export(open_source(str(tmp_path / "dense")), whole_gates((2, 8, CHANNELS)), tmp_path / "out",
-               head_unit="expert", provenance={})  # fmt: skip
+        export(source, whole_gates((2, 8, CHANNELS)), tmp_path / "out", head_unit="expert", provenance={})
 
 
 def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
@@ -267,7 +213,7 @@ def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
         gates["experts"][change] = 0.0
         with pytest.raises(CheckpointError, match="do not keep whole experts"):
             export(source, gates, tmp_path / "out", head_unit="expert", provenance={})
-    masks = made / "olmoe" / "ddp_masks.safetensors"
+    masks = made / "olmoe" / MASKS_FILE
     with pytest.raises(SettingError, match="with all their channels; leave --align out"):
         apply_masks(str(source.folder), masks, tmp_path / "out", overwrite=False, align=8)
     with pytest.raises(SettingError, match=r"2 of 8 experts .* keep 3 to 7"):
@@ -276,11 +222,6 @@ def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
 
 def test_masks_of_another_folder_are_noticed(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "mixtral", tmp_path / "pruned"))
-    shutil.copy(made / "qwen3_moe" / "ddp_masks.safetensors", folder)
+    shutil.copy(made / "qwen3_moe" / MASKS_FILE, folder)
     with pytest.raises(CheckpointError, match="keep other experts of layer 1"):
         read_checkpoint(folder)
-
-
-def _edit(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))

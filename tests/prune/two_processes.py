@@ -134,7 +134,6 @@ def learn(model: str, folder: Path) -> None:
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * (10.0, 10_000.0)[rank])  # a step asks three times
     with patch.object(train_module, "time", clock), patch.object(Trainer, "state", noting(saved, Trainer.state)):
         run("clocks", whole, replace(recipe, save_every=0))
-    facts["types"] = {name: type(parameter).__name__ for name, parameter in cut_model.named_parameters()}
     facts["bytes"] = {
         name: getattr(parameter, "_local_tensor", parameter).nbytes for name, parameter in cut_model.named_parameters()
     }

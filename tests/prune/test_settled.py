@@ -1,0 +1,116 @@
+"""What a run settles before its first step: training mode, learning rate, and the steps that fit into its minutes."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from click.testing import CliRunner, Result
+from runs import die_at, weights
+
+from ddp_models.source import open_source
+from ddp_prune import train
+from ddp_prune.rate import RATES, find_rate
+from ddp_prune.recipe import load_recipe
+from ddp_prune.run import MODES, Run
+from ddp_prune.timing import fit_minutes
+from ddp_prune.train import mode_bytes, resolve_training_mode
+from ddp_training import memory
+from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import main
+from ddp_vllm.errors import SettingError
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+def of(model: Path, text: Path) -> list[str]:
+    """Return the arguments of a small run without steps and learning rate."""
+    sizes = ["--seq-len", "16", "--batch-size", "2", "--heldout-blocks", "4"]
+    return [str(model), "--sparsity", "0.4", "--data", str(text), *sizes]
+
+
+def test_the_rate_is_found_by_trials_which_leave_no_trace(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """A run at the rate that was found equals a run that was told the rate; a resumed run does not try again."""
+
+    def run(name: str, *more: str) -> Result:
+        options = ["--train", "weights", "--steps", "28", "--save-every", "4", "-o", str(tmp_path / name)]
+        return CliRunner().invoke(main, ["prune", *of(tiny_model, tiny_text), *options, *more])
+
+    die_at(26, lambda: run("found"))  # a trial has 20 steps
+    result = run("found")
+    assert "resuming after step 24" in result.output and "held-out KL" not in result.output
+    found = read_checkpoint(tmp_path / "found").provenance["learning_rate"]
+    assert found["highest"] in RATES and f"{found['highest']:g}" == min(found["trials"], key=found["trials"].get)
+    assert run("told", "--learning-rate", str(found["highest"])).exit_code == 0
+    one, other = weights(tmp_path / "found"), weights(tmp_path / "told")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_minutes_become_steps_that_a_resumed_run_keeps(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    options = [*of(tiny_model, tiny_text), "--train", "masks", "--minutes", "0.05", "--save-every", "1"]
+    options += ["-o", str(tmp_path / "out")]
+    run = partial(CliRunner().invoke, main, ["prune", *options])
+    die_at(4, run)
+    result = run()
+    assert "resuming after step 4" in result.output, result.output
+    recipe = read_checkpoint(tmp_path / "out").provenance["recipe"]
+    line = f"0.05 minutes: {recipe['steps']:,} steps of {recipe['batch_size']} × {recipe['seq_len']} tokens"
+    assert recipe["steps"] >= 50 and line in result.output.replace("\n", " ")
+    both = CliRunner().invoke(main, ["prune", *options, "--overwrite", "--steps", "9"])
+    assert both.exit_code == 2 and "steps and minutes are given" in both.output
+
+
+@pytest.mark.parametrize(
+    ("minutes", "shape"),
+    [(1000.0, (1831, 16, 2048)), (60.0, (439, 4, 2048)), (5.0, (585, 2, 256)), (0.2, None)],
+    ids=["much time", "an hour", "minutes", "too few"],
+)
+def test_tokens_per_step_follow_from_the_time(minutes: float, shape: tuple[int, int, int] | None) -> None:
+    """On a machine that trains 1,000 tokens per second."""
+    run = Run.alone(load_recipe(None, {"model": "m", "sparsity": 0.2, "minutes": minutes}))
+    measure = lambda run: run.recipe.batch_size * run.recipe.seq_len / 1000.0  # noqa: E731
+    if shape:
+        assert fit_minutes(run, 1, measure) == shape
+    else:
+        with pytest.raises(SettingError, match=r"enough for 23 steps of 2 × 256 tokens where 50 are needed; give at"):
+            fit_minutes(run, 1, measure)
+
+
+def test_trials_go_downhill_and_stop_where_it_rises() -> None:
+    valley = {rate: abs(number - 2) for number, rate in enumerate(RATES)}
+    assert find_rate(valley.__getitem__).rate == RATES[2]
+    lowest = find_rate({rate: -1.0 / rate for rate in RATES}.__getitem__)
+    assert lowest.rate == RATES[0] and set(lowest.divergences) == set(RATES[:3])
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "chosen", "said"),
+    [
+        (10.0, [], ("weights", "adamw"), []),
+        (0.8, [], ("weights", "adamw-8bit"), ["masks and weights with adamw requires"]),
+        (0.3, [], ("masks", ""), ["masks and weights with adamw-8bit requires"]),
+        (0.8, ["--train", "weights", "--optimizer", "adamw"], None, ["adamw-8bit requires", "masks only requires"]),
+        (0.3, ["--train", "weights", "--optimizer", "adamw-8bit"], None, ["are free; what fits: masks only requires"]),
+    ],
+    ids=["everything fits", "8 bytes fit", "only masks fit", "not what was asked for", "no joint training"],
+)
+def test_the_mode_is_the_first_that_memory_holds(
+    free: float, options: list[str], chosen: tuple[str, str] | None, said: list[str], tiny_model: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    source = open_source(str(tiny_model))
+    settings = {options[i][2:]: options[i + 1] for i in range(0, len(options), 2)}
+    recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, **settings})
+    needed = mode_bytes(recipe, source, MODES[0], 1)
+    monkeypatch.setattr(train, "free_memory", lambda _: free * needed)
+    monkeypatch.setattr(memory, "free_memory", lambda _: free * needed)
+    lines, accelerator = list[str](), Accelerator(cpu=True)
+    resolve = partial(resolve_training_mode, recipe, source, tmp_path / "out", accelerator, lines.append)
+    if chosen:
+        assert resolve() == chosen
+    else:
+        with pytest.raises(SettingError) as raised:
+            resolve()
+        lines.append(str(raised.value))
+    assert all(text in lines[-1] for text in said), lines
