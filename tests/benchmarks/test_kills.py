@@ -13,6 +13,8 @@ import pytest
 import kills
 from ddp_vllm.manifest import MANIFEST, manifest_of
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -64,7 +66,6 @@ def test_a_process_is_killed_before_or_after_a_file_event(after: bool, there: bo
     assert not (tmp_path / "three").exists()
 
 
-@pytest.mark.nightly
 def test_a_few_kills_find_nothing() -> None:
     """A seed past that of the run in docs/measured.md."""
     names = "export,apply,joint training,recover in place"

@@ -29,6 +29,7 @@ VERSIONED = {  # file of vLLM: what is replaced in it, and what the comparison t
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 def test_what_a_wheel_lacks_is_named_and_nothing_else(tmp_path: Path) -> None:
     installed = Sources().folder
