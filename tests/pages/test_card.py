@@ -25,16 +25,6 @@ def test_a_folder_is_no_base_model(
     assert (f"base_model: {model}" in model_card(read_checkpoint(folder), "pruned")) == named
 
 
-def test_the_card_states_sizes_and_widths(trained: Path) -> None:
-    card, layers = model_card(read_checkpoint(trained), "pruned"), read_checkpoint(trained).layers
-    assert "base_model: owner/tiny" in card and "vllm serve ./pruned\n" in card
-    heads = " ".join(map(str, layers[1].query_heads_per_kv_head))
-    assert (
-        f"| 1 | 4 | 6 ({heads}) | {layers[1].intermediate_size} | 59% |" in card and "| 2 | – | – | 23 | 24% |" in card
-    )
-    assert f"| MLP channels | 288 | 173 | {1 - 173 / 288:.1%} |" in card
-
-
 def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     checkpoint = read_checkpoint(trained)
     quality = {"tokens": 1024, "dense": 2.0, "pruned": 3.0}
