@@ -16,14 +16,11 @@ CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "
 @pytest.mark.parametrize(
     ("files", "whole"),
     [
-        (["tokenizer.json"], False),  # from_pretrained of a tokenizer alone
         (["tokenizer.json", "config.json"], False),
         (["config.json", "model.safetensors"], True),
         (["model.safetensors"], False),
         (["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"], False),
-        (["config.json", "model-00001-of-00002.safetensors"], False),
         (["config.json", "model.safetensors.index.json", *INDEX["weight_map"].values()], True),
-        (["config.json", "pytorch_model.bin"], True),
     ],
 )
 def test_a_part_of_a_snapshot_is_not_the_model(

@@ -52,16 +52,6 @@ def test_at_a_rate_the_sentence_is_of_the_time_per_token() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("load", [RATE, BURST])
-def test_latencies_are_printed_with_their_intervals(load: str) -> None:
-    rows = [line.split("  ") for line in printed(results(load, [(1, 1.3), (1, 1.31), (1, 1.29)], TPOT)).splitlines()]
-    cells = {
-        row[0].strip() or row[1].strip(): [cell.strip() for cell in row if cell.strip()] for row in rows if row[1:]
-    }
-    assert cells["time to first token, p99 ms"][1:] == ["61.4", "45.2", "1.36× [1.32, 1.40]"]
-    assert cells["requests/s"][1:] == ["1.00", "1.30", "1.30× [1.28, 1.33]"]
-
-
 def test_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich reads [/pytorch…] as the end of a style and raises, which hid the error itself."""
     reason = "vllm serve ended with code 1: RuntimeError: [/pytorch/gloo/pair.cc:534] Connection closed :x: [bold]"
