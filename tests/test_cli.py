@@ -1,6 +1,5 @@
 """The command line: verbs load when used, errors are one line and a documented exit code."""
 
-import importlib.util
 import inspect
 import os
 import re
@@ -106,14 +105,6 @@ def test_a_terminal_that_knows_ascii_alone_gets_no_traceback() -> None:
     assert result.stdout.count(b"Usage: ") == len(COMMANDS) and result.stdout.endswith(b"1.02? ?\n")
 
 
-def test_a_shell_can_complete_verbs_and_options() -> None:
-    for words, found in (("ddp-vllm pr", "plain,prune\nplain,profile\n"), ("ddp-vllm prune --bud", "plain,--budget\n")):
-        asked = {"_DDP_VLLM_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        code = "from ddp_vllm.cli import main; main(prog_name='ddp-vllm')"
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | asked)
-        assert result.stdout == found
-
-
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     code = "from ddp_vllm.cli import main; main()"
     arguments = ["prune", "model", "--sparsity", "1.5", "-o", str(tmp_path / "out")]
@@ -137,15 +128,6 @@ def test_an_output_that_cannot_be_renamed(output: str, tmp_path: Path, monkeypat
         assert result.exit_code == 5, (result.output, result.exception)
         assert "cannot be replaced; choose a folder inside it" in result.stderr and result.stderr.count("\n") == 1
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "config.json", "inner"]
-
-
-def test_a_model_that_needs_another_package_says_so_before_it_is_fetched(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    result = CliRunner().invoke(main, ["fetch", "smollm2-135m"])
-    assert (result.exit_code, cache.exists()) == (3, False)
-    assert result.stderr.endswith('needs one more package: pip install "ddp-vllm[gguf]"\n')
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Small random models, with every block and width that llama.cpp's graph would tri
 
 import json
 import resource
-import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -196,14 +195,6 @@ def test_what_is_filled_up_is_said(tmp_path: Path) -> None:
         "6 matrices are F16 instead of Q4_1",
     ]
     assert written.startswith("written: ") and result.stderr == ""
-
-
-def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    save_model(tmp_path, "Llama", RAGGED)
-    file, example = tmp_path / "model.gguf", Path(__file__).parents[1] / "examples" / "gguf.py"
-    monkeypatch.setattr("sys.argv", ["gguf.py", str(tmp_path), str(file), "Q8_0"])
-    runpy.run_path(str(example), run_name="__main__")
-    assert file.exists() and capsys.readouterr().out.endswith(f"llama-server -m {file}\n")
 
 
 def cuts(name: str) -> pre_tokenizers.PreTokenizer:

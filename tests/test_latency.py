@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from latency_profiles import ATTENTION, CHANNEL, CONFIG, EXPERTS, KV_HEAD, MIXTURE, MLP, REST, seconds, written
+from latency_profiles import CONFIG, EXPERTS, MIXTURE, seconds, written
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -30,14 +30,6 @@ def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: i
     expected = seconds(dense_layers(CONFIG), batch, context) / seconds(pruned, batch, context)
     speedup, low, high = profile.speedup(pruned, Workload(phase="decode", batch=batch, context=context))
     assert speedup == pytest.approx(expected, rel=1e-6) and low - 1e-9 <= speedup <= high + 1e-9
-
-
-def test_the_cost_of_a_block_has_a_fixed_part_and_a_part_per_unit(profile: Profile) -> None:
-    times = profile.each_round(Workload(phase="decode", batch=8, context=256))[0]
-    assert times.mlp and times.attention
-    assert times.mlp.unit == pytest.approx(4 * CHANNEL) and times.mlp.fixed == pytest.approx(4 * MLP)
-    assert times.attention.unit == pytest.approx(4 * KV_HEAD) and times.attention.fixed == pytest.approx(4 * ATTENTION)
-    assert times.max_speedup == pytest.approx(seconds(dense_layers(CONFIG)) / (4 * REST))
 
 
 @pytest.mark.parametrize("kernel", [0.8, 1.0, 1.5])

@@ -65,21 +65,6 @@ def test_a_padded_batch_answers_as_its_prompts_do_alone(model: Any, tokenizer: A
         assert torch.equal(generate(model, alone, use_cache=False)[0], answer)
 
 
-def test_eager_attention_computes_what_sdpa_computes(model: Any, tokenizer: Any) -> None:
-    batch = tokenizer(PROMPTS, padding=True, return_tensors="pt")
-    assert model.config._attn_implementation == "sdpa"
-    logits, tokens = model(**batch).logits.detach(), generate(model, batch)
-    model.set_attn_implementation("eager")
-    try:
-        told = model(**batch, output_attentions=True)
-        real = batch["attention_mask"].bool()  # what stands at padded places is nobody's
-        torch.testing.assert_close(told.logits[real].detach(), logits[real], atol=1e-3, rtol=0)  # logits reach 30
-        assert torch.equal(generate(model, batch), tokens)
-        assert [weights.shape[1] for weights in told.attentions if weights is not None][:3] == [9, 9, 6]
-    finally:
-        model.set_attn_implementation("sdpa")
-
-
 def test_the_kv_cache_of_uneven_groups_is_as_compact_as_the_weights(model: Any, tokenizer: Any) -> None:
     cache = model(**tokenizer(PROMPTS[:1], return_tensors="pt")).past_key_values
     assert cache.layers[3].keys.shape[1] == 3  # not 6, the query heads

@@ -35,12 +35,10 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
     [
         ('{"conversations": []}\n{"conversations": [', "line 2", "not JSON"),
         ('[\n{"conversations": []},\n{"conversations"', "line 3", "cut off"),
-        ('[\n{"conversations": []}\n', "line 3", "the end of the file where a comma or ] belongs"),
         ('[\n{"conversations": []}\n{"conversations": []}]', "line 3", "where a comma or ] belongs"),
         ('[\n\n{"text": "hello"}]', "line 3", "no list under the key conversations"),
         ("[\n1]", "line 2", "int instead of an object"),
         ('{"conversations": [{"from": "human"}]}', "line 1", "turn 1 has no text under the key value"),
-        ('{"conversations": [{"value": "a"}, "b"]}', "line 1", "turn 2 has no text"),
         ('{"conversations": []}\n{"conversations": [{"value": "a \\ud83d"}]}', "line 2", "a lone surrogate (\\ud83d)"),
         ('{"conversations": [], "id": "\\udc00"}', "line 1", "a lone surrogate (\\udc00)"),
     ],

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_benchmarks.expert_layers import SHAPES, Shape, draw_batch, draw_experts, draw_widths, even_widths, work
+from ddp_benchmarks.expert_layers import SHAPES, Shape, draw_batch, draw_experts, draw_widths, even_widths
 from ddp_benchmarks.kernel import BASELINES, find_kernel, time_interleaved
 from ddp_vllm.cli import main
 
@@ -27,14 +27,6 @@ def test_widths_meet_the_budget_to_the_channel(name: str, sparsity: int, seed: i
     assert sum(widths) == round((1 - sparsity / 100) * shape.num_experts * shape.intermediate_size)
     even = even_widths(widths)
     assert sum(even) == sum(widths) and max(even) - min(even) <= 1
-
-
-def test_work_is_counted_on_true_widths_of_the_experts_chosen() -> None:
-    ids = torch.tensor([[0, 2], [0, 1]], dtype=torch.int32)
-    batch = (torch.zeros(2, 64), torch.ones(2, 2), ids)
-    read, computed = work([batch], [10, 20, 0, 1000], hidden_size=64, item_bytes=2)
-    assert read == 3 * 64 * 2 * (10 + 20 + 0)
-    assert computed == 6 * 64 * (10 + 0 + 10 + 20)
 
 
 def test_rounds_are_interleaved_in_rotating_order() -> None:

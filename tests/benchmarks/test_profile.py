@@ -10,10 +10,9 @@ from typing import Any, Self
 import pytest
 from click.testing import CliRunner
 
-from ddp_benchmarks import cli, profile, side_by_side
+from ddp_benchmarks import profile, side_by_side
 from ddp_benchmarks.profile import ProfileSettings, run_profile
 from ddp_benchmarks.side_by_side import StepSettings, compare_steps
-from ddp_prune.recipe import Recipe
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Workload, shapes_of
@@ -133,15 +132,6 @@ def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
     assert [json.loads(line[8:]) for line in lines if line.startswith("COUNTED")] == [[[64, 8], [64] * 27]] * 2
     (limits,) = (json.loads(line[7:]) for line in lines if line.startswith("LIMITS"))
     assert limits == {"kv_cache": 5, "max_num_seqs": 4}  # a sequence needs one block of 128 tokens
-
-
-def test_what_is_measured_by_default_is_what_prune_asks_for_by_default() -> None:
-    """Also by `bench steps`: the commands of the documentation go together as they stand."""
-    given = {name: cli.profile.make_context("profile", ["m"]).params[name] for name in ("batches", "contexts")}
-    asked = Recipe(model="m", speedup=1.2, budget="latency").workload
-    assert given == {"batches": str(asked.batch), "contexts": str(asked.context)}
-    timed = cli.steps.make_context("steps", ["--dense", "m", "--pruned", "p"]).params
-    assert Workload(**{name: timed[name] for name in ("phase", "batch", "context")}) == asked
 
 
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from written_folders import MACHINE, write_bench, write_evaluation, write_masks,
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.pages.measurements import collect, difference, retained
+from ddp_vllm.pages.measurements import collect
 from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import verdicts
 
@@ -40,20 +40,6 @@ def edit(path: Path, **facts: Any) -> Path:
     (content["models"][-1] if "models" in content else content["ddp_vllm"]["model"]).update(facts)
     path.write_text(json.dumps(content))
     return path
-
-
-def test_a_dense_and_a_pruned_folder_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dense = write_dense(Path("dense/llama"), 0.7)
-    pruned = write_pruned(Path("pruned/llama"), dense)
-    write_evaluation(pruned, 0.5, answers=True)
-    write_bench(pruned / "sharegpt.json", dense, pruned, FASTER)
-    comparison = collect([pruned])
-    assert comparison.notes == {}
-    assert comparison.dense and comparison.dense.accuracy and comparison.dense.accuracy[0] == pytest.approx(0.7)
-    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.5 / 0.7)
-    assert (difference(comparison.pruned[0], comparison.dense) or (0,))[0] == pytest.approx(-0.2)
-    assert len(comparison.pruned[0].speeds) == 1
 
 
 def test_two_copies_of_one_model_have_the_results_of_their_own_place(tmp_path: Path) -> None:
@@ -148,22 +134,6 @@ def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -
     assert entry.speeds == () and entry.quality is None and comparison.benches == ()
     note = "results of half are left out, because it has changed since they were measured"
     assert note in comparison.notes and any("was not measured" in each for each in comparison.notes)
-
-
-def test_of_several_results_at_a_load_the_latest_that_ended_counts(tmp_path: Path) -> None:
-    dense = write_dense(tmp_path / "base")
-    pruned = write_pruned(tmp_path / "half", dense)
-    for name, started, complete, speeds in (
-        ("z", "2026-01-01T00:00:00Z", True, SLOWER),
-        ("a", "2026-02-01T00:00:00Z", True, FASTER),
-        ("b", "2026-03-01T00:00:00Z", False, SLOWER),
-    ):
-        path = write_bench(pruned / f"{name}.json", dense, pruned, speeds)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": started, "complete": complete}))
-    comparison = collect([pruned])
-    (speed,) = comparison.pruned[0].speeds
-    assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(1.51, abs=1e-3)
-    assert [bench["started"] for bench in comparison.benches] == ["2026-02-01T00:00:00Z"]
 
 
 def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from written_folders import write_masks
 
@@ -34,13 +33,6 @@ def test_what_is_gone_is_counted_with_its_norms(trained: Path) -> None:
     """Hidden size 16, heads of 8: a query head costs q and o, a KV head k and v, a channel three vectors."""
     removed = (24 - 14) * 2 * 8 * 16 + (12 - 8) * 2 * 8 * 16 + (288 - 173) * 3 * 16
     assert removed_parameters(read_checkpoint(trained)) == removed + 16  # layer 2 has no attention, and no norm of it
-
-
-@pytest.mark.parametrize("verb", ["inspect", "report"])
-def test_a_dense_folder_is_refused(tmp_path: Path, verb: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    result = CliRunner().invoke(main, [verb, str(tmp_path)])
-    assert result.exit_code == 7 and "not a pruned checkpoint" in result.stderr
 
 
 def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: Path, tmp_path: Path) -> None:

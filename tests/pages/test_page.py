@@ -1,9 +1,7 @@
 """The page: what it says, that it loads nothing, and that it never mixes what can't be compared."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from written_folders import PageReader, write_bench, write_evaluation, write_model
@@ -64,18 +62,6 @@ def test_at_a_rate_the_page_tells_the_time_per_token(pruned: Path, dense: Path) 
     assert entry.speed and entry.speed["load"] == "all at once, 4 in flight"
 
 
-@pytest.mark.parametrize(("gpus", "shown"), [([], True), (["NVIDIA H100"], False)])
-def test_memory_that_vllm_reserves_on_a_gpu_is_not_the_models(pruned: Path, gpus: list[str], shown: bool) -> None:
-    file = pruned / "sharegpt.json"
-    content = json.loads(file.read_text())
-    content["hardware"]["gpus"] = gpus
-    file.write_text(json.dumps(content))
-    text = write_markdown(collect([pruned]))
-    assert ("| peak memory, GiB | 1.00 | 1.00 |" in text) == shown == ("peak memory" in text)
-    assert "| weights in memory, GiB | 0.25 | 0.25 |" in text
-    assert "| tokens the KV cache holds | 46,592 | 46,592 |" in text
-
-
 def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
     (pruned / "eval" / "results.json").unlink()
     write_evaluation(pruned, 0.9, limit=10)
@@ -100,14 +86,6 @@ def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:
     assert "<svg" not in page  # one point is no picture
     assert "new was not measured" in page
     assert "&lt;b&gt;a&amp;b" in page and "<b>" not in page
-
-
-@pytest.mark.parametrize("asked", [{"target": 1e6, "budget": "params"}, {"sparsity": 0.2, "budget": "params"}])
-def test_a_run_that_counted_no_units_removed_no_share_of_them(tmp_path: Path, asked: dict[str, Any]) -> None:
-    folder = write_model(tmp_path / "q", widths=[(1, 5), (1, 9)], origin="Qwen/Qwen3-4B", asked=asked)
-    comparison = collect([folder])
-    assert comparison.pruned[0].sparsity is None
-    assert not re.search(r"^\|[^|]*(\| – )+\|$", write_markdown(comparison), re.MULTILINE)  # no row without a number
 
 
 def test_bad_input(tmp_path: Path, dense: Path, pruned: Path) -> None:

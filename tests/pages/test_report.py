@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
-from ddp_vllm.pages.pictures import bin_edges
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
 
@@ -64,30 +62,6 @@ def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
         pixels = imread(pruned / "report" / f"{name}.png")
         assert pixels.shape[1] > 800 and 0.01 < (pixels[..., :3].mean(-1) < 0.5).mean() < 0.6  # neither empty nor black
         assert abs(pixels[..., 0] - pixels[..., 1]).max() < 0.02  # no colour carries meaning
-
-
-def test_report_of_applied_masks_shows_what_there_is(tmp_path: Path) -> None:
-    heads, channels = np.ones((3, 4)), np.ones((3, 96))
-    heads[1] = 0.0
-    channels[0, 5:] = 0.0
-    widths = [5, 96, 96]
-    layers = [
-        {"query_heads_per_kv_head": [2] * int(heads[layer].sum()), "intermediate_size": width}
-        for layer, width in enumerate(widths)
-    ]
-    config = {"model_type": "ddp_llama", "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config |= {"head_dim": 8, "intermediate_size": 96, "num_hidden_layers": 3, "ddp_layers": layers}
-    write_weights(tmp_path / "cut", config, layers)
-    write_masks(tmp_path / "cut", {"attn": heads, "mlp": channels}, {"head_unit": "kv-group"})
-    before = {path.name for path in (tmp_path / "cut").iterdir()}
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "cut"), "-o", str(tmp_path / "elsewhere")])
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in (tmp_path / "cut").iterdir()} == before
-    page = PageReader((tmp_path / "elsewhere" / "report.html").read_text())
-    assert page.figures == ["heads", "widths", "gates"]
-    text = (tmp_path / "elsewhere" / "report.html").read_text()
-    assert re.findall(r"<td>(\d+)</td><td>\d+%</td></tr>", text) == ["5", "96", "96"]
-    assert "KV groups of 2 query heads" in page.text and "held-out perplexity: not measured" in page.text
 
 
 def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
@@ -140,8 +114,3 @@ def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path
         (folder / "ddp_metrics.jsonl").write_text(line)
         result = CliRunner().invoke(main, ["report", str(folder)])
         assert result.exit_code == 7 and "cannot be read" in result.stderr, line
-
-
-def test_every_scale_is_in_the_histogram() -> None:
-    for scales in ([], [0.0, 0.01, 1.5], [1.0, 1.51], [250.0, 1e-6]):
-        assert np.histogram(scales, bin_edges(np.array(scales)))[0].sum() == len(scales)

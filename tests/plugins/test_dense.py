@@ -101,12 +101,8 @@ def test_served_model_computes_what_transformers_computes(name: str, served: Any
 def test_updated_weights_are_those_of_the_checkpoint(name: str, update: str, served: Any, models: Any) -> None:
     """Memory that vLLM allocates for them is poisoned with NaN; the masks among the pieces are left out."""
     assert_same_outputs(served[name]["updated"][update], models[name][1]["outputs"])
-
-
-@pytest.mark.parametrize("update", UPDATES[1:])
-def test_a_model_without_weights_takes_them_in_pieces(update: str, served: Any, models: Any) -> None:
-    """As trainers start vLLM, with --load-format dummy; vLLM 0.32 on a CPU would not update a tied head so."""
-    assert_same_outputs(served["dummy"]["updated"][update], models["ragged"][1]["outputs"])
+    if name == "ragged" and update == "pieces":  # as trainers start vLLM, with --load-format dummy
+        assert_same_outputs(served["dummy"]["updated"][update], models[name][1]["outputs"])
 
 
 def test_channels_in_whole_blocks_change_nothing(served: Any, models: Any) -> None:

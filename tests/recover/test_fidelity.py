@@ -120,19 +120,6 @@ def test_text_that_a_device_cannot_hold(pruned: Path, text: Path, monkeypatch: p
     assert not (pruned / "eval").exists()
 
 
-def test_two_evaluations_in_one_second_keep_their_results(
-    pruned: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock stands still, so both start in the same second; the page shows the later one."""
-    monkeypatch.setattr("ddp_recover.fidelity.today", lambda: "2026-01-31T12:00:00Z")
-    for length in (16, 24):
-        api.evaluate_text(pruned, [text], output=pruned / "eval", max_length=length)
-    files = sorted((pruned / "eval").iterdir())
-    assert [json.loads(file.read_text())["settings"]["max_length"] for file in files] == [16, 24]
-    shown = collect([pruned]).pruned[0].texts[text.name]
-    assert shown["tokens"] == json.loads(files[1].read_text())["texts"][text.name]["tokens"]
-
-
 def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")

@@ -261,17 +261,6 @@ def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     assert_refused(recover(recovered, tmp_path / "no", "--watch", str(short)), 4, str(short), "more text")
 
 
-def test_answers_are_the_likeliest_tokens_whatever_the_models_own_settings(
-    pruned: Path, recovered: Path, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(pruned, tmp_path / "pruned"))
-    own = {"repetition_penalty": 5.0, "num_beams": 3, "do_sample": True, "eos_token_id": 0}
-    (folder / "generation_config.json").write_text(json.dumps(own))
-    assert recover(folder, tmp_path / "own").exit_code == 0
-    plain, other = (read_checkpoint(each).provenance["recovery"]["answers"] for each in (recovered, tmp_path / "own"))
-    assert plain == other and len(set(plain["dense"])) > 1
-
-
 def test_a_rate_of_nearly_zero_leaves_weights_as_they_were_stored(
     tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
