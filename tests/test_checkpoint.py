@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError
-from ddp_vllm.masks import is_mask
 
 LAYERS = [
     {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
@@ -253,9 +252,3 @@ def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
     assert result.stderr == f"ddp-vllm: {' '.join(str(caught.value).split())}\n"
     for word in words:
         assert word in result.stderr
-
-
-def test_masks_are_told_from_weights() -> None:
-    """vLLM's streaming loaders read every safetensors file of a folder."""
-    assert all(map(is_mask, ("attn.gates", "mlp.saliency", "experts.z")))
-    assert not any(map(is_mask, ("mlp.gate.weight", "model.norm.weight", "lm_head.weight", *_shapes())))

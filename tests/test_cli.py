@@ -105,17 +105,6 @@ def test_a_terminal_that_knows_ascii_alone_gets_no_traceback() -> None:
     assert result.stdout.count(b"Usage: ") == len(COMMANDS) and result.stdout.endswith(b"1.02? ?\n")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    code = "from ddp_vllm.cli import main; main()"
-    arguments = ["prune", "model", "--sparsity", "1.5", "-o", str(tmp_path / "out")]
-    for flags, shown in (([], False), (["--debug"], True)):
-        command = [sys.executable, "-c", code, *flags, *arguments]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert ("Traceback" in result.stderr) is shown and "sparsity is 1.5" in result.stderr
-        assert result.returncode == (1 if shown else 2)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("output", [".", "", "/", "/proc", "inner/.."])
 def test_an_output_that_cannot_be_renamed(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them hold a config.json or are mounted, so that `--overwrite` would replace them."""

@@ -79,22 +79,18 @@ def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
         read_profile(tmp_path / "machine.json")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"times": []}, {"times": None}, {"times": [{"shape": "dense"}]}, {"config": {}}, {"hardware": {}},
-        {"multiple": "128"}, {"shapes": ["dense", "mlp 5"]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_profile_that_was_edited_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+CHANGES: dict[str, Any] = {"times": [], "config": {}, "hardware": {}, "multiple": "128", "shapes": ["dense", "mlp 5"]}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_profile_that_was_edited_is_refused(field: str, tmp_path: Path) -> None:
     path = written(tmp_path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: CHANGES[field]}))
     with pytest.raises(SettingError, match="is broken"):
         read_profile(path)
 
 
-@pytest.mark.parametrize("value", [-1.0, 0, "fast", None, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1.0, 0, "fast", float("nan")])
 def test_times_are_positive_numbers(value: Any, tmp_path: Path) -> None:
     path = written(tmp_path)
     content = json.loads(path.read_text())

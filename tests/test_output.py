@@ -150,13 +150,6 @@ def test_a_report_that_was_killed_is_cured_by_drawing_it_again(folder: Path) -> 
     assert list(differences(folder)) == []
 
 
-def test_a_lock_that_was_moved_away_is_not_removed_under_another_process(tmp_path: Path) -> None:
-    with locked(tmp_path / "lock", "taken"):
-        (tmp_path / "lock").rename(tmp_path / "gone")
-        (tmp_path / "lock").touch()  # of another process
-    assert (tmp_path / "lock").exists()
-
-
 def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
     with atomic_folder(tmp_path / "out") as folder:
         (folder / "config.json").write_text("{}")

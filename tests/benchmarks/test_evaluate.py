@@ -35,12 +35,14 @@ def piqa(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(tiny: Path, piqa: Path, tmp_path: Path) -> None:
+def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
+    tiny: Path, halved: Path, piqa: Path, tmp_path: Path
+) -> None:
     """With --output nothing is written into either model's folder. Answers in words are not among the mean's tasks."""
     pytest.importorskip("lm_eval")
     rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(7)]
     (piqa.parent / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = [str(tiny), "--tasks", "piqa,gsm8k", "--limit", "2", "--data", str(piqa.parent), "-o", "out"]
+    arguments = [str(halved), "--tasks", "piqa,gsm8k", "--limit", "2", "--data", str(piqa.parent), "-o", "out"]
     first = run(*arguments)
     assert first.exit_code == 0, first.output
     assert "PIQA" in first.stdout and "GSM8K" in first.stdout
@@ -59,7 +61,7 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(tiny: Path, 
     assert "100.0 %" in again.stdout and "cannot tell: between 69.3 points worse and 69.3 better" in again.stdout
     results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
     assert results["ddp_vllm"]["model"]["model"] == str(dense)
-    assert not (dense / "eval").exists() and not (tiny / "eval").exists()
+    assert not (dense / "eval").exists() and not (halved / "eval").exists()
 
 
 def test_the_difference_of_means_is_that_of_pairs() -> None:

@@ -74,6 +74,10 @@ def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) 
     kept, fresh = collect([renamed, new]).pruned
     assert kept.quality and kept.speeds
     assert fresh.quality is None and fresh.speeds == ()
+    moved = write_evaluation(new, 0.6).rename(tmp_path / "eval.json")
+    shutil.rmtree(new)
+    again = collect([write_pruned(new, dense)], results=[moved])  # as `prune --overwrite` leaves it
+    assert "results of half are left out, because it has changed since they were measured" in again.notes
 
 
 def test_results_of_another_machine_are_known_by_id(tmp_path: Path) -> None:
@@ -119,21 +123,6 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = CliRunner().invoke(main, ["compare", str(pruned), "--results", str(tmp_path / "empty"), "--overwrite"])
     assert result.exit_code == 4 and "empty holds no results of ddp-vllm bench or eval" in result.stderr
-
-
-def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -> None:
-    """`prune --overwrite` puts another model where the old one was measured."""
-    dense = write_dense(tmp_path / "base")
-    pruned = write_model(tmp_path / "half", widths=[(2, 16), (1, 5)], origin=str(dense))
-    write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
-    evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
-    shutil.rmtree(pruned)
-    write_pruned(pruned, dense)
-    comparison = collect([pruned], results=[tmp_path / "bench.json", evaluation])
-    (entry,) = comparison.pruned
-    assert entry.speeds == () and entry.quality is None and comparison.benches == ()
-    note = "results of half are left out, because it has changed since they were measured"
-    assert note in comparison.notes and any("was not measured" in each for each in comparison.notes)
 
 
 def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from quantised import GROUPS_OF_INT4, ROWS_OF_INT8, state_quantisation
+from quantised import GROUPS_OF_INT4, state_quantisation
 from serving import Serve, assert_same, assert_same_outputs
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +29,6 @@ NUM_LONGER = 25  # one token after the prompt, then 6 steps of 3 drafted tokens 
 REFUSED = {  # what cannot be served, and what the user reads before any worker starts
     "five ranks": r"size 5 does not divide the 12 query heads .*; valid sizes: 1, 2, 3, 4, 6, 12; choose one of them",
     "adapters on two ranks": r"size 2 does not split layer 1 .*; valid sizes: 1; .* LoRA adapters cannot be padded",
-    "int8 on two ranks": r"size 2 does not split layer 1 .*; valid sizes: 1; .* quantized weights cannot be padded",
     "int4 of odd widths": (
         r"runs compressed-tensors weights of model.layers.1 \(4 query heads, 2 KV heads, intermediate_size 17\): .*"
         r"multiples of 32; prune again with --align"
@@ -67,9 +66,8 @@ def made(root: Path) -> dict[str, Any]:
     make_checkpoint(root / "phi3", "Phi3", RAGGED_LAYERS)
     make_checkpoint(root / "even", "Llama", EVEN_LAYERS)
     biased = make_checkpoint(root / "biased", "Llama", RAGGED_LAYERS, attention_bias=True, mlp_bias=True)
-    for name, scheme in (("int8", ROWS_OF_INT8), ("int4", GROUPS_OF_INT4)):  # to be refused before it is loaded
-        make_checkpoint(root / name, "Llama", RAGGED_LAYERS, hidden_size=96)
-        state_quantisation(root / name, scheme)
+    make_checkpoint(root / "int4", "Llama", RAGGED_LAYERS, hidden_size=96)
+    state_quantisation(root / "int4", GROUPS_OF_INT4)  # to be refused before it is loaded
     make_checkpoint(root / "another block", "Llama", [RAGGED_LAYERS[1], *RAGGED_LAYERS[1:]])
     make_checkpoint(root / "deeper", "Llama", [*RAGGED_LAYERS, RAGGED_LAYERS[1]])
     for name in FOREIGN:
@@ -114,7 +112,6 @@ def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
         "adapter on two ranks": job("even", ("adapter even",), tensor_parallel_size=2),
         "five ranks": job("ragged", tensor_parallel_size=5),
         "adapters on two ranks": job("ragged", ("adapter",), tensor_parallel_size=2),
-        "int8 on two ranks": job("int8", tensor_parallel_size=2),
     }
     return serve(jobs)
 

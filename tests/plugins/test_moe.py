@@ -41,22 +41,11 @@ WAYS: dict[str, dict[str, Any]] = {
 UPDATED = ("qwen3_moe", "mixtral")  # which names its experts otherwise, and ties embedding and head
 BFLOAT16 = "qwen3_moe in bfloat16"  # the CPU's own kernel, where it suits the processor
 EXPERT = "model.layers.0.mlp.experts.4"
-QUANTISED = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "int-quantized", "ignore": []}
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpoint, options, what the user reads
     "missing expert": (  # vLLM alone would serve noise here and in the next
         lambda folder: edit_weights(folder, lambda w: [w.pop(name) for name in [*w] if EXPERT in name]),
         {},
         rf"tensor {EXPERT}.gate_proj.weight is missing",
-    ),
-    "projection the table forgot": (
-        lambda folder: None,
-        {},
-        r"AssertionError: model.layers.0.mlp.experts.1.up_proj is not in the family's table",
-    ),
-    "quantised": (
-        lambda folder: edit_config(folder, lambda c: c.update(quantization_config=QUANTISED)),
-        {},
-        r"mixture of experts is quantized; .* supported in bfloat16, float16 and float32",
     ),
     "quantised while it is loaded": (
         lambda folder: None,
@@ -85,7 +74,6 @@ def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.T
         break_it(folder)
         jobs[name] = job(folder, **options)
     jobs["traced"]["compiled"] = True
-    jobs["projection the table forgot"]["forgotten"] = "mlp.experts.{}.up_proj"
     return serve(jobs)
 
 

@@ -54,26 +54,19 @@ def seen() -> Seen:
     return Seen(make(LlamaConfig, "kv-group"))
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, Phi3Config])  # Phi-3 has its queries, keys and values in one matrix
 @pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
-def test_magnitude_counts_all_that_goes_with_a_unit(family: type[Any], head_unit: str) -> None:
+def test_magnitude_counts_all_that_goes_with_a_unit(head_unit: str) -> None:
     """Group 1 of 2 has query heads 2 and 3 of size 4; as a unit of its own, head 3 has half of their KV head."""
-    gated = make(family, head_unit)
-    model: Any = gated.model
-    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    if family is Phi3Config:
-        query, key, value = attention.qkv_proj.weight.split([16, 8, 8])
-        gate, up = mlp.gate_up_proj.weight.chunk(2)
-    else:
-        query, key, value = (getattr(attention, f"{name}_proj").weight for name in "qkv")
-        gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
-    shared = key[4:8].square().sum() + value[4:8].square().sum()
+    gated = make(LlamaConfig, head_unit)
+    layer: Any = gated.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    shared = attention.k_proj.weight[4:8].square().sum() + attention.v_proj.weight[4:8].square().sum()
     first = 8 if head_unit == "kv-group" else 12
-    own = query[first:].square().sum() + attention.o_proj.weight[:, first:].square().sum()
+    own = attention.q_proj.weight[first:].square().sum() + attention.o_proj.weight[:, first:].square().sum()
     scores = magnitude(gated, BLOCKS)
     torch.testing.assert_close(scores["attn"][0, -1], own + (shared if head_unit == "kv-group" else shared / 2))
-    expected = gate[7].square().sum() + up[7].square().sum() + mlp.down_proj.weight[:, 7].square().sum()
-    torch.testing.assert_close(scores["mlp"][0, 7], expected)
+    channel = (mlp.gate_proj.weight[7], mlp.up_proj.weight[7], mlp.down_proj.weight[:, 7])
+    torch.testing.assert_close(scores["mlp"][0, 7], torch.cat(channel).square().sum())
 
 
 def test_wanda_sp(gated: GatedModel, seen: Seen) -> None:
@@ -212,7 +205,7 @@ def test_influence_is_how_far_a_layer_turns_its_input() -> None:
         torch.testing.assert_close(scores[kind][0, 0], expected)
 
 
-SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [wanda_sp, slimllm, llm_pruner_mixed]
+SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [magnitude, wanda_sp, slimllm, llm_pruner_mixed]
 
 
 @pytest.mark.parametrize("score", SCORES)
