@@ -98,7 +98,6 @@ def _index(weight_map: Any) -> Callable[[Path], None]:
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
-NORM = "model.layers.0.input_layernorm.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name

@@ -20,9 +20,6 @@ from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.sharegpt import Settings, results_file
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
-from ddp_vllm.model_facts import describe_model
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_port_in_use() -> None:
@@ -56,13 +53,6 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
         check_vocabularies(first, str(tmp_path / "b"))
-
-
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x", "smollm2"])
-def test_models_that_are_none(model: str) -> None:
-    """Nor is one without an owner, for which the hub's client would try for a minute."""
-    with pytest.raises(ModelError, match=r"neither|not the folder|no hub name \(owner/name\)"):
-        describe_model(model)
 
 
 REFUSED: dict[str, tuple[list[str], int, str]] = {  # options of bench sharegpt, exit code, what is said

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_benchmarks.expert_layers import SHAPES, Shape, draw_batch, draw_experts, draw_widths, even_widths
-from ddp_benchmarks.kernel import BASELINES, find_kernel, time_interleaved
+from ddp_benchmarks.kernel import BASELINES, find_kernel
 from ddp_vllm.cli import main
 
 TINY = Shape(hidden_size=80, intermediate_size=96, num_experts=6, num_experts_per_tok=2)  # 80: not for vLLM
@@ -27,15 +27,6 @@ def test_widths_meet_the_budget_to_the_channel(name: str, sparsity: int, seed: i
     assert sum(widths) == round((1 - sparsity / 100) * shape.num_experts * shape.intermediate_size)
     even = even_widths(widths)
     assert sum(even) == sum(widths) and max(even) - min(even) <= 1
-
-
-def test_rounds_are_interleaved_in_rotating_order() -> None:
-    calls: list[str] = []
-    runs = {name: lambda x, w, i, name=name: calls.append(name) or x for name in "abc"}
-    ticks = iter(range(1000))
-    seconds = time_interleaved(runs, [(torch.ones(1),) * 3], 2, clock=lambda: float(next(ticks)))  # type: ignore[arg-type]
-    assert calls == [*"abc", *"bca", *"cab"]
-    assert seconds == {name: [1.0, 1.0] for name in "abc"}
 
 
 def test_the_kernel_is_found_by_its_entry_point() -> None:

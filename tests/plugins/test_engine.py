@@ -96,7 +96,6 @@ def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
 
     draft = {"model": str(root / "ragged"), "num_speculative_tokens": 3, "method": "draft_model"}
     wide = {"hf_overrides": {"ddp_pad_channels_to": 16}}  # to be set aside for adapters
-    narrow = {"hf_overrides": {"ddp_pad_channels_to": 1}}
     short_steps = wide | {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 64}
     foreign = tuple(f"adapter {name}" for name in FOREIGN)
     jobs = {
@@ -105,8 +104,6 @@ def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
         ),
         "phi3": job("phi3", ("adapter phi3",)),
         "drafted": job("dense", num_tokens=NUM_LONGER, speculative_config=draft, disable_log_stats=False),
-        "fp8": job("ragged", dtype="bfloat16", quantization="fp8_per_channel", **wide),
-        "fp8 unpadded": job("ragged", dtype="bfloat16", quantization="fp8_per_channel", **narrow),
         "int4 of odd widths": job("int4", dtype="bfloat16"),
         "two ranks": job("biased", tensor_parallel_size=2),
         "adapter on two ranks": job("even", ("adapter even",), tensor_parallel_size=2),
@@ -151,12 +148,6 @@ def test_drafts_of_a_pruned_model_leave_the_dense_models_greedy_tokens_as_they_a
     assert_same_outputs(served["drafted"]["outputs"], made["dense"])
     counters = served["drafted"]["counters"]
     assert 0 < counters["vllm:spec_decode_num_accepted_tokens"] < counters["vllm:spec_decode_num_draft_tokens"]
-
-
-def test_weights_that_vllm_makes_fp8_are_padded_and_answer_the_same(served: Any) -> None:
-    assert_same(served["fp8"], served["fp8 unpadded"])
-    assert served["fp8"]["mlp_widths"] == [32, 64, 16, 48]
-    assert served["fp8 unpadded"]["mlp_widths"] == [17, 64, 1, 33]
 
 
 @pytest.mark.parametrize("name", REFUSED)
