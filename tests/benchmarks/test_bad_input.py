@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,20 +17,9 @@ from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
-from ddp_benchmarks.sharegpt import Load, Settings, results_file, run_benchmark
+from ddp_benchmarks.sharegpt import Settings, results_file
 from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
-from ddp_vllm.model_facts import describe_model
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_missing_vllm_has_a_remedy() -> None:
-    paths = [str(ROOT), str(ROOT / "benchmarks")]
-    script = f"import sys; sys.path += {paths!r}; from ddp_benchmarks.engine import vllm_command; vllm_command()"
-    output = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
-    assert "ServingError: vLLM is not installed" in output.stderr
-    assert 'pip install "ddp-vllm[serve]"' in output.stderr
 
 
 def test_port_in_use() -> None:
@@ -67,50 +55,27 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
         check_vocabularies(first, str(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/model", "two spaces/not a name/x", "smollm2"])
-def test_models_that_are_none(model: str) -> None:
-    """Nor is one without an owner, for which the hub's client would try for a minute."""
-    with pytest.raises(ModelError, match=r"neither|not the folder|no hub name \(owner/name\)"):
-        describe_model(model)
+REFUSED: dict[str, tuple[list[str], int, str]] = {  # options of bench sharegpt, exit code, what is said
+    "no prompts": (["--num-prompts", "0"], 2, "--num-prompts 0 is below 1"),
+    "no pairs": (["--pairs", "0"], 2, "--pairs 0 is below 1"),
+    "no requests": (["--mode", "serve", "--request-rate", "0"], 2, "sends nothing"),
+    "a rate that is no number": (["--mode", "serve", "--request-rate", "nan"], 2, "sends nothing"),
+    "none at once": (["--mode", "serve", "--max-concurrency", "0"], 2, "sends nothing"),
+    "half a client": (["--mode", "serve", "--max-concurrency", "none,2.5"], 2, "'2.5' is not a list of integers"),
+    "a rate without a server": (["--request-rate", "4"], 2, "--request-rate has no effect without --mode serve"),
+    "goodput without a server": (["--goodput", "ttft:500"], 2, "--goodput has no effect without --mode serve"),
+    "a folder that is not there": (["--pruned", "./nowhere"], 3, "nowhere is not the folder of a model"),
+}
 
 
-def test_a_benchmark_says_which_folder_is_none(tmp_path: Path) -> None:
-    """Before it looks for a tokenizer there."""
-    dense = write_tokenizer(tmp_path / "a", {"x": 0})
-    (tmp_path / "a" / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="nowhere is not the folder of a model"):
-        run_benchmark(Settings(dense=dense, pruned=(str(tmp_path / "nowhere"),)), tmp_path / "out.json")
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"num_prompts": 0}, "--num-prompts 0 is below 1"),
-        ({"pairs": 0}, "--pairs 0 is below 1"),
-        ({"pruned": ()}, "there is no pruned model to compare"),
-        ({"loads": (Load(request_rate=0, max_concurrency=None),)}, "sends nothing"),
-        ({"loads": (Load(request_rate=float("nan"), max_concurrency=None),)}, "sends nothing"),
-        ({"loads": (Load(request_rate=1, max_concurrency=0),)}, "sends nothing"),
-    ],
-)
-def test_settings_out_of_range(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(SettingError, match=reason):
-        Settings(**{"dense": "a", "pruned": ("b",), **changes}).check()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--request-rate", "4"], "--request-rate has no effect without --mode serve"),
-        (["--goodput", "ttft:500"], "--goodput has no effect without --mode serve"),
-        (["--mode", "serve", "--max-concurrency", "inf"], "--max-concurrency 'inf' is not a list of integers"),
-        (["--mode", "serve", "--max-concurrency", "none,2.5"], "--max-concurrency '2.5' is not a list of integers"),
-    ],
-)
-def test_options_that_say_nothing(arguments: list[str], reason: str, tmp_path: Path) -> None:
-    command = ["bench", "sharegpt", "--dense", "a", "--pruned", "b", "-o", str(tmp_path / "out.json"), *arguments]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_measured_is_refused(case: str, tiny: Path, tmp_path: Path) -> None:
+    options, code, reason = REFUSED[case]
+    command = ["bench", "sharegpt", "--dense", str(tiny), "-o", str(tmp_path / "out.json"), *options]
+    command += ["--pruned", "b"] * ("--pruned" not in options)
     result = CliRunner().invoke(main, command)
-    assert result.exit_code == 2 and reason in result.output, result.output
+    assert result.exit_code == code and reason in result.stderr, result.output
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_dense_folder_is_not_measured_as_pruned_nor_written_to(tiny: Path, tmp_path: Path) -> None:
@@ -161,30 +126,6 @@ def test_a_lost_terminal_stops_the_engine_unless_ignored(before: str, number: in
         run.stdin.close()
         assert run.stdout.read() == said.replace("stopping", "stopped")
     assert run.returncode == 0
-
-
-_DEMO = """
-import sys
-import demo
-from ddp_benchmarks.processes import terminable
-sys.executable = sys.argv[1]
-with terminable():
-    demo.command("bench")
-"""
-
-
-def test_an_ended_demo_lets_its_command_stop_the_engine(tmp_path: Path) -> None:
-    command = tmp_path / "command"
-    command.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {tmp_path}/stopped; exit 1' TERM\ntouch {tmp_path}/up\n"
-                       "for i in $(seq 6000); do sleep 0.1; done\n")  # fmt: skip
-    command.chmod(0o755)
-    script = [sys.executable, "-c", _DEMO, str(command)]
-    with subprocess.Popen(script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
-        while not (tmp_path / "up").exists():
-            assert demo.poll() is None
-            time.sleep(0.05)
-        demo.terminate()
-    assert (tmp_path / "stopped").exists()
 
 
 def test_a_group_ends_whole_even_if_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

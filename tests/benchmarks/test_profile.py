@@ -9,12 +9,10 @@ from typing import Any, Self
 
 import pytest
 from click.testing import CliRunner
-from latency_profiles import written
 
-from ddp_benchmarks import cli, profile, side_by_side
-from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
-from ddp_benchmarks.side_by_side import StepEngine, StepSettings, compare_steps
-from ddp_prune.recipe import Recipe
+from ddp_benchmarks import profile, side_by_side
+from ddp_benchmarks.profile import ProfileSettings, run_profile
+from ddp_benchmarks.side_by_side import StepSettings, compare_steps
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Workload, shapes_of
@@ -134,43 +132,6 @@ def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
     assert [json.loads(line[8:]) for line in lines if line.startswith("COUNTED")] == [[[64, 8], [64] * 27]] * 2
     (limits,) = (json.loads(line[7:]) for line in lines if line.startswith("LIMITS"))
     assert limits == {"kv_cache": 5, "max_num_seqs": 4}  # a sequence needs one block of 128 tokens
-
-
-@pytest.mark.parametrize(
-    ("limits", "said"),
-    [
-        (
-            {"kv_cache": 5, "max_num_seqs": 8},
-            "holds 5 sequences of 120 tokens, below the batch of 8",
-        ),
-        ({"kv_cache": 8, "max_num_seqs": 4}, "limit vLLM to 4 sequences, below the batch of 8"),
-    ],
-)
-def test_a_batch_that_the_engine_would_split_is_refused(limits: dict[str, int], said: str) -> None:
-    engine = StepEngine.__new__(StepEngine)
-    engine.model, engine.largest, engine.ask = "m", (8, 120), lambda *_: limits  # type: ignore[method-assign]
-    with pytest.raises(SettingError, match=said):
-        engine._check_largest()
-
-
-def test_a_profile_says_what_it_holds_and_if_it_is_unsure(tmp_path: Path) -> None:
-    """The second round of `written` is a tenth slower, the dense model beside it too."""
-    first, *_ = describe(path := written(tmp_path))
-    assert first.startswith("decode, 1 sequences of 256 tokens:") and "at most 2.78×" in first
-    assert not any("unsure" in line or "note:" in line for line in describe(path))
-    content = json.loads(path.read_text())
-    content["times"][-1]["cells"][0]["decode"] *= 1.5
-    path.write_text(json.dumps(content))
-    assert "note: rounds differ by up to 40%" in describe(path)[1]
-
-
-def test_what_is_measured_by_default_is_what_prune_asks_for_by_default() -> None:
-    """Also by `bench steps`: the commands of the documentation go together as they stand."""
-    given = {name: cli.profile.make_context("profile", ["m"]).params[name] for name in ("batches", "contexts")}
-    asked = Recipe(model="m", speedup=1.2, budget="latency").workload
-    assert given == {"batches": str(asked.batch), "contexts": str(asked.context)}
-    timed = cli.steps.make_context("steps", ["--dense", "m", "--pruned", "p"]).params
-    assert Workload(**{name: timed[name] for name in ("phase", "batch", "context")}) == asked
 
 
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:

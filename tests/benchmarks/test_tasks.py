@@ -8,38 +8,27 @@ from typing import Any
 
 import pytest
 
-from ddp_benchmarks.tasks import SUITES, choose_tasks, find_files, write_task
+from ddp_benchmarks.tasks import choose_tasks, find_files, write_task
 from ddp_vllm.errors import SettingError, TextError
-from ddp_vllm.evaluations import ACCURACY, TASKS, mean_accuracy
+from ddp_vllm.evaluations import TASKS, mean_accuracy
 
 pytest.importorskip("lm_eval")
 ROWS: dict[str, dict[str, Any]] = {  # made up here, in the form of each task
     "boolq": {"passage": "Ice floats.", "question": "does ice float", "label": 1},
     "openbookqa": {
-        "question_stem": "Ice is",
-        "choices": {"text": ["hot", "cold", "red", "loud"], "label": ["A", "B", "C", "D"]},
-        "answerKey": "B",
+        "question_stem": "Ice is", "choices": {"text": [*"hcrl"], "label": [*"ABCD"]}, "answerKey": "B",
     },
     "rte": {"sentence1": "Ice is cold.", "sentence2": "Ice is cold.", "label": 0},
-    "winogrande": {
-        "sentence": "The ice met the fire and _ melted.",
-        "option1": "ice",
-        "option2": "fire",
-        "answer": "1",
-    },
+    "winogrande": {"sentence": "Ice met the fire and _ melted.", "option1": "ice", "option2": "fire", "answer": "1"},
     "hellaswag": {"query": "Ice: It", "choices": ["melts.", "sings.", "reads.", "runs."], "label": "0", "gold": 0},
     "piqa": {"goal": "make ice", "sol1": "freeze water", "sol2": "boil water", "label": 0},
     "mathqa": {"Problem": "1 + 1 ?", "options": "a ) 1 , b ) 2 , c ) 3 , d ) 4 , e ) 5", "correct": "b"},
-    "arc_easy": {
-        "question": "Ice is",
-        "choices": {"text": ["hot", "cold"], "label": ["A", "B"]},
-        "answerKey": "B",
-    },
+    "arc_easy": {"question": "Ice is", "choices": {"text": ["hot", "cold"], "label": ["A", "B"]}, "answerKey": "B"},
     "wikitext": {"page": " = Ice = \n \n Ice is cold . \n"},
     "c4": {"text": "Ice is cold."},
     "gsm8k": {"question": "What is 1 + 1?", "answer": "It is 1 + 1 = 2. #### 2"},
     "ifeval": {"key": 1, "prompt": "No commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
-}
+}  # fmt: skip
 ROWS["arc_challenge"] = ROWS["arc_easy"]
 SPLITS = {"training_split", "validation_split", "test_split", "fewshot_split"}
 DATA_KEYS = {"dataset_path", "dataset_name", "dataset_kwargs", *SPLITS}
@@ -60,7 +49,8 @@ print("RESULT" + json.dumps(answer))
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("data") / "data [v1]"  # `datasets` reads names as globs, in which [v1] is a letter
+    folder.mkdir()
     for name, row in ROWS.items():
         (folder / f"{TASKS[name].file}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
     return folder
@@ -94,18 +84,6 @@ def build(folder: Path, *names: str, home: Path) -> dict[str, Any]:
     return dict(json.loads(line.removeprefix("RESULT")))
 
 
-def test_a_name_is_no_pattern(tmp_path: Path) -> None:
-    """`datasets` reads names as globs, in which [v2] is one letter and a* is more than one file."""
-    folder = tmp_path / "data [v1]"
-    folder.mkdir()
-    (folder / "a2.jsonl").write_text((json.dumps(ROWS["piqa"]) + "\n") * 2)
-    for name, file in (("piqa", "plain [v2].jsonl"), ("rte", "a*.jsonl")):
-        (folder / file).write_text(json.dumps(ROWS[name]) + "\n")
-        write_task(name, folder / file, tmp_path)
-    built = build(tmp_path, "piqa", "rte", home=tmp_path / "hf")
-    assert {name: task["rows"] for name, task in built.items()} == {"piqa": 1, "rte": 1}
-
-
 def test_lm_eval_reads_local_rows_with_its_own_prompts(data: Path, tmp_path: Path) -> None:
     for name in TASKS:
         write_task(name, data / f"{TASKS[name].file}.jsonl", tmp_path)
@@ -115,51 +93,28 @@ def test_lm_eval_reads_local_rows_with_its_own_prompts(data: Path, tmp_path: Pat
     assert built["boolq"]["text"] == "Ice floats.\nQuestion: does ice float?\nAnswer:"
     assert built["rte"]["choices"] == ["True", "False"]
     assert built["mathqa"]["choices"] == ["1", "2", "3", "4", "5"]
-    assert built["winogrande"]["choices"] == ["The ice met the fire and ice", "The ice met the fire and fire"]
+    assert built["winogrande"]["choices"] == ["Ice met the fire and ice", "Ice met the fire and fire"]
     assert built["openbookqa"]["target"] in (1, "1")
 
 
-def test_rows_without_a_field_are_refused(tmp_path: Path) -> None:
+def test_rows_without_a_field_and_names_without_a_task_are_refused(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "piqa_val.jsonl"
-    file.write_text('{"goal": "x", "sol1": "y", "label": 0}\n')
-    with pytest.raises(TextError, match="no field 'sol2'"):
-        write_task("piqa", file, tmp_path)
-    file.write_text("not json\n")
-    with pytest.raises(TextError, match="line 1: not JSON"):
-        write_task("piqa", file, tmp_path)
-    file.write_text("")
-    with pytest.raises(TextError, match="not a JSON object"):
-        write_task("piqa", file, tmp_path)
-
-
-def test_names_and_suites() -> None:
-    assert choose_tasks("nine") == ACCURACY
-    assert len(ACCURACY) == 9
-    assert len(SUITES["llama"]) == 7
+    for text, reason in (('{"goal": "x"}', "no field 'sol1'"), ("not json", "line 1: not JSON"), ("", "not a JSON")):
+        file.write_text(text)
+        with pytest.raises(TextError, match=reason):
+            write_task("piqa", file, tmp_path)
     assert choose_tasks("piqa, arc_easy,piqa") == ("piqa", "arc_easy")
-    with pytest.raises(SettingError, match="unknown task 'arc'"):
-        choose_tasks("arc")
     with pytest.raises(SettingError, match="empty"):
         choose_tasks(" , ")
-
-
-def test_files_are_found_in_folders_and_alone(data: Path, tmp_path: Path) -> None:
     assert set(find_files(TASKS, [data])) == set(TASKS)
     assert set(find_files(TASKS, [data / "c4_sample.jsonl"])) == {"c4"}
-    with pytest.raises(TextError, match="does not exist"):
-        find_files(TASKS, [tmp_path / "nowhere"])
 
 
 def test_mean_is_unweighted_and_uses_the_papers_metrics() -> None:
-    results = {
-        "results": {
-            "boolq": {"acc,none": 0.8, "acc_stderr,none": 0.03},
-            "piqa": {"acc,none": 0.1, "acc_norm,none": 0.6, "acc_norm_stderr,none": 0.04},
-            "wikitext": {"word_perplexity,none": 20.0},
-        }
+    found = {
+        "boolq": {"acc,none": 0.8, "acc_stderr,none": 0.03},
+        "piqa": {"acc,none": 0.1, "acc_norm,none": 0.6, "acc_norm_stderr,none": 0.04},
+        "wikitext": {"word_perplexity,none": 20.0},
     }
-    mean = mean_accuracy(results)
-    assert mean is not None
-    assert mean["value"] == pytest.approx(0.7)
-    assert mean["stderr"] == pytest.approx(0.025)
-    assert mean["tasks"] == ["boolq", "piqa"]
+    mean = mean_accuracy({"results": found})
+    assert mean == {"value": pytest.approx(0.7), "stderr": pytest.approx(0.025), "tasks": ["boolq", "piqa"]}

@@ -1,7 +1,6 @@
 """The model card: what it publishes of where the model and the text came from."""
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,6 @@ def test_a_folder_is_no_base_model(
     assert (f"base_model: {model}" in model_card(read_checkpoint(folder), "pruned")) == named
 
 
-def test_the_card_states_sizes_and_widths(trained: Path) -> None:
-    card, layers = model_card(read_checkpoint(trained), "pruned"), read_checkpoint(trained).layers
-    assert "base_model: owner/tiny" in card and "vllm serve ./pruned\n" in card
-    heads = " ".join(map(str, layers[1].query_heads_per_kv_head))
-    assert (
-        f"| 1 | 4 | 6 ({heads}) | {layers[1].intermediate_size} | 59% |" in card and "| 2 | – | – | 23 | 24% |" in card
-    )
-    assert f"| MLP channels | 288 | 173 | {1 - 173 / 288:.1%} |" in card
-
-
 def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     checkpoint = read_checkpoint(trained)
     quality = {"tokens": 1024, "dense": 2.0, "pruned": 3.0}
@@ -42,27 +31,6 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     card = model_card(dataclasses.replace(checkpoint, provenance={"texts": texts, "perplexity": quality}), "pruned")
     assert "(1,024 tokens of a.jsonl, owner/b)" in card and "/mine" not in card
     assert "\nits dense model with structure removed" in card and "base_model" not in card
-
-
-def test_the_card_says_how_near_it_is_and_on_which_tokens_it_learned(trained: Path) -> None:
-    checkpoint = read_checkpoint(trained)
-    near = {"agreement": {"pruned": {"kl": 0.1234, "top1": 0.871}}}
-    more = {"learned_from": {"text": "5f"}, "perplexity": {**checkpoint.provenance["perplexity"], **near}}
-    card = model_card(dataclasses.replace(checkpoint, provenance={**checkpoint.provenance, **more}), "pruned")
-    assert "have the SHA-256 5f |" in card
-    assert re.search(r"\| pruned \| [\d.]+ \| ± [\d.]+ \| 0\.123 \| 87\.1% \|", card)
-
-
-def test_the_card_says_where_to_get_ddp_vllm_if_that_is_known(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "pip install" not in model_card(read_checkpoint(trained), "pruned")
-    facts = tmp_path / "ddp_vllm-9.dist-info" / "METADATA"
-    facts.parent.mkdir()
-    facts.write_text("Metadata-Version: 2.1\nName: ddp-vllm\nVersion: 9\nProject-URL: Source, https://a.example/b\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    card = model_card(read_checkpoint(trained), "pruned")
-    assert '```bash\npip install "ddp-vllm[serve] @ git+https://a.example/b"\nvllm serve ./pruned\n' in card
 
 
 WIDTHS = {"query_heads_per_kv_head": [2, 2], "intermediate_size": 0, "expert_intermediate_sizes": [8, 3]}

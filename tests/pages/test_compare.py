@@ -17,10 +17,9 @@ from written_folders import MACHINE, write_bench, write_evaluation, write_masks,
 from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.model_facts import describe_model
-from ddp_vllm.pages.measurements import collect, difference, engine_fact, retained
+from ddp_vllm.pages.measurements import collect
 from ddp_vllm.pages.terminal import SafeConsole
-from ddp_vllm.results import judge, verdicts
+from ddp_vllm.results import verdicts
 
 HALF = [(1, 5), (1, 9)]
 FASTER, SLOWER = [(1.0, 1.5), (1.0, 1.52)], [(1.0, 0.5), (1.0, 0.52)]
@@ -43,82 +42,25 @@ def edit(path: Path, **facts: Any) -> Path:
     return path
 
 
-def test_a_dense_and_a_pruned_folder_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dense = write_dense(Path("dense/llama"), 0.7)
-    pruned = write_pruned(Path("pruned/llama"), dense)
-    write_evaluation(pruned, 0.5, answers=True)
-    write_bench(pruned / "sharegpt.json", dense, pruned, FASTER)
-    comparison = collect([pruned])
-    assert comparison.notes == {}
-    assert comparison.dense and comparison.dense.accuracy and comparison.dense.accuracy[0] == pytest.approx(0.7)
-    assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.5 / 0.7)
-    assert (difference(comparison.pruned[0], comparison.dense) or (0,))[0] == pytest.approx(-0.2)
-    assert len(comparison.pruned[0].speeds) == 1
-
-
-def test_an_evaluation_of_the_pruned_model_is_never_the_dense_ones(tmp_path: Path) -> None:
-    dense = write_model(tmp_path / "dense" / "llama", widths=[(2, 16), (2, 16)], origin=None)
-    pruned = write_pruned(tmp_path / "pruned" / "llama", dense)
-    write_evaluation(pruned, 0.5)
-    comparison = collect([pruned])
-    assert comparison.dense and comparison.dense.quality is None
-    assert [*comparison.notes][-1] == "the dense model was not evaluated on the same rows"
-
-
-def write_bench_of_two(path: Path, dense: Path, first: Path, second: Path) -> Path:
-    """Write a bench of two pruned folders of one name, labelled as `bench sharegpt` does."""
-    one, other = (
-        json.loads(write_bench(path, dense, pruned, speeds).read_text())
-        for pruned, speeds in ((first, FASTER), (second, SLOWER))
-    )
-    for number, each in enumerate((one, other), 1):
-        each["models"][1]["label"] = f"{first.name} ({number})"
-        for run in each["runs"]:
-            if run["label"] != "dense":
-                run["label"] = f"{first.name} ({number})"
-                run["engine"] = {"peak_memory_bytes": number * 2**30}
-    one["models"].append(other["models"][1])
-    one["runs"] += [run for run in other["runs"] if run["label"] != "dense"]
-    one["verdicts"] = verdicts(one)
-    path.write_text(json.dumps(one))
-    return path
-
-
-def test_two_folders_of_one_name_in_one_bench(tmp_path: Path) -> None:
-    dense = write_dense(tmp_path / "base")
-    first, second = (write_pruned(tmp_path / name / "pruned", dense) for name in "ab")
-    bench = write_bench_of_two(first / "sharegpt.json", dense, first, second)
-    for folder, ratio, memory in ((first, 1.51, 1), (second, 0.51, 2)):
-        comparison = collect([folder], results=[bench])
-        (entry,) = comparison.pruned
-        (speed,) = entry.speeds
-        assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(ratio, abs=1e-3)
-        assert engine_fact(entry, comparison, "peak_memory_bytes") == memory * 2**30
-    first.rename(tmp_path / "a" / "other")
-    (entry,) = collect([second], results=[tmp_path / "a" / "other" / "sharegpt.json"]).pruned
-    assert [speed["label"] for speed in entry.speeds] == ["pruned (2)"]
-
-
 def test_two_copies_of_one_model_have_the_results_of_their_own_place(tmp_path: Path) -> None:
+    """In one bench, which labels two folders of one name by number."""
     dense = write_dense(tmp_path / "base")
     first = write_pruned(tmp_path / "a" / "pruned", dense)
     second = Path(shutil.copytree(first, tmp_path / "b" / "pruned"))
-    bench = write_bench_of_two(tmp_path / "bench.json", dense, first, second)
-    for folder, label in ((first, "pruned (1)"), (second, "pruned (2)")):
-        assert [speed["label"] for speed in collect([folder], results=[bench]).pruned[0].speeds] == [label]
-
-
-def test_a_folder_called_dot_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = write_dense(tmp_path / "base")
-    pruned = write_pruned(tmp_path / "half", dense)
-    monkeypatch.chdir(pruned)
-    evaluation = write_evaluation(Path(), 0.6)
-    write_bench(Path("sharegpt.json"), dense, pruned, FASTER)
-    assert json.loads(evaluation.read_text())["ddp_vllm"]["model"]["model"] == str(pruned)
-    assert describe_model(".").name == "half"
-    monkeypatch.chdir(tmp_path)
-    assert collect([pruned]).notes == {}
+    bench = tmp_path / "bench.json"
+    one, other = (
+        json.loads(
+            write_bench(bench, dense, pruned, speeds).read_text().replace('l": "pruned"', f'l": "pruned ({number})"')
+        )
+        for number, pruned, speeds in ((1, first, FASTER), (2, second, SLOWER))
+    )
+    one["models"].append(other["models"][1])
+    one["runs"] += [run for run in other["runs"] if run["label"] != "dense"]
+    bench.write_text(json.dumps(one | {"verdicts": verdicts(one)}))
+    for folder, label, ratio in ((first, "pruned (1)", 1.51), (second, "pruned (2)", 0.51)):
+        (speed,) = collect([folder], results=[bench]).pruned[0].speeds
+        assert speed["label"] == label
+        assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(ratio, abs=1e-3)
 
 
 def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) -> None:
@@ -132,6 +74,10 @@ def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) 
     kept, fresh = collect([renamed, new]).pruned
     assert kept.quality and kept.speeds
     assert fresh.quality is None and fresh.speeds == ()
+    moved = write_evaluation(new, 0.6).rename(tmp_path / "eval.json")
+    shutil.rmtree(new)
+    again = collect([write_pruned(new, dense)], results=[moved])  # as `prune --overwrite` leaves it
+    assert "results of half are left out, because it has changed since they were measured" in again.notes
 
 
 def test_results_of_another_machine_are_known_by_id(tmp_path: Path) -> None:
@@ -179,48 +125,6 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     assert result.exit_code == 4 and "empty holds no results of ddp-vllm bench or eval" in result.stderr
 
 
-def test_results_of_a_model_that_was_pruned_again_are_left_out(tmp_path: Path) -> None:
-    """`prune --overwrite` puts another model where the old one was measured."""
-    dense = write_dense(tmp_path / "base")
-    pruned = write_model(tmp_path / "half", widths=[(2, 16), (1, 5)], origin=str(dense))
-    write_bench(tmp_path / "bench.json", dense, pruned, FASTER)
-    evaluation = write_evaluation(pruned, 0.6).rename(tmp_path / "eval.json")
-    shutil.rmtree(pruned)
-    write_pruned(pruned, dense)
-    comparison = collect([pruned], results=[tmp_path / "bench.json", evaluation])
-    (entry,) = comparison.pruned
-    assert entry.speeds == () and entry.quality is None and comparison.benches == ()
-    note = "results of half are left out, because it has changed since they were measured"
-    assert note in comparison.notes and any("was not measured" in each for each in comparison.notes)
-
-
-def test_of_several_results_at_a_load_the_latest_that_ended_counts(tmp_path: Path) -> None:
-    dense = write_dense(tmp_path / "base")
-    pruned = write_pruned(tmp_path / "half", dense)
-    for name, started, complete, speeds in (
-        ("z", "2026-01-01T00:00:00Z", True, SLOWER),
-        ("a", "2026-02-01T00:00:00Z", True, FASTER),
-        ("b", "2026-03-01T00:00:00Z", False, SLOWER),
-    ):
-        path = write_bench(pruned / f"{name}.json", dense, pruned, speeds)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"started": started, "complete": complete}))
-    comparison = collect([pruned])
-    (speed,) = comparison.pruned[0].speeds
-    assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(1.51, abs=1e-3)
-    assert [bench["started"] for bench in comparison.benches] == ["2026-02-01T00:00:00Z"]
-
-
-def test_the_page_is_not_its_own_markdown(tmp_path: Path) -> None:
-    pruned = write_pruned(tmp_path / "half", write_dense(tmp_path / "base"))
-    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.md")])
-    assert result.exit_code == 2 and "call the page" in result.output and "page.html" in result.output
-    assert not (tmp_path / "page.md").exists()
-    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.html")])
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
-    assert not (tmp_path / "page.md").read_text().startswith("<")
-
-
 def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:
     """Of the page, of the model, and in the line of rich; none reaches the terminal."""
     pruned = write_pruned(tmp_path / "half\x1b]0;evil\x07", "owner/dense")
@@ -232,15 +136,6 @@ def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:
         console.print(Table("\x1b[2Jcell"))
     shown = re.sub(r"\x1b\[[\d;]*m", "", result.output + capture.get())  # colors are rich's own
     assert "\x1b" not in shown and "\\x1b]0;evil" in shown and "\\x1b[2J" in shown
-
-
-@pytest.mark.parametrize("tolerance", ["-1", "0", "nan", "inf"])
-def test_a_tolerance_that_is_no_factor_is_refused(tolerance: str, tmp_path: Path) -> None:
-    pruned = write_pruned(tmp_path / "half", "owner/dense")
-    page = tmp_path / "page.html"
-    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(page), "--tolerance", tolerance])
-    assert result.exit_code == 2 and f"--tolerance {tolerance} is no factor" in result.stderr
-    assert not page.exists()
 
 
 def write_family(folder: Path, dense: str) -> list[Path]:
@@ -270,10 +165,6 @@ def test_the_interval_of_a_perplexity_ratio_holds_for_blocks_of_different_weight
         assert ratio
         inside += ratio[1] <= math.exp(0.2) <= ratio[2]
     assert 0.91 < inside / 400 < 0.98
-    alike = perplexity_ratio({"block_losses": losses, "block_tokens": [7] * len(tokens)})
-    assert alike == pytest.approx(perplexity_ratio({"block_losses": losses}))
-    paired = judge([math.exp(loss) for loss in dense], [math.exp(loss) for loss in pruned])
-    assert alike == pytest.approx((paired.ratio, paired.low, paired.high))
     assert perplexity_ratio({"block_losses": losses, "block_tokens": [7]}) is None
     assert perplexity_ratio({"block_losses": {"dense": [1.0], "pruned": [1.5]}}) == (math.exp(0.5), 0.0, math.inf)
 
@@ -310,29 +201,41 @@ def _set(*path: Any) -> Callable[[Any], None]:
     return change
 
 
-DAMAGED: dict[str, Callable[[Any], None]] = {  # results with our marker that are not what we write
-    "models missing": lambda content: content.pop("models"),
-    "a model without a name": lambda content: content["models"][0].pop("model"),
-    "a speed that is a word": _set("runs", 0, "metrics", "requests_per_second", "fast"),
-    "a speed that is no number": _set("verdicts", 0, "metrics", "requests_per_second", "ratio", float("nan")),
-    "no settings": lambda content: content.pop("settings"),
-}
-DAMAGED_EVALUATIONS: dict[str, Callable[[Any], None]] = {
-    "our part a number": _set("ddp_vllm", 5),
-    "a task that is a number": _set("results", "piqa", 0.5),
-    "answers that are no shares": _set("ddp_vllm", "answers", {"piqa": [2.0]}),
-    "no limit": lambda content: content["ddp_vllm"]["settings"].pop("limit"),
+BENCH, EVALUATION = "sharegpt.json", "eval/results.json"
+DAMAGED: dict[str, tuple[str, Callable[[Any], None]]] = {  # results with our marker that are not what we write
+    "models missing": (BENCH, lambda content: content.pop("models")),
+    "a speed that is a word": (BENCH, _set("runs", 0, "metrics", "requests_per_second", "fast")),
+    "a speed that is no number": (BENCH, _set("verdicts", 0, "metrics", "requests_per_second", "ratio", math.nan)),
+    "our part a number": (EVALUATION, _set("ddp_vllm", 5)),
+    "answers that are no shares": (EVALUATION, _set("ddp_vllm", "answers", {"piqa": [2.0]})),
+    "no limit": (EVALUATION, lambda content: content["ddp_vllm"]["settings"].pop("limit")),
 }
 
 
-@pytest.mark.parametrize("case", [*DAMAGED, *DAMAGED_EVALUATIONS])
-@pytest.mark.parametrize("passed", [False, True])
-def test_damaged_results_are_one_line(passed: bool, case: str, pruned: Path, tmp_path: Path) -> None:
-    path = pruned / ("sharegpt.json" if case in DAMAGED else "eval/results.json")
-    content = json.loads(path.read_text())
-    (DAMAGED | DAMAGED_EVALUATIONS)[case](content)
-    path.write_text(json.dumps(content))
-    more = ["--results", str(path)] if passed else []
-    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.html"), *more])
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_results_are_one_line(case: str, pruned: Path, tmp_path: Path) -> None:
+    name, damage = DAMAGED[case]
+    content = json.loads((pruned / name).read_text())
+    damage(content)
+    (pruned / name).write_text(json.dumps(content))
+    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.html")])
     assert result.exit_code == 4 and result.stderr.count("\n") == 1, (result.stderr, result.exception)
-    assert str(path.name) in result.stderr and "is damaged" in result.stderr
+    assert Path(name).name in result.stderr and "is damaged" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tolerance", "0"], "--tolerance 0 is no factor"),
+        (["--tolerance", "nan"], "--tolerance nan is no factor"),
+        (["-o", "nowhere/page.md"], "call the page"),  # the name of its Markdown
+    ],
+)
+def test_options_that_are_refused(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pruned = write_pruned(tmp_path / "half", "owner/dense")
+    result = CliRunner().invoke(main, ["compare", str(pruned), *options])
+    assert result.exit_code == 2 and said in result.stderr
+    assert [*tmp_path.iterdir()] == [pruned]

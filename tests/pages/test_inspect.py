@@ -4,7 +4,6 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from written_folders import write_masks
 
@@ -36,21 +35,14 @@ def test_what_is_gone_is_counted_with_its_norms(trained: Path) -> None:
     assert removed_parameters(read_checkpoint(trained)) == removed + 16  # layer 2 has no attention, and no norm of it
 
 
-def test_inspect_names_a_folder_as_it_is(trained: Path, tmp_path: Path) -> None:
-    """rich takes what is in brackets for a style."""
-    assert "out[v2]: what is left" in _inspect(Path(shutil.copytree(trained, tmp_path / "out[v2]")))
-
-
-@pytest.mark.parametrize("verb", ["inspect", "report"])
-def test_a_dense_folder_is_refused(tmp_path: Path, verb: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    result = CliRunner().invoke(main, [verb, str(tmp_path)])
-    assert result.exit_code == 7 and "not a pruned checkpoint" in result.stderr
-
-
 def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(trained, tmp_path / "odd"))
+    folder = Path(shutil.copytree(trained, tmp_path / "out[v2]"))
     change = {"raw_sparsity": 0.1, "dropped": 1, "revived": 2}
     write_masks(folder, {}, {"rounding": {"[/nope]": change, "\x1b[31mred": change}})
     text = _inspect(folder)
-    assert "rounding of [/nope]" in text and "rounding of \\x1b[31mred" in text and "\x1b" not in text
+    assert (
+        "out[v2]: what is left" in text
+        and "rounding of [/nope]" in text
+        and "rounding of \\x1b[31mred" in text
+        and "\x1b" not in text
+    )

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.pages.card import model_card
 
 MODELS = ("dense", "pruned", "recovered")
 LOSSES = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
@@ -67,21 +66,10 @@ def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None
     assert 'id="recovery"' in page
 
 
-def test_card_and_inspect_say_what_was_learned_and_what_it_gave(recovered: Path) -> None:
-    card = model_card(read_checkpoint(recovered), "recovered")
-    values = " → ".join(f"{name} {quality()[name]:.2f}" for name in MODELS)
-    assert values in card and "then all of them were trained on the dense model's outputs, on 960 tokens" in card
-    output = CliRunner().invoke(main, ["inspect", str(recovered)]).output
-    assert values in " ".join(output.split())
-
-
 BROKEN: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
-    "answers a list": lambda r, q: r.update(answers=[]),
     "answers no lists": lambda r, q: r["answers"].update(dense=3),
     "watched without numbers": lambda r, q: r.update(watched={"a": {}}),
-    "tokens a word": lambda r, q: r["recipe"].update(tokens="many"),
     "recovered no number": lambda r, q: q.update(recovered="good"),
-    "losses of fewer blocks": lambda r, q: q["block_losses"].update(recovered=[1.0]),
     "a loss out of bounds": lambda r, q: q["block_losses"].update(recovered=[1.0, 1e9]),
 }
 

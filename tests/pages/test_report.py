@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
-from ddp_vllm.pages.pictures import bin_edges, draw_widths, render
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
 
@@ -43,9 +40,10 @@ def test_a_model_that_adapted_to_its_held_out_text_is_reported_as_such(trained: 
         provenance = checkpoint.provenance | {"perplexity": checkpoint.provenance["perplexity"] | by}
         changed = dataclasses.replace(checkpoint, provenance=provenance)
         print_checkpoint(changed, console)
-        page = write_report(changed, Path(shutil.copytree(trained, tmp_path / str(adapted)))).read_text()
-        for shown in (console.export_text(), page, model_card(changed, "pruned")):
+        for shown in (console.export_text(), model_card(changed, "pruned")):
             assert (sentence in shown) == adapted
+        if adapted:
+            assert sentence in write_report(changed, Path(shutil.copytree(trained, tmp_path / "out"))).read_text()
 
 
 def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
@@ -64,37 +62,6 @@ def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
         pixels = imread(pruned / "report" / f"{name}.png")
         assert pixels.shape[1] > 800 and 0.01 < (pixels[..., :3].mean(-1) < 0.5).mean() < 0.6  # neither empty nor black
         assert abs(pixels[..., 0] - pixels[..., 1]).max() < 0.02  # no colour carries meaning
-
-
-def test_the_page_opens_with_what_is_gone_and_what_it_cost(pruned: Path) -> None:
-    provenance = read_checkpoint(pruned).provenance["perplexity"]
-    quality = f"dense {provenance['dense']:.2f} → pruned {provenance['pruned']:.2f} (256 tokens of a.jsonl)"
-    first = PageReader((pruned / "report.html").read_text()).text.partition("Size")[0].rpartition("removed\n")[2]
-    assert re.search(rf"^\s*removed: [\d.]+% of the parameters\s*held-out perplexity: {re.escape(quality)}\n", first)
-
-
-def test_report_of_applied_masks_shows_what_there_is(tmp_path: Path) -> None:
-    heads, channels = np.ones((3, 4)), np.ones((3, 96))
-    heads[1] = 0.0
-    channels[0, 5:] = 0.0
-    widths = [5, 96, 96]
-    layers = [
-        {"query_heads_per_kv_head": [2] * int(heads[layer].sum()), "intermediate_size": width}
-        for layer, width in enumerate(widths)
-    ]
-    config = {"model_type": "ddp_llama", "hidden_size": 16, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config |= {"head_dim": 8, "intermediate_size": 96, "num_hidden_layers": 3, "ddp_layers": layers}
-    write_weights(tmp_path / "cut", config, layers)
-    write_masks(tmp_path / "cut", {"attn": heads, "mlp": channels}, {"head_unit": "kv-group"})
-    before = {path.name for path in (tmp_path / "cut").iterdir()}
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "cut"), "-o", str(tmp_path / "elsewhere")])
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in (tmp_path / "cut").iterdir()} == before
-    page = PageReader((tmp_path / "elsewhere" / "report.html").read_text())
-    assert page.figures == ["heads", "widths", "gates"]
-    text = (tmp_path / "elsewhere" / "report.html").read_text()
-    assert re.findall(r"<td>(\d+)</td><td>\d+%</td></tr>", text) == ["5", "96", "96"]
-    assert "KV groups of 2 query heads" in page.text and "held-out perplexity: not measured" in page.text
 
 
 def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
@@ -139,31 +106,11 @@ def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path
     save_file(masks, folder / "ddp_masks.safetensors", {"ddp": "{}"})
     result = CliRunner().invoke(main, ["report", str(folder)])
     assert result.exit_code == 7 and "different checkpoints" in result.stderr
-    for line in ("{", "[1]", '{"loss": 1}'):
+    odd = read_checkpoint(pruned).provenance["perplexity"] | {"block_losses": {"dense": 1.0}}
+    save_file(masks, folder / "ddp_masks.safetensors", {"ddp": json.dumps({"perplexity": odd})})
+    assert CliRunner().invoke(main, ["report", str(folder)]).exit_code == 7
+    shutil.copy(pruned / "ddp_masks.safetensors", folder)
+    for line in ("{", '{"loss": 1}'):
         (folder / "ddp_metrics.jsonl").write_text(line)
         result = CliRunner().invoke(main, ["report", str(folder)])
         assert result.exit_code == 7 and "cannot be read" in result.stderr, line
-
-
-def test_a_perplexity_without_the_loss_of_each_block_has_no_table(trained: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
-    quality = read_checkpoint(trained).provenance["perplexity"]
-    tensors = load_file(trained / "ddp_masks.safetensors")
-    for losses, refused in ((None, 0), ({"dense": [1.0]}, 0), ({"dense": [1.0], "pruned": []}, 7), ({"dense": 1.0}, 7)):
-        provenance = {"perplexity": quality | {"block_losses": losses}}
-        save_file(tensors, folder / "ddp_masks.safetensors", {"ddp": json.dumps(provenance)})
-        result = CliRunner().invoke(main, ["report", str(folder)])
-        assert result.exit_code == refused, (losses, result.output)
-        if not refused:
-            assert "<h2>Perplexity" not in (folder / "report.html").read_text()
-
-
-def test_every_scale_is_in_the_histogram() -> None:
-    for scales in ([], [0.0, 0.01, 1.5], [1.0, 1.51], [250.0, 1e-6]):
-        assert np.histogram(scales, bin_edges(np.array(scales)))[0].sum() == len(scales)
-
-
-def test_pictures_repeat_to_the_byte() -> None:
-    draw = partial(draw_widths, kept_L=[3, 0, 7], dense=8)
-    first, second = (render(draw, name="widths", title="", caption="", height=2.0) for _ in range(2))
-    assert first == second

@@ -31,13 +31,6 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 0.94 <= hits / 4000 <= 0.96  # three standard deviations of the estimate are 0.0103
 
 
-def test_pairing_removes_what_slows_both() -> None:
-    machine = [1.0, 0.5, 0.8, 0.3, 0.9]  # ever busier or idler
-    verdict = judge(machine, [1.2 * speed for speed in machine])
-    assert verdict.ratio == pytest.approx(1.2)
-    assert (verdict.low, verdict.high) == pytest.approx((1.2, 1.2), abs=1e-9)
-
-
 @pytest.mark.parametrize(
     ("pruned", "sentence"),
     [

@@ -52,9 +52,7 @@ def _shapes(config: Mapping[str, Any], layer: Layer) -> Iterator[tuple[str, tupl
             yield f"{name}.down_proj", (hidden, width)
 
 
-def write_model(
-    folder: Path, *, widths: list[tuple[int, int]], origin: str | None, asked: dict[str, Any] | None = None
-) -> Path:
+def write_model(folder: Path, *, widths: list[tuple[int, int]], origin: str | None) -> Path:
     """Write a tiny model, pruned to (KV heads, MLP channels) a layer; dense if there is no origin."""
     config: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "head_dim": 4}
     config |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16, "dtype": "bfloat16"}
@@ -63,8 +61,7 @@ def write_model(
         config |= {"model_type": "ddp_llama", "ddp_layers": layers}
     write_weights(folder, config, layers)
     if origin is not None:
-        provenance = {"recipe": {"model": origin, **(asked or {"sparsity": 0.5})}}
-        write_masks(folder, {}, provenance)
+        write_masks(folder, {}, {"recipe": {"model": origin, "sparsity": 0.5}})
     return folder
 
 

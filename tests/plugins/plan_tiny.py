@@ -11,29 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import vllm.config.vllm
 from serve_tiny import skip_inspection
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ddp_plugins import limits
-from ddp_vllm.remote_code.widths import head_dim, parse_layers
-
-try:
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_configs  # since vLLM 0.33
-except ImportError:
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
-CACHE_BYTES = 1 << 30
-BLOCK = 16  # tokens
 
 
-def plan(
-    folder: str, options: dict[str, Any], capability: int | None = None, runner: str = "", held: bool = False
-) -> dict[str, Any]:
-    """Return vLLM's error or the plugin's warnings, and with `held` how many sequences of full length memory holds.
+def plan(folder: str, options: dict[str, Any], capability: int | None = None, runner: str = "") -> dict[str, Any]:
+    """Return vLLM's error or the plugin's warnings.
 
     capability: first number of a GPU's compute capability; None: this machine. runner: VLLM_USE_V2_MODEL_RUNNER.
     """
@@ -47,24 +33,10 @@ def plan(
     vllm.config.vllm.HAS_TRITON = True  # as on a GPU, or V2 is refused
     engine = EngineArgs(folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", **options)
     try:
-        config = engine.create_engine_config()
+        engine.create_engine_config()
     except Exception as error:  # the test looks at the message
         return {"error": " ".join(str(error).split())}
-    return {"warnings": warnings, "held": num_held(config) if held else None}
-
-
-def num_held(config: Any) -> float:
-    fields = limits.plain_config(config.model_config.hf_config)
-    specs = {}
-    for index, (kind, layer) in enumerate(zip(fields["layer_types"], parse_layers(fields), strict=True)):
-        sizes = {"num_kv_heads": layer.num_kv_heads, "head_size": head_dim(fields), "dtype": torch.bfloat16}
-        if kind == "sliding_attention":
-            specs[f"layers.{index}"] = SlidingWindowSpec(BLOCK, sliding_window=fields["sliding_window"], **sizes)
-        else:
-            specs[f"layers.{index}"] = FullAttentionSpec(BLOCK, **sizes)
-    config.cache_config.kv_cache_layout = "LBNHC"  # what FlashAttention asks for, and vLLM notes in a worker
-    plans = get_kv_cache_configs(config, [specs], [CACHE_BYTES])
-    return float(get_max_concurrency_for_kv_cache_config(config, plans[0]))
+    return {"warnings": warnings}
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from vllm.plugins import load_general_plugins
 
 from ddp_plugins.register import model_class
 from ddp_vllm.remote_code.configuration_ddp import CONFIGS
-from ddp_vllm.remote_code.tensors import TABLES
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -46,17 +44,15 @@ def serve(
     prompts: Sequence[list[int]] = PROMPTS,
     adapters: Sequence[str | None] = (),
     updates: Sequence[str] = (),
-    forgotten: str = "",
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Ask all prompts once, then once more for each adapter (None: without one) and after each of `updates`.
 
     updates: "reload", all weights from disk, or "pieces", tensor by tensor, the masks among them.
-    forgotten: a projection that the families' tables lack. compiled: let torch compile what vLLM asks it to.
+    compiled: let torch compile what vLLM asks it to.
     """
     torch.compiler.set_stance("default" if compiled else "force_eager")
-    with tables_without(forgotten):
-        engine = LLM(folder, **{**DEFAULTS, **options})
+    engine = LLM(folder, **{**DEFAULTS, **options})
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
 
@@ -91,18 +87,6 @@ def serve(
         "expert_bytes": engine.apply_model(expert_bytes),
         "mlp_widths": engine.apply_model(mlp_widths)[0],
     }
-
-
-@contextmanager
-def tables_without(projection: str) -> Iterator[None]:
-    whole = dict(TABLES)
-    for family, table in whole.items():
-        kept = tuple(each for each in table.projections if each.name != projection)
-        TABLES[family] = replace(table, projections=kept)
-    try:
-        yield
-    finally:
-        TABLES.update(whole)
 
 
 @contextmanager

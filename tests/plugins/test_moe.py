@@ -10,9 +10,7 @@ from serving import UPDATES, VLLM, Serve, assert_same, assert_same_outputs, job
 from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint, ragged_layers
 from tiny_models import edit_config, edit_weights
 
-from ddp_benchmarks.profile import _without_weights
 from ddp_plugins import moe_cpu_rows
-from ddp_vllm.latency import shapes_of
 
 pytestmark = pytest.mark.vllm
 ROUTERS = "model_executor/layers/fused_moe/router"
@@ -43,39 +41,11 @@ WAYS: dict[str, dict[str, Any]] = {
 UPDATED = ("qwen3_moe", "mixtral")  # which names its experts otherwise, and ties embedding and head
 BFLOAT16 = "qwen3_moe in bfloat16"  # the CPU's own kernel, where it suits the processor
 EXPERT = "model.layers.0.mlp.experts.4"
-QUANTISED = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "int-quantized", "ignore": []}
-DEEPSEEK_MOE = {  # as deepseek-ai/deepseek-moe-16b-base publishes it, but small
-    "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "torch_dtype": "bfloat16",
-    "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekConfig",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
-    },
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 8, "n_shared_experts": 2,
-    "num_experts_per_tok": 3, "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False,
-    "scoring_func": "softmax", "hidden_act": "silu", "max_position_embeddings": 256, "rope_scaling": None,
-    "rope_theta": 10000,
-}  # fmt: skip
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpoint, options, what the user reads
     "missing expert": (  # vLLM alone would serve noise here and in the next
         lambda folder: edit_weights(folder, lambda w: [w.pop(name) for name in [*w] if EXPERT in name]),
         {},
         rf"tensor {EXPERT}.gate_proj.weight is missing",
-    ),
-    "missing router": (
-        lambda folder: edit_weights(folder, lambda w: w.pop("model.layers.0.mlp.gate.weight")),
-        {},
-        r"tensor model.layers.0.mlp.gate.weight is missing",
-    ),
-    "projection the table forgot": (
-        lambda folder: None,
-        {},
-        r"AssertionError: model.layers.0.mlp.experts.1.up_proj is not in the family's table",
-    ),
-    "quantised": (
-        lambda folder: edit_config(folder, lambda c: c.update(quantization_config=QUANTISED)),
-        {},
-        r"mixture of experts is quantized; .* supported in bfloat16, float16 and float32",
     ),
     "quantised while it is loaded": (
         lambda folder: None,
@@ -103,11 +73,7 @@ def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.T
         folder = shutil.copytree(models["qwen3_moe"][0], root / name)
         break_it(folder)
         jobs[name] = job(folder, **options)
-    for name, shape in (("dense", None), ("16 channels", shapes_of(DEEPSEEK_MOE, 1)["experts 16"])):
-        folder = _without_weights(Path(), DEEPSEEK_MOE, shape, root / name)
-        jobs[f"DeepSeekMoE, {name}"] = job(folder, load_format="dummy", dtype="bfloat16")
     jobs["traced"]["compiled"] = True
-    jobs["projection the table forgot"]["forgotten"] = "mlp.experts.{}.up_proj"
     return serve(jobs)
 
 
@@ -140,13 +106,6 @@ def test_bfloat16_is_near_and_stays_the_same_when_updated(one_process: Any, mode
 
 
 @served
-def test_deepseek_moe_of_the_paper_is_profiled(one_process: Any) -> None:
-    """vLLM has its model class, and neither vLLM nor transformers has its configuration. As `profile` serves it."""
-    for name in ("DeepSeekMoE, dense", "DeepSeekMoE, 16 channels"):
-        assert "error" not in one_process[name], one_process[name]
-
-
-@served
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_work_stops_the_start_and_names_the_place(name: str, one_process: Any) -> None:
     assert re.search(BROKEN[name][2], one_process[name]["error"]), one_process[name]
@@ -166,10 +125,3 @@ def test_experts_are_loaded_as_kept_plus_their_alignment(way: str, one_process: 
     padding = sum(-width % 16 for widths in ragged_layers("mixtral") for width in widths or ()) * bytes_per_row
     result = one_process["mixtral" if way == "one rank" else way]
     assert sum(result["expert_bytes"]) == models["mixtral"][1]["expert_bytes"] + padding
-
-
-@pytest.mark.skipif(HAS_CPU_ROUTER, reason="for vLLM 0.27, see benchmarks/vllm_versions.py")
-def test_an_older_vllm_on_a_cpu_is_refused(serve: Serve, tmp_path: Path) -> None:
-    make_expert_checkpoint(tmp_path, "mixtral")
-    result = serve({"mixtral": job(tmp_path)})["mixtral"]
-    assert re.search(r"on a CPU vLLM \S+ runs only experts of one width; install", result["error"]), result

@@ -19,6 +19,7 @@ RESERVED_BYTES = 1024  # of that, taken by CUDA for each program
 REGISTERS = 64 * 1024
 BF16_TILES = ("FEW", "SOME", "MANY")
 OTHER_GPUS = {
+    "H100": (90, 228, "wgmma.mma_async"),
     "A100, RTX 3090, RTX 4090": (80, 100, "mma.sync"),
     "B200": (100, 228, "tcgen05.mma"),
     "RTX 5090": (120, 100, "mma.sync"),
@@ -87,18 +88,6 @@ def _compile(
     return compiled, {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
 
-def _compile_all(kernels: Any, folder: Path, capability: int) -> None:
-    """Compile the kernels around the products: both sorts and the sum."""
-    slots = {"NUM_SLOTS": 8, "SLOTS": 8, "BLOCK": kernels.SUM_BLOCK}
-    for kernel, tiles, constants in (
-        (kernels.sort_pairs, kernels.FEW, {"BLOCK": kernels.SORT_BLOCK}),
-        (kernels.sort_pairs, replace(kernels.MANY, warps=16), {"BLOCK": kernels.WIDE_SORT_BLOCK}),
-        (kernels.add_slots, kernels.FEW, slots),
-    ):
-        _, usage = _compile(kernel, tiles, folder, capability, HAS_MAP=False, **constants)
-        assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
-
-
 @pytest.mark.parametrize("name", BF16_TILES)
 @pytest.mark.parametrize("stage", ["gate_up", "down"])
 def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, compiler: Any) -> None:
@@ -113,15 +102,18 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, com
     assert not re.search(r"(ld|st)\.global\S*\.b16", compiled.asm["ptx"]), "two bytes at a time"
 
 
-def test_the_kernels_around_the_products_compile_for_hopper(tmp_path: Path, compiler: Any) -> None:
-    _compile_all(compiler, tmp_path, 90)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("gpu", OTHER_GPUS)
 def test_the_machine_code_fits_other_gpus(gpu: str, tmp_path: Path, compiler: Any) -> None:
     capability, shared, multiply = OTHER_GPUS[gpu]
-    _compile_all(compiler, tmp_path, capability)
+    slots = {"NUM_SLOTS": 8, "SLOTS": 8, "BLOCK": compiler.SUM_BLOCK}
+    for kernel, tiles, constants in (  # around the products: both sorts and the sum
+        (compiler.sort_pairs, compiler.FEW, {"BLOCK": compiler.SORT_BLOCK}),
+        (compiler.sort_pairs, replace(compiler.MANY, warps=16), {"BLOCK": compiler.WIDE_SORT_BLOCK}),
+        (compiler.add_slots, compiler.FEW, slots),
+    ):
+        _, usage = _compile(kernel, tiles, tmp_path, capability, HAS_MAP=False, **constants)
+        assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
     for num_tokens in (1, 1024, 4096):
         tiles = compiler.choose_tiles(8 * num_tokens, 128, torch.bfloat16, capability // 10)
         programs = 1 if num_tokens == 1 else tiles.programs

@@ -42,6 +42,11 @@ def test_fitted_widths_divide(kept: tuple[int, ...], num_ranks: int, expected: t
     assert fitted.num_query_heads % num_ranks == 0
 
 
+def test_every_rank_has_whole_blocks_of_channels() -> None:
+    for channels, num_ranks, block, expected in ((17, 1, 1, 17), (24, 1, 8, 24), (17, 2, 8, 32), (0, 2, 64, 0)):
+        assert fit(widths(1, intermediate_size=channels), num_ranks, block).intermediate_size == expected
+
+
 @given(st.lists(st.integers(1, 6), max_size=8), st.integers(0, 40), st.integers(1, 12))
 def test_what_splits_evenly_is_what_needs_no_padding(kept: list[int], channels: int, num_ranks: int) -> None:
     """The rule that `prune --tp` and the card go by, against the widths that are really built."""
@@ -65,46 +70,6 @@ def test_each_query_head_stays_beside_its_kv_head(fused: bool) -> None:
     heads = q.unflatten(0, (4, HEAD_DIM))
     assert torch.equal(padded[0, :3], heads[:3]) and torch.equal(padded[1, 0], heads[3])
     assert not padded[0, 3].any() and not padded[1, 1:].any()
-
-
-@pytest.mark.parametrize(("num_ranks", "block", "expected"), [(4, 1, 8), (1, 16, 16), (2, 4, 8)])
-def test_padded_mlp_computes_the_same(num_ranks: int, block: int, expected: int) -> None:
-    kept, x = widths(1, intermediate_size=5), torch.randn(7, HIDDEN_SIZE)
-    gate, bias, down = torch.randn(5, HIDDEN_SIZE), torch.randn(5), torch.randn(HIDDEN_SIZE, 5)
-    gate_padded = pad(f"{LAYER}.mlp.gate_proj.weight", gate, model(kept), num_ranks, block)
-    bias_padded = pad(f"{LAYER}.mlp.gate_proj.bias", bias, model(kept), num_ranks, block)
-    down_padded = pad(f"{LAYER}.mlp.down_proj.weight", down, model(kept), num_ranks, block)
-    assert gate_padded.shape == (expected, HIDDEN_SIZE)
-    gates = torch.cat([gate, 2 * gate])
-    fused = pad(f"{LAYER}.mlp.gate_up_proj.weight", gates, model(kept, FUSED), num_ranks, block)
-    assert torch.equal(fused, torch.cat([gate_padded, 2 * gate_padded]))
-    padded = (x @ gate_padded.T + bias_padded) @ down_padded.T
-    torch.testing.assert_close(padded, (x @ gate.T + bias) @ down.T)
-
-
-def test_tensors_that_pruning_leaves_alone_pass_through() -> None:
-    kept, norm, bias = model(widths(3, 1)), torch.randn(HEAD_DIM), torch.randn(HIDDEN_SIZE)
-    assert pad(f"{LAYER}.self_attn.q_norm.weight", norm, kept, 2) is norm
-    assert pad(f"{LAYER}.self_attn.o_proj.bias", bias, kept, 2) is bias  # of the hidden state
-    gate, q = torch.randn(17, HIDDEN_SIZE), torch.randn(4 * HEAD_DIM, HIDDEN_SIZE)
-    assert pad(f"{LAYER}.mlp.gate_proj.weight", gate, kept, 1) is gate
-    assert pad(f"{LAYER}.self_attn.q_proj.weight", q, kept, 1, 64) is q  # uneven heads, evened out around the kernel
-    assert pad("model.embed_tokens.weight", gate, kept, 2) is gate
-
-
-@pytest.mark.parametrize(
-    ("channels", "num_ranks", "block", "expected"),
-    [
-        (17, 1, 1, 17),
-        (17, 1, 8, 24),
-        (24, 1, 8, 24),
-        (17, 2, 8, 32),
-        (0, 2, 64, 0),
-        (1, 1, 64, 64),
-    ],
-)
-def test_every_rank_has_whole_blocks_of_channels(channels: int, num_ranks: int, block: int, expected: int) -> None:
-    assert fit(widths(1, intermediate_size=channels), num_ranks, block).intermediate_size == expected
 
 
 def test_which_block_channels_are_filled_up_to() -> None:

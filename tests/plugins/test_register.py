@@ -82,20 +82,3 @@ def test_where_the_plugin_is_broken_stock_models_are_served_as_ever(run_in_vllm:
     for warning, cause in zip(found["warnings"], ("_FLOAT16_NOT_SUPPORTED_MODELS", "ddp_plugins.limits"), strict=True):
         assert warning.startswith("ddp-vllm could not register its models") and cause in warning
         assert "\n" not in warning
-
-
-NEWER = """
-import logging
-import vllm.version
-vllm.version.__version__, vllm.version.__version_tuple__ = "0.99.1", (0, 99, 1)
-from ddp_plugins import limits
-limits.logger.addFilter(lambda record: print("WARNED", record.getMessage()))
-limits.warn_of_new_vllm()
-limits.warn_of_new_vllm()
-"""
-
-
-def test_a_newer_vllm_is_warned_of_once_and_the_tested_one_is_not(run_in_vllm: Run) -> None:
-    (warned,) = (line for line in run_in_vllm(NEWER).splitlines() if line.startswith("WARNED"))
-    assert warned.startswith("WARNED vLLM 0.99.1 is newer than 0.32, the last version that ddp-vllm")
-    assert "WARNED" not in run_in_vllm(NEWER.replace("0.99.1", "0.32.9").replace("0, 99, 1", "0, 32, 9"))

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from serving import Serve, assert_same, job
 from test_dense import CHECKPOINTS
 from tiny_experts import make_expert_checkpoint, make_fewer_experts
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, add_remote_code, edit_weights, make_checkpoint
-from transformers import AutoModel, AutoModelForCausalLM
 
 pytestmark = pytest.mark.vllm
 
@@ -72,14 +70,3 @@ def test_two_tensor_parallel_ranks(served: dict[str, Any], models: dict[str, Any
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_stock_vllm_cannot_serve_is_refused_with_the_reason(name: str, served: dict[str, Any]) -> None:
     assert re.search(REFUSED[name], served[name]["error"]), served[name]
-
-
-def test_the_decoder_alone_loads_in_transformers(models: dict[str, Any]) -> None:
-    """Its last hidden states are those of the whole model; nothing of the config says that layers differ."""
-    folder, tokens = models["ragged"][0], torch.tensor(PROMPTS[1:2])
-    settings = {"trust_remote_code": True, "dtype": torch.float32}
-    decoder, model = (kind.from_pretrained(folder, **settings).eval() for kind in (AutoModel, AutoModelForCausalLM))
-    assert type(decoder).__name__ == "DDPLlamaModel"
-    expected = model(tokens, output_hidden_states=True).hidden_states[-1]
-    torch.testing.assert_close(decoder(tokens).last_hidden_state, expected)
-    assert model.config.num_attention_heads == 12 and "per_layer_config" not in model.config.to_dict()

