@@ -1,6 +1,5 @@
 """Trains one size: the dense model and text in, its gates, their evaluation and the updated weights out."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -24,7 +23,7 @@ from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
 from ddp_prune.gates import GatedModel
 from ddp_prune.masks_file import provenance_of
-from ddp_prune.rate import TRIAL_STEPS, divergence, find_rate
+from ddp_prune.rate import run_trials
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import MODES, Mode, Run
 from ddp_prune.trainer import Learned, Trainer
@@ -240,31 +239,18 @@ class Joint(NamedTuple):
 
 def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the highest rate of the weights, as asked or found by trials, in the form of `Learned.rate`."""
-    gated, batches, run = trainer.gated, trainer.batches, trainer.run
-    if rate := run.recipe.learning_rate:
-        return {"highest": rate}
-    if joint.heldout is None or joint.teacher is None:
-        return {"highest": highest_rate("full", gated.sizes.hidden_size)}
-    weights, teacher, heldout = joint.weights, joint.teacher, joint.heldout
-
-    def trial(rate: float) -> float:
-        recipe = dataclasses.replace(run.recipe, steps=TRIAL_STEPS, masks_every=0)
-        short = Run.alone(recipe, train=run.train, optimizer=run.optimizer)
-        tried = Trainer(gated, batches, short, trainer.pools, trainer.accelerator)
-        tried.train_weights(weights, teacher, lambda: {"highest": rate})
-        try:
-            for step in range(TRIAL_STEPS):
-                tried.step(step)
-            gates = {kind: each.to(trainer.accelerator.device) for kind, each in tried.learned().gates.items()}
-            return divergence(gated, gates, teacher, heldout, trainer.accelerator)
-        except TrainingError:  # the loss is not a number
-            return math.inf
-        finally:
-            weights.reset(teacher)
-
-    found = find_rate(trial)
+    recipe, model = trainer.run.recipe, trainer.gated.model
+    if recipe.learning_rate:
+        return {"highest": recipe.learning_rate}
+    if joint.heldout is None or trainer.teacher is None:
+        return {"highest": highest_rate("full", trainer.gated.sizes.hidden_size)}
+    found = run_trials(model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation)
     say(str(found))
-    return {"highest": found.rate, "trials": {f"{rate:g}": kl for rate, kl in found.divergences.items()}}
+    return {
+        "highest": found.rate,
+        "dense": found.dense,
+        "trials": {f"{rate:g}": loss for rate, loss in found.losses.items()},
+    }
 
 
 def _phase(run: Run, wanted: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
