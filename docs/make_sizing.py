@@ -12,7 +12,8 @@ from ddp_prune.run import MODES, Mode
 from ddp_prune.sizing import CARDS, UTILIZATION, active_parameters, step_bytes, training_hours
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    "model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN: dict[str, Any] = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False, "num_attention_heads": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,9 +56,9 @@ Peak memory per GPU and hours for the default run: 1,000 steps of 16 × 2,048 to
 `ddp-vllm prune MODEL --sparsity 0.2 --dry-run --on 2xh100-80gb -o out` prints the same for any model.
 
 Memory was found by running the training step at its real size on tensors without data, with checkpointed layers and
-8,192 tokens per pass; with ¹, 2,048 tokens, because more do not fit. Several GPUs share the weights (`--shard`). Hours
-are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak. No run on a GPU has checked them yet. "–" does
-not fit.
+8,192 tokens per pass; with ¹, 2,048 tokens, because more do not fit. "–" does not fit. Several GPUs share the weights
+(`--shard`). Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak. No run on a GPU has checked
+either yet.
 """
 
 
