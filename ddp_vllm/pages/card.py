@@ -3,10 +3,12 @@
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.pages.page import Page, to_markdown
 from ddp_vllm.pages.summary import dense_name, has_experts, lead, sections
@@ -76,6 +78,13 @@ def model_card(
         statements=to_markdown(page),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def write_card(folder: Path, output: Path) -> Checkpoint:
+    """Check a folder that will become `output`, write its model card, and return it as the checkpoint at `output`."""
+    checkpoint = read_checkpoint(folder)
+    (folder / "README.md").write_text(model_card(checkpoint, output.name), encoding="utf-8")
+    return replace(checkpoint, folder=output)
 
 
 def _install() -> str:
