@@ -41,6 +41,7 @@ LIGHT = {  # code -> the libraries that it must not load
     "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)": HEAVY,
     "import ddp_vllm; ddp_vllm.prune": (*HEAVY, "click"),
     "import ddp_benchmarks.cli": HEAVY,
+    "import ddp_vllm.convert.verb": ("torch", "vllm", "transformers", "matplotlib", "rich"),
     "import ddp_plugins.register": ("torch", "vllm", "transformers"),
     "import ddp_vllm.remote_code.widths": ("torch",),
 }
@@ -100,7 +101,7 @@ def test_an_arrow_is_seen(arrow: str, tmp_path: Path) -> None:
 
 def test_the_files_of_the_ground_floor_import_none_of_its_rooms() -> None:
     """What presents a checkpoint, or carries it elsewhere, builds on what a checkpoint is, and never the reverse."""
-    rooms = tuple(f"ddp_vllm.{room}" for room in ("pages", "gguf", "hub"))
+    rooms = tuple(f"ddp_vllm.{room}" for room in ("pages", "gguf", "hub", "convert"))
     for file in set(ROOMS["ddp_vllm"].glob("*.py")) - {TABLE}:
         assert not [module for _, module in _imports(file) if module.startswith(rooms)], file
 

@@ -17,9 +17,7 @@ from ddp_vllm.remote_code.tensors import dense_type
 
 TEXT = """# {name}
 
-{dense} with structure removed by ddp-vllm: {units} whose learned
-masks closed (Deterministic Differentiable Pruning, arXiv:2603.08065) are gone, and the scales of the kept units are
-folded into the weights.
+{made}
 
 ## Load it
 
@@ -29,6 +27,11 @@ folded into the weights.
 
 {statements}"""
 
+LEARNED = """{dense} with structure removed by ddp-vllm: {units} whose learned
+masks closed (Deterministic Differentiable Pruning, arXiv:2603.08065) are gone, and the scales of the kept units are
+folded into the weights."""
+CONVERTED = """{dense} with structure removed by another tool. ddp-vllm converted the folder {source} and changed no
+tensor."""
 ORDINARY = """This is a stock checkpoint with fewer experts. Whatever runs the dense model runs it, without ddp-vllm:
 
 ```bash
@@ -72,12 +75,18 @@ def model_card(
     page = Page(title=name, lead=[*lead(checkpoint)], sections=[*sections(checkpoint)], footer=[])
     text = TEXT.format(
         name=name,
-        dense=bare_name(dense),
-        units=_removed_units(checkpoint),
+        made=_made(checkpoint, bare_name(dense)),
         loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}", install=_install()),
         statements=to_markdown(page),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _made(checkpoint: Checkpoint, dense: str) -> str:
+    """Return how the model was made."""
+    if converted := checkpoint.provenance.get("converted"):
+        return CONVERTED.format(dense=dense, source=converted["from"])
+    return LEARNED.format(dense=dense, units=_removed_units(checkpoint))
 
 
 def write_card(folder: Path, output: Path) -> Checkpoint:

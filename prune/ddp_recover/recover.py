@@ -309,7 +309,8 @@ def _write(
     """
     source = checkpoint.folder
     tensors = ((name, transform(name, tensor).to(tensor.dtype)) for name, tensor in stored_tensors(source))
-    gates, scores = read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)
+    has_masks = "converted" not in provenance  # of a model that another tool pruned only the widths are known
+    gates, scores = (read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
     with atomic_folder(run.output, overwrite=overwrite) as folder:
