@@ -30,6 +30,7 @@ from ddp_vllm.remote_code.widths import (
 from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
 
 FORMATS = ("per_layer_config", "block_configs")
+SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
 _OTHERS = (
     *("base_architecture", "anymodel_arch_info", "architectures", "auto_map"),
     *("allow_global_per_layer_attribute_access", "serialize_explicit_per_layer_config"),
@@ -37,11 +38,12 @@ _OTHERS = (
 _LLAMA = ("nemotron-nas",)  # model types whose layers are Llama's
 HEADS, KV_HEADS, WIDTH = "num_attention_heads", "num_key_value_heads", "intermediate_size"
 _SIZE, _FLAG = (None, Number(0, 10_000_000, whole=True)), (None, bool)
-_LAYER = {f"{HEADS}?": _SIZE, f"{KV_HEADS}?": _SIZE, f"{WIDTH}?": _SIZE, "moe_intermediate_size?": _SIZE}
+_LAYER = {f"{HEADS}?": _SIZE, f"{KV_HEADS}?": _SIZE, f"{WIDTH}?": _SIZE, "moe_intermediate_size?": _SIZE,
+          "skip?": [NAME, 10]}  # fmt: skip
 _PART = {"no_op?": _FLAG, "kind?": NAME, "n_heads_in_group?": _SIZE, "ffn_mult?": (None, Number(0, 1000)),
          "sliding_window_size?": (None, NAME, Number(1, 1e12, whole=True)), "moe?": (None, {})}  # fmt: skip
 _FORM = {
-    "per_layer_config?": (None, {str: {**_LAYER, "skip?": [NAME, 10]}}),
+    "per_layer_config?": (None, {str: {}}),
     "block_configs?": (None, [{"attention?": (None, _PART), "ffn?": (None, _PART), "parallel_blocks?": ANY,
                                "subblock_configs?": (None, [_PART, 10])}, 10_000]),
 }  # fmt: skip
@@ -74,10 +76,7 @@ def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[LayerWidths] | None:
     """Return the widths that config.json states for each layer; None if it states none. Raises: ModelError."""
-    try:
-        check(config, _FORM, "config.json")
-    except SchemaError as error:
-        raise ModelError(f"{error}; write the checkpoint again with the tool that made it") from error
+    _check(config, _FORM, "config.json")
     number = dense["num_hidden_layers"]
     if layers := config.get("per_layer_config"):
         if wrong := [name for name in layers if not (name.isdecimal() and len(name) < 6 and int(name) < number)]:
@@ -90,6 +89,14 @@ def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[L
     else:
         return None
     return [_widths(index, fields.get(index, {}), dense) for index in range(number)]
+
+
+def _check(value: Any, form: Mapping[str, Any], place: str) -> None:
+    """Refuse values that no tool writes. Raises: ModelError."""
+    try:
+        check(value, form, place)
+    except SchemaError as error:
+        raise ModelError(f"{error}; write the checkpoint again with the tool that made it") from error
 
 
 def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -124,6 +131,7 @@ def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> d
 
 def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any]) -> LayerWidths:
     """Return the widths of a layer from its own fields of config.json. Raises: ModelError."""
+    _check(fields, _LAYER, f"config.json: layer {index}")
     routed = is_routed(dense, index)
     skipped = {_SKIPPED.get(name, name) for name in fields.get("skip", ())}
     varying = {HEADS, KV_HEADS, WIDTH, *(("moe_intermediate_size",) if routed else ()), "skip"}

@@ -8,7 +8,6 @@ on none, so the others get zeros.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from ddp_vllm.convert.formats import groups
@@ -160,21 +159,17 @@ def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     return found
 
 
-def zeros(widths: ModelWidths, shapes: Shapes, number: int) -> Iterator[tuple[str, str]]:
+def zeros(widths: ModelWidths, shapes: Shapes) -> Iterator[tuple[str, str]]:
     """Yield each bias of zeros to add, with the weight whose rows and dtype it has.
 
     A block gets them only if the folder has some bias of such blocks.
     """
-    layers = Layer.all_of(shapes, number)
-    on_disk = {module.partition(".")[0] for layer in layers for module in layer.biases}
+    layers = Layer.all_of(shapes, len(widths.layers))
+    parts = {module.partition(".")[0] for layer in layers for module in layer.biases}
+    modules = [module for module in widths.biased if module.partition(".")[0] in parts]
     for layer in layers:
-        for module in widths.biased:
-            if (
-                module.partition(".")[0] in on_disk
-                and module not in layer.biases
-                and prod(layer.weights.get(module, [0]))
-            ):
-                yield f"{LAYERS}.{layer.index}.{module}.bias", f"{LAYERS}.{layer.index}.{module}.weight"
+        for module in (module for module in modules if module in layer.weights and module not in layer.biases):
+            yield f"{LAYERS}.{layer.index}.{module}.bias", f"{LAYERS}.{layer.index}.{module}.weight"
 
 
 def leftovers(widths: ModelWidths, shapes: Shapes) -> set[str]:
@@ -182,25 +177,16 @@ def leftovers(widths: ModelWidths, shapes: Shapes) -> set[str]:
 
     Raises: ModelError for a bias that a removed block would still add.
     """
-    left_out = {name for name, shape in shapes.items() if not prod(shape)}
+    left_out = {name for name, shape in shapes.items() if 0 in shape}
     for layer, kept in zip(Layer.all_of(shapes, len(widths.layers)), widths.layers, strict=True):
-        routed = kept.expert_intermediate_sizes is not None
-        removed = [("attn", kept.num_kv_heads), ("mlp", kept.intermediate_size or routed)]
-        for block in (block for block, count in removed if not count and not widths.table.has_experts):
-            of_block = (*widths.table.norms[block], _PARTS[block])
-            for module in (
-                module
-                for module in layer.weights
-                if module.startswith(tuple(f"{each}." for each in of_block)) or module in of_block
-            ):
-                left_out.add(f"{LAYERS}.{layer.index}.{module}.weight")
-            if biases := [
-                module
-                for module in layer.biases
-                if module.startswith(f"{_PARTS[block]}.") and prod(layer.biases[module])
-            ]:
+        counts = {"attn": kept.num_kv_heads, "mlp": kept.intermediate_size}
+        for block in (block for block in widths.table.norms if not counts[block]):
+            modules = (*widths.table.norms[block], f"{_PARTS[block]}.")
+            found = [module for module in layer.weights if module.startswith(modules)]
+            left_out |= {f"{LAYERS}.{layer.index}.{module}.weight" for module in found}
+            if biases := [each for each, shape in layer.biases.items() if each.startswith(modules) and 0 not in shape]:
                 raise ModelError(
-                    f"layer {layer.index} has {min(biases)}.bias, but no other unit of that block: a constant that no "
+                    f"layer {layer.index} has {min(biases)}.bias, but no unit of that block: a constant that no "
                     "supported class adds; keep one head or channel there"
                 )
     return left_out

@@ -16,7 +16,7 @@ import click
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.cli import echo
-from ddp_vllm.convert.formats import FORMATS, dense_config, enclosing, grown, stated_layers
+from ddp_vllm.convert.formats import FORMATS, SUBBLOCKS, dense_config, enclosing, grown, stated_layers
 from ddp_vllm.convert.shapes import AGAIN, leftovers, read_layers, with_biases, zeros
 from ddp_vllm.errors import ModelError, OutputError, line_printer
 from ddp_vllm.families import dense_layers, pruned_config
@@ -37,7 +37,6 @@ from ddp_vllm.remote_code.files import (
 )
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths
 
-SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 PIECE = 1 << 24  # bytes copied at once
 SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
@@ -137,7 +136,7 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
         raise ModelError("no layer is narrower than another or than config.json says, so vLLM serves it as it is")
     pruned = pruned_config(with_biases(whole, shapes), layers)
     widths = ModelWidths.of(pruned)
-    left_out, added = leftovers(widths, shapes), dict(zeros(widths, shapes, len(layers)))
+    left_out, added = leftovers(widths, shapes), dict(zeros(widths, shapes))
     kept = {name: each for name, each in stored.items() if name not in left_out}
     added = {bias: weight for bias, weight in added.items() if weight in kept}
     widths.check_complete([*widths.checked((name, each.shape, each.dtype) for name, each in kept.items()), *added])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 
 from ddp_plugins.limits import warn_of_new_vllm
+from ddp_vllm.convert.formats import SUBBLOCKS
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import is_mask
 from ddp_vllm.remote_code.widths import ModelWidths
@@ -30,6 +32,8 @@ class CheckedLoading:
         warn_of_new_vllm()
         unknown = [name for name in projections if widths.expected(f"{name}.weight") is None]
         assert not unknown, f"{unknown[0]} is not in the family's table in tensors.py: neither checked nor padded"
+        if (Path(vllm_config.model_config.model) / SUBBLOCKS).is_dir():  # of a folder that is served as it is
+            self.allow_patterns_overrides = [f"{SUBBLOCKS}/*.safetensors"]
         self.widths = replace(widths, is_quantized=widths.is_quantized or vllm_config.quant_config is not None)
         self.is_loaded = vllm_config.load_config.load_format == "dummy"  # reads nothing at the start
 

@@ -189,6 +189,16 @@ def anymodel(folder: Path) -> Any:
     return model
 
 
+def pruned(folder: Path, **sizes: Any) -> None:
+    """Save a Llama of which one layer has lost 24 of 64 channels, with the config of the dense model."""
+    model = llama(**sizes)
+    mlp = model.model.layers[1].mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight[:40].detach())
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight[:, :40].detach().contiguous())
+    model.save_pretrained(folder)
+
+
 FOLDERS: dict[str, Callable[[Path], Any]] = {
     "Torch-Pruning": torch_pruning,
     "FLAP": of_flap,
