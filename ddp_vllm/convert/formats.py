@@ -30,6 +30,7 @@ from ddp_vllm.remote_code.widths import (
 from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
 
 FORMATS = ("per_layer_config", "block_configs")
+IN_PLACE = "ddp_opened_in_place"  # in the config that vLLM gets: the folder may have tensors that are left out
 SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
 _OTHERS = (
     *("base_architecture", "anymodel_arch_info", "architectures", "auto_map"),
@@ -204,4 +205,4 @@ def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
     dense = dense_config(config)
     layers = stated_layers(config, dense) or []
     whole = enclosing(dense, layers)
-    return None if layers == dense_layers(whole) else pruned_config(whole, layers)
+    return None if layers == dense_layers(whole) else pruned_config(whole, layers) | {IN_PLACE: True}

@@ -172,21 +172,21 @@ def zeros(widths: ModelWidths, shapes: Shapes) -> Iterator[tuple[str, str]]:
             yield f"{LAYERS}.{layer.index}.{module}.bias", f"{LAYERS}.{layer.index}.{module}.weight"
 
 
-def leftovers(widths: ModelWidths, shapes: Shapes) -> set[str]:
-    """Return tensors of removed blocks, such as their norms and matrices of length 0, which are left out.
+def is_leftover(widths: ModelWidths, name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of length 0.
 
     Raises: ModelError for a bias that a removed block would still add.
     """
-    left_out = {name for name, shape in shapes.items() if 0 in shape}
-    for layer, kept in zip(Layer.all_of(shapes, len(widths.layers)), widths.layers, strict=True):
-        counts = {"attn": kept.num_kv_heads, "mlp": kept.intermediate_size}
-        for block in (block for block in widths.table.norms if not counts[block]):
-            modules = (*widths.table.norms[block], f"{_PARTS[block]}.")
-            found = [module for module in layer.weights if module.startswith(modules)]
-            left_out |= {f"{LAYERS}.{layer.index}.{module}.weight" for module in found}
-            if biases := [each for each, shape in layer.biases.items() if each.startswith(modules) and 0 not in shape]:
-                raise ModelError(
-                    f"layer {layer.index} has {min(biases)}.bias, but no unit of that block: a constant that no "
-                    "supported class adds; keep one head or channel there"
-                )
-    return left_out
+    match = _TENSOR.fullmatch(name)
+    layer = widths.layers[int(match[1])] if match and int(match[1]) < len(widths.layers) else None
+    if match is None or layer is None:
+        return False
+    counts = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
+    parts = [(*norms, f"{_PARTS[block]}.") for block, norms in widths.table.norms.items() if not counts[block]]
+    of_block = any(match[2].startswith(part) for part in parts)
+    if of_block and match[3] == "bias" and 0 not in shape:
+        raise ModelError(
+            f"layer {match[1]} has {match[2]}.bias, but no unit of that block: a constant that no supported class "
+            "adds; keep one head or channel there"
+        )
+    return of_block or 0 in shape

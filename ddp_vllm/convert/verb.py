@@ -17,7 +17,7 @@ from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
 from ddp_vllm.cli import echo
 from ddp_vllm.convert.formats import FORMATS, SUBBLOCKS, dense_config, enclosing, grown, stated_layers
-from ddp_vllm.convert.shapes import AGAIN, leftovers, read_layers, with_biases, zeros
+from ddp_vllm.convert.shapes import AGAIN, is_leftover, read_layers, with_biases, zeros
 from ddp_vllm.errors import ModelError, OutputError, line_printer
 from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.masks import MASKS_FILE, masks_metadata
@@ -136,9 +136,8 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
         raise ModelError("no layer is narrower than another or than config.json says, so vLLM serves it as it is")
     pruned = pruned_config(with_biases(whole, shapes), layers)
     widths = ModelWidths.of(pruned)
-    left_out, added = leftovers(widths, shapes), dict(zeros(widths, shapes))
-    kept = {name: each for name, each in stored.items() if name not in left_out}
-    added = {bias: weight for bias, weight in added.items() if weight in kept}
+    kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
+    added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
     widths.check_complete([*widths.checked((name, each.shape, each.dtype) for name, each in kept.items()), *added])
     form = next((key for key in FORMATS if config.get(key)), "tensors")
     provenance: dict[str, Any] = {"converted": {"from": folder.resolve().name, "format": form}}

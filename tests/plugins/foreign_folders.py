@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.15,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+WEIGHTS = "model.safetensors"
 BLOCKS = [  # query heads, KV heads, channels; 0: the block is gone. Puzzletron keeps query heads and merges KV heads
     (12, 4, 40), (12, 2, 64), (0, 0, 33), (12, 4, 0)
 ]  # fmt: skip
@@ -168,12 +169,12 @@ def nemotron_nas(folder: Path) -> Any:
         folder, model_type="nemotron-nas", architectures=["DeciLMForCausalLM"], block_configs=blocks,
         num_key_value_heads=None, intermediate_size=None, auto_map={"AutoConfig": "configuration_decilm.DeciLMConfig"},
     )  # fmt: skip
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / WEIGHTS)
     return model
 
 
 def anymodel(folder: Path) -> Any:
-    """Save BLOCKS as AnyModel reads them: the layers that differ in `per_layer_config`."""
+    """Save BLOCKS as AnyModel reads them: the layers that differ in `per_layer_config`; norms of all blocks remain."""
     layers: dict[str, dict[str, Any]] = {}
     for index, (_, kv_heads, width) in enumerate(BLOCKS):
         own = {"num_key_value_heads": kv_heads, "intermediate_size": width}
@@ -185,7 +186,8 @@ def anymodel(folder: Path) -> Any:
         folder, architectures=["AnyModel"], base_architecture="LlamaForCausalLM",
         per_layer_config={index: own for index, own in layers.items() if own},
     )  # fmt: skip
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    norms = {name: torch.ones(48) for name in LlamaForCausalLM(LlamaConfig(**SIZES)).state_dict() if "norm" in name}
+    save_file({**norms, **{name: each.contiguous() for name, each in model.state_dict().items()}}, folder / WEIGHTS)
     return model
 
 

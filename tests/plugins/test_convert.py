@@ -96,8 +96,9 @@ def test_tensors_are_copied_and_other_verbs_read_the_folder(tool: str, converted
         {name: tensor for file in sorted(each.rglob("*.safetensors")) for name, tensor in load_file(file).items()}
         for each in (source, folder)
     )
-    assert before.keys() - after.keys() == set()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    left_out = {"model.layers.2.input_layernorm.weight", "model.layers.3.post_attention_layernorm.weight"}
+    assert before.keys() - after.keys() == (left_out if tool == "AnyModel" else set())
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() & after.keys())
     added = after.keys() - before.keys()
     assert {name.rpartition(".")[2] for name in added} == ({"bias"} if tool == "FLAP" else set())
     assert not any(after[name].any() for name in added)
