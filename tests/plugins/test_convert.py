@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from foreign_folders import FOLDERS, llama, pruned
+from foreign_folders import BLOCKS, FOLDERS, llama, pruned
 from safetensors.torch import load_file, save_file
 from serving import Serve, assert_same, job
 from test_gguf import furthest, save_tokenizer
@@ -19,6 +19,7 @@ from test_gguf import serve as llama_cpp
 from tiny_experts import FAMILIES, make_expert_checkpoint
 from tiny_models import PROMPTS, edit_config, edit_weights, generate, load_model
 from tokenizers import pre_tokenizers
+from transformers import LlamaConfig
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -111,6 +112,20 @@ def test_tensors_are_copied_and_other_verbs_read_the_folder(tool: str, converted
     assert "masks" not in Path(passed("report", folder, "-o", tmp_path).split()[-1]).read_text()
     result = run("apply", source, "--masks", folder / "ddp_masks.safetensors", "-o", tmp_path / "applied")
     assert result.exit_code in (3, 7) and result.stderr.count("\n") == 1
+
+
+def test_transformers_own_parser_reads_the_widths(converted: Any) -> None:
+    """Our folders state them in its format too, for a transformers and a vLLM that build such layers themselves."""
+    folder = converted("AnyModel")[1]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["base_architecture"] == "LlamaForCausalLM"
+    stock = LlamaConfig.from_dict({**config, "model_type": "llama"})
+    for (heads, kv_heads, width), layer in zip(BLOCKS, stock.per_layer_config, strict=True):
+        assert layer.skip == [*["attention"] * (not heads), *["mlp"] * (not width)]
+        assert not heads or (layer.num_attention_heads, layer.num_key_value_heads) == (heads, kv_heads)
+        assert not width or layer.intermediate_size == width
+    own = load_model(folder).config
+    assert own.intermediate_size == 64 and own.per_layer_config[1].num_key_value_heads == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
