@@ -30,8 +30,9 @@ TEXT = """# {name}
 LEARNED = """{dense} with structure removed by ddp-vllm: {units} whose learned
 masks closed (Deterministic Differentiable Pruning, arXiv:2603.08065) are gone, and the scales of the kept units are
 folded into the weights."""
-CONVERTED = """{dense} with structure removed by another tool. ddp-vllm converted the folder {source} and changed no
-tensor."""
+CONVERTED = (
+    "Another tool removed structure from {dense}. ddp-vllm converted the folder {source}, whose tensors it copied."
+)
 ORDINARY = """This is a stock checkpoint with fewer experts. Whatever runs the dense model runs it, without ddp-vllm:
 
 ```bash

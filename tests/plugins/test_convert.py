@@ -16,13 +16,15 @@ from safetensors.torch import load_file, save_file
 from serving import Serve, assert_same, job
 from test_gguf import furthest, save_tokenizer
 from test_gguf import serve as llama_cpp
-from tiny_experts import FAMILIES, make_expert_checkpoint
+from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint
 from tiny_models import PROMPTS, edit_config, edit_weights, generate, load_model
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
+from ddp_vllm.convert.formats import opened_in_place
+from ddp_vllm.errors import ModelError
 
 
 def run(*words: str | Path) -> Result:
@@ -106,7 +108,7 @@ def test_tensors_are_copied_and_other_verbs_read_the_folder(tool: str, converted
     assert f"those of {tool}, which another tool pruned" in passed("inspect", folder)
     assert json.loads(passed("inspect", folder, "--json"))["recipe"] is None
     card = (folder / "README.md").read_text()
-    assert f"converted the folder {tool} and changed no" in card and "masks" not in card.partition("## Load")[0]
+    assert f"converted the folder {tool}," in card and "masks" not in card.partition("## Load")[0]
     passed("verify", folder)
     passed("push", folder, "me/x", "--dry-run")
     assert "masks" not in Path(passed("report", folder, "-o", tmp_path).split()[-1]).read_text()
@@ -137,6 +139,33 @@ def test_experts_of_different_widths(family: str, tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": family}))
     passed("convert", tmp_path / "model", "-o", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["ddp_layers"] == layers
+
+
+def test_typed_blocks_of_a_mixture_of_experts() -> None:
+    """As newer Puzzletrons write them; expert widths by layer, a window in one layer as the model has it."""
+    attention = {"kind": "attention", "num_query_heads": 2, "num_kv_heads": 1, "sliding_window_size": "full"}
+    moe = {"kind": "moe", "num_experts": 8, "top_k": 3, "expert_intermediate_size": 40}
+    ffn = {"kind": "ffn", "intermediate_size": 96, "hidden_act": "silu"}
+    blocks = [{"subblock_configs": [attention, part]} for part in (moe, ffn, {**moe, "expert_intermediate_size": 64})]
+    config = {"model_type": "qwen3_moe", "hidden_act": "silu", **SIZES, **FAMILIES["qwen3_moe"]}
+    opened = opened_in_place({**config, "architectures": ["AnyModel"], "block_configs": blocks})
+    assert opened and opened["architectures"] == ["DDPQwen3MoeForCausalLM"]
+    assert [layer.get("expert_intermediate_sizes") for layer in opened["ddp_layers"]] == [[40] * 8, None, [64] * 8]
+    with pytest.raises(ModelError, match="layer 0 has 'num_experts' of its own"):
+        moe["num_experts"] = 6
+        opened_in_place({**config, "block_configs": blocks})
+    assert opened_in_place(config) is None
+
+
+def test_a_converted_model_recovers(converted: Any, tmp_path: Path) -> None:
+    """Although there are no masks to carry on; afterwards it still says where it is from."""
+    llama(num_key_value_heads=12).save_pretrained(tmp_path / "dense")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"the fox {n} jumps"}) + "\n" for n in range(400)))
+    passed("convert", converted("FLAP")[0], "-o", tmp_path / "out", "--dense", tmp_path / "dense")
+    words = ("--tokens", "256", "--seq-len", "16", "--batch-size", "2", "--data", tmp_path / "text.jsonl")
+    passed("recover", tmp_path / "out", "-o", tmp_path / "recovered", *words)
+    assert read_checkpoint(tmp_path / "recovered").provenance["converted"]["from"] == "FLAP"
+    assert "those of FLAP, which another tool pruned; then all" in passed("inspect", tmp_path / "recovered")
 
 
 def test_the_dense_model_gives_the_sizes_before_pruning(converted: Any, tmp_path: Path) -> None:
