@@ -132,9 +132,10 @@ def plan_of(folder: Path, dense_model: str | None) -> Plan:
     sized, layers = read_layers(dense, shapes)
     _check_stated(stated_layers(config, own), layers)
     whole = enclosing(sized, layers)
-    if layers == dense_layers(whole):
+    biased = with_biases(whole, shapes)
+    if layers == dense_layers(dense) and biased == whole:
         raise ModelError("no layer is narrower than another or than config.json says, so vLLM serves it as it is")
-    pruned = pruned_config(with_biases(whole, shapes), layers)
+    pruned = pruned_config(biased, layers)
     widths = ModelWidths.of(pruned)
     kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
     added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}

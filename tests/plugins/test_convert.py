@@ -307,3 +307,11 @@ def test_routers_of_different_sizes_are_refused(tmp_path: Path) -> None:
     edit_weights(tmp_path / "model", lambda found: cut("model.layers.1.block_sparse_moe.gate.weight", 6)(found))
     result = run("convert", tmp_path / "model", "-o", tmp_path / "out")
     assert result.exit_code == 3 and "routers of 6 and 8 experts" in result.stderr, result.stderr
+
+
+def test_biases_alone_are_a_reason_to_convert(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    name = "model.layers.1.mlp.down_proj.bias"
+    edit_weights(tmp_path / "model", lambda found: found.update({name: torch.ones(48)}))
+    assert "11 biases of zeros" in passed("convert", tmp_path / "model", "-o", tmp_path / "out")
+    assert read_checkpoint(tmp_path / "out").config["mlp_bias"]
