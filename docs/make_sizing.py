@@ -57,8 +57,8 @@ Peak memory per GPU and hours for the default run: 1,000 steps of 16 × 2,048 to
 
 Memory was found by running the training step at its real size on tensors without data, with checkpointed layers and
 8,192 tokens per pass; with ¹, 2,048 tokens, because more do not fit. "–" does not fit. Several GPUs share the weights
-(`--shard`). Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak. No run on a GPU has checked
-either yet.
+(`--shard`). Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak. No run on a GPU has
+checked either yet.
 """
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ddp_models.evaluation import Evaluation, bos_warning
 from ddp_models.loading import load, load_teacher
-from ddp_models.source import Source, tokenizer_and_config_files, weight_files
+from ddp_models.source import Source, weight_files
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
@@ -37,6 +37,7 @@ from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import RunState, saved_header
 from ddp_training.weights import TrainedWeights, highest_rate
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
+from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.provenance import published_recipe
 
