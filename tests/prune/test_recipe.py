@@ -106,7 +106,7 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
         (f"steps = {'9' * 5000}\n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
         ('model = "m"\n', ["sparsity is missing", "--target-params"]),
-        ("learning_rate = 0.1\n", ["'learning_rate'", "unknown"]),  # it stands in [alm]
+        ("mu_end = 0.1\n", ["'mu_end'", "unknown"]),  # it stands in [alm]
         ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
         ('model = "m"\nsparsity = 0.2\nalm = 0.1\n', ["alm is 0.1", "a table, [alm]"]),
         ('model = "m"\nsparsity = 0.2\n[alm]\nwarmup = 0.1\n', ["[alm] of", 'r.toml is for controller = "alm"']),
