@@ -40,7 +40,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("tp", 0, "at least 1"),
     ("context_length", 0, "at least 1"),
     ("dtype", "int8", "auto, float32, bfloat16, float16"),
-    ("learning_rate", 0.0, "above 0"),
+    ("learning_rate", 0, "above 0"),
     ("learning_rate", float("nan"), "finite"),
     ("model", None, "must be a str"),
 ]
