@@ -40,8 +40,8 @@ FLAGS = {
     recovery.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
         "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--optimizer", "--output",
-        "--overwrite", "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
-        "--tokens", "--warmup", "--watch", "-o",
+        "--overwrite", "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher",
+        "--text-column", "--tokens", "--warmup", "--watch", "-o",
     ],
     study: [
         "--batch-size", "--data", "--detokenize", "--methods", "--output", "--polish", "--recipe", "--samples",
