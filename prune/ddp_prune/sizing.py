@@ -4,6 +4,7 @@ Memory is found by running the real step of the model at its real size on fake t
 This requires neither weights nor a GPU. Hours are an estimate: counted FLOPs at an assumed utilization.
 """
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from ddp_models.loading import shard_layers, share_frozen_weights
 from ddp_prune.gates import GatedModel
 from ddp_prune.run import MODES, Mode
 from ddp_training.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, OutputHead, distill, final_hidden
-from ddp_training.memory import checkpoint_layers, gigabytes
+from ddp_training.memory import FROZEN, SizedModel, checkpoint_layers, gigabytes, model_bytes, pass_bytes
 from ddp_training.weights import MOMENTS, TrainedWeights
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dimensions_of, family_of
@@ -107,13 +108,34 @@ def step_bytes(
 ) -> int:
     """Return the peak bytes per device of a training step in bfloat16 with checkpointed layers, on a GPU.
 
-    The step runs with few layers; the rest follows, because layers are equal. Several devices share the weights.
+    A dense model runs with few layers; the rest follows, because layers are equal. Several devices share the weights.
     """
     sizes = num_sequences, seq_len, num_devices
+    # on a GPU the head takes more tokens at a time, and holds logits and probabilities of both models, and a copy
+    head = 5 * (GPU_CHUNK_BYTES - CHUNK_BYTES)
+    if dimensions_of(config).num_experts:
+        return head + _estimate(config, mode, *sizes, distillation=distillation)
     few, more = (_simulate(config, number, mode, *sizes, distillation=distillation) for number in SMALL)
     layers = int(config["num_hidden_layers"])
-    # on a GPU the head takes more tokens at a time, and holds logits and probabilities of both models, and a copy
-    return few + (more - few) * (layers - SMALL[0]) // (SMALL[1] - SMALL[0]) + 5 * (GPU_CHUNK_BYTES - CHUNK_BYTES)
+    return head + few + (more - few) * (layers - SMALL[0]) // (SMALL[1] - SMALL[0])
+
+
+def _estimate(
+    config: Mapping[str, Any], mode: Mode, num_sequences: int, seq_len: int, num_devices: int, *, distillation: bool
+) -> int:
+    """Return by formula what a step of a mixture of experts takes; its routing depends on data, which is not there."""
+    with FakeTensorMode():
+        model = _build(config, int(config["num_hidden_layers"]))
+        model.requires_grad_(bool(mode.optimizer))
+        checkpoint_layers(model, True)
+        shapes = {name: list(each.shape) for name, each in model.named_parameters()}
+        teacher = bool(mode.optimizer) and distillation
+        whole = model_bytes(shapes, 2, mode.optimizer, teacher=teacher)
+        frozen = 2 * sum(math.prod(each) for name, each in shapes.items() if name.startswith(FROZEN))
+        layer = (whole - frozen) // int(config["num_hidden_layers"])
+        held = frozen + (whole - frozen) // num_devices + 2 * layer * (num_devices > 1)
+        sized = SimpleNamespace(model=model, sizes=dimensions_of(config))
+        return held + pass_bytes(cast(SizedModel, sized), num_sequences, seq_len)
 
 
 def _simulate(
