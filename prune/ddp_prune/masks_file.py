@@ -1,4 +1,4 @@
-"""The masks file, published or of a pruned folder: gates, the search results they were rounded from, and provenance."""
+"""The masks file, published alone or in a pruned folder: gates, the search results behind them, and provenance."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
 
 
 def read_scores(path: Path) -> dict[str, Masks]:
-    """Return z and saliency of each module type from a masks file; {} for masks without them."""
+    """Return z and saliency of each module type from a masks file; {} if the file has none."""
     scores: dict[str, Masks] = {}
     for key, values in read_masks_file(path)[0].items():
         kind, _, name = key.partition(".")

@@ -30,7 +30,7 @@ def prune(
 ) -> Checkpoint:
     """Find the units a model needs least, remove them and write the pruned checkpoint.
 
-    If the call is interrupted, the same call resumes where it stopped.
+    If the call is interrupted, the same call resumes it.
 
     model: a folder or a hub name. recipe: a TOML file with settings. overwrite: replace an existing pruned folder.
     tracker: also log to this tracker, such as `tensorboard`. verbose: print what the command line prints. settings: any
@@ -74,7 +74,7 @@ def prune_sizes(
 
 
 def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
-    """Recover a checkpoint in place for the minutes of its recipe, unless there are none or this was done before."""
+    """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered."""
     if not recipe.recover or "recovery" in checkpoint.provenance:
         return checkpoint
     shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
@@ -87,7 +87,7 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpo
 def plan(
     model: str | Path, *, output: str | Path = "pruned", recipe: str | Path | None = None, **settings: Any
 ) -> list[str]:
-    """Return what `prune` would remove and the memory and time it would take, a line each; nothing is written."""
+    """Return lines on what `prune` would remove and on the memory and time it would take; nothing is written."""
     recipes = _recipes(model, recipe, settings)
     from ddp_prune import plan as planning
 

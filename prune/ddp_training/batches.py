@@ -56,7 +56,7 @@ class Batches:
         loss_mask: bool as `blocks`, the tokens that contribute to the cross-entropy; None means all of them.
         """
         self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
-        self.micro = sequences_at_once(recipe, accelerator)
+        self.micro_batch_size = sequences_at_once(recipe, accelerator)
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
     def numbers(self, step: int) -> list[int]:
@@ -78,8 +78,8 @@ class Batches:
     def step(self, step: int) -> Iterator[list[int]]:
         """Yield the block numbers of this process's micro-batches."""
         mine = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
-        for start in range(0, len(mine), self.micro):
-            yield mine[start : start + self.micro]
+        for start in range(0, len(mine), self.micro_batch_size):
+            yield mine[start : start + self.micro_batch_size]
 
 
 def fit_batches(
@@ -95,11 +95,11 @@ def fit_batches(
     optimizer: of trained weights, if there are any.
     """
     setting = recipe.activation_checkpointing
-    fitting = fit_activations(model, setting, batches.micro, recipe.seq_len, accelerator, optimizer)
-    if fitting < batches.micro and not recipe.micro_batch_size:
+    fitting = fit_activations(model, setting, batches.micro_batch_size, recipe.seq_len, accelerator, optimizer)
+    if fitting < batches.micro_batch_size and not recipe.micro_batch_size:
         if accelerator.is_main_process:
-            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro} sequences")
-        batches.micro = fitting
+            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences")
+        batches.micro_batch_size = fitting
 
 
 class Teacher:
