@@ -1,6 +1,6 @@
 """Writes a checkpoint: weights in shards, config, tokenizer, code and model card.
 
-Tensors are read and written one by one, so memory holds about one output shard whatever the size of the model.
+Tensors are read and written one by one, so memory holds about one output shard, however large the model is.
 """
 
 import json
@@ -37,8 +37,8 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def write_model(
     folder: Path, source: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write weights and config, copy the tokenizer's and other data files of `source`, and add the code of a pruned
-    config."""
+    """Write weights and config, and copy the tokenizer and other data files of `source`. A pruned model also gets the
+    code that loads it."""
     for file in tokenizer_and_config_files(source):
         if file.name != "config.json":
             copy = folder / file.relative_to(source)
@@ -46,7 +46,7 @@ def write_model(
             shutil.copyfile(file, copy)
     tokenizer = folder / "tokenizer_config.json"
     settings = _tokenizer_settings(tokenizer)
-    if settings.pop("auto_map", None) is not None:  # it names code, which is not copied
+    if settings.pop("auto_map", None) is not None:  # it would name code, which is not copied
         _write_json(settings, tokenizer)
     _write_json(config, folder / "config.json")
     for file in FILES if "ddp_layers" in config else ():
@@ -95,7 +95,7 @@ def write_card(folder: Path, output: Path) -> Checkpoint:
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config of a checkpoint to write again; it names no code but ours."""
+    """Return the config of a checkpoint for a new copy of it; the only code that it names is ours."""
     if checkpoint.stock:
         return dict(checkpoint.stock)
     return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)
@@ -106,7 +106,7 @@ def _write_json(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _tokenizer_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json; {} if it cannot be read, because then it does not load either."""
+    """Return the content of a tokenizer_config.json; {} if it cannot be read, in which case transformers fails too."""
     with suppress(OSError, ValueError, RecursionError):
         settings = json.loads(path.read_text(encoding="utf-8"))
         return settings if isinstance(settings, dict) else {}
@@ -114,10 +114,10 @@ def _tokenizer_settings(path: Path) -> dict[str, Any]:
 
 
 def state_tokenizer_class(source: Path, target: Path) -> None:
-    """Name in tokenizer_config.json the class by which transformers loads the dense model's tokenizer.
+    """State in tokenizer_config.json the class by which transformers loads the dense model's tokenizer.
 
-    transformers sometimes chooses the class by model type, against tokenizer_config.json. The pruned model has a type
-    of its own, so transformers could not choose the same class for it.
+    transformers sometimes chooses the class by model type, whatever tokenizer_config.json states. The pruned model has
+    a type of its own, for which transformers would choose another class.
     """
     from transformers import AutoTokenizer
 
