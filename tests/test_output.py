@@ -246,7 +246,7 @@ def test_the_manifest_tells_what_is_not_as_it_was_written(tmp_path: Path) -> Non
     assert len(list(differences(folder))) == 4
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    with pytest.raises(CheckpointError, match=r"config.json is no file"):
+    with pytest.raises(CheckpointError, match=r"config.json is not a file"):
         check_manifest(folder)
 
 

@@ -257,9 +257,9 @@ def suited_pools(
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
     if recipe.scope == "expert" and not source.sizes.num_experts:
-        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
+        raise SettingError(f"scope is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer")
     if recipe.whole_experts and not source.sizes.num_experts:
-        raise SettingError(f"{recipe.model} is no mixture of experts, so it has no whole experts to remove")
+        raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
     unit = head_unit_of(recipe, source)
     return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
 

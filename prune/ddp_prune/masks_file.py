@@ -22,7 +22,7 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     kinds = ("experts",) if "experts.gates" in tensors else ("attn", "mlp")
     if missing := [kind for kind in kinds if f"{kind}.gates" not in tensors]:
         raise CheckpointError(
-            f"{path} is no masks file (it holds no {missing[0]}.gates); pass the {MASKS_FILE} of a pruned folder"
+            f"{path} is not a masks file (it holds no {missing[0]}.gates); pass the {MASKS_FILE} of a pruned folder"
         )
     gates = {kind: torch.from_numpy(tensors[f"{kind}.gates"]).float() for kind in kinds}
     for kind, values in gates.items():

@@ -106,7 +106,7 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
             f"be multiples of {block}; {remedy}"
         )
     return (
-        f"{layers} have widths that are no multiples of {block}, which vLLM's faster {scheme} kernels on GPUs require, "
+        f"{layers} have widths that are not multiples of {block}, as vLLM's faster {scheme} kernels on GPUs require, "
         f"so they run more slowly there; {remedy}"
     )
 

@@ -58,7 +58,7 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
         values["teacher"] = known = pruned_by["model"]
         if "/" not in known and not Path(known).exists():  # a folder of another machine
             raise SettingError(
-                f"the dense model was {known}, which is no folder here; pass its folder or Hub name with --teacher"
+                f"the dense model was {known}, which is not a folder here; pass its folder or Hub name with --teacher"
             )
     if missing := {"model", "teacher"} - set(values):
         raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")

@@ -247,7 +247,7 @@ def check_run_folders(output: Path) -> None:
 def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return header and tensors of a saved state. Raises: one of UNREADABLE if it is damaged or of another version."""
     if not path.is_file():
-        raise OSError(f"{path} is no file")  # a pipe would block
+        raise OSError(f"{path} is not a file")  # a pipe would block
     with safe_open(path, framework="pt") as file:
         text, stored = file.metadata()["run"], json.loads(file.metadata()["seals"])
         tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
