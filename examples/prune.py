@@ -2,7 +2,8 @@
 
     python examples/prune.py HuggingFaceTB/SmolLM2-135M-Instruct ./pruned docs/short_run.toml talks.jsonl
 
-The recipe holds the settings of the run; with the defaults it takes days on a CPU. Text is .txt, .jsonl, .json or .parquet.
+The recipe holds the settings of the run; with the defaults it takes days on a CPU. Text is a
+.txt, .jsonl, .json or .parquet file.
 """
 
 import sys
