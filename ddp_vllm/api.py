@@ -10,7 +10,7 @@ correct. They do the same work as the commands of the same name. `import ddp_vll
 function imports its package, and the first call imports torch.
 """
 
-# The two tables below are the only place of this package that names the rooms above it.
+# The two tables below are the only part of this package that names the packages that import it.
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The non-uniform checkpoint: what a pruned folder holds, and how it is checked. Nothing here imports torch.
+"""The non-uniform checkpoint: reads and checks a pruned folder. Nothing here imports torch.
 
 A pruned checkpoint is a normal Hugging Face folder with three additions: `ddp_layers` in `config.json` (see
 `remote_code/widths.py`), the Python files that load it, and `ddp_masks.safetensors`.
@@ -37,7 +37,7 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters on disk; tied embeddings count once."""
+        """Number of parameters on disk; tied embeddings are counted once."""
         return sum(prod(shape) for shape in self.shapes.values())
 
     @property
@@ -49,7 +49,7 @@ class Checkpoint:
 def read_json(path: Path) -> Any:
     """Read one JSON file of a checkpoint.
 
-    Raises: CheckpointError if it is missing or no JSON.
+    Raises: CheckpointError if it is missing or not JSON.
     """
     try:
         return files.read_json(path)
@@ -78,7 +78,7 @@ def check_links(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config of a model. Raises: ModelError if it is missing or no object; and as `check_links`."""
+    """Return the config of a model. Raises: ModelError if it is missing, not a JSON object, or as `check_links`."""
     try:
         config = read_json(folder / "config.json")
         check_links(folder)
@@ -93,8 +93,8 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     """Read and check a pruned checkpoint without loading a weight.
 
     dense: accept a dense model's folder too, with the widths in its config.
-    Raises: CheckpointError if it is no pruned checkpoint, if its widths are negative, fractional or above the dense
-        ones, if a tensor is missing or does not have the shape that its widths require, if its index points elsewhere,
+    Raises: CheckpointError if it is not a pruned checkpoint, if its widths are negative, fractional or above the dense
+        ones, if a tensor is missing or does not have the shape that its widths require, if its index names other files,
         or as `check_links`; ModelError for a dense model of an unsupported family.
     """
     config = read_json(folder / "config.json")
@@ -126,11 +126,11 @@ def _with_removed_experts(stock: Mapping[str, Any], widths: ModelWidths, experts
     layers = []
     for index, layer in enumerate(widths.layers):
         if (sizes := layer.expert_intermediate_sizes) is not None:
-            stay = experts["stay"].get(str(index), [])
-            if len({*stay}) != len(sizes) or max(stay) >= experts["of"]:
+            kept = experts["stay"].get(str(index), [])
+            if len({*kept}) != len(sizes) or max(kept) >= experts["of"]:
                 raise WidthsError(f"{MASKS_FILE} and config.json keep other experts of layer {index}; copy both again")
-            kept = tuple(sizes[0] if expert in stay else 0 for expert in range(experts["of"]))
-            layer = replace(layer, expert_intermediate_sizes=kept)
+            dense_sizes = tuple(sizes[0] if expert in kept else 0 for expert in range(experts["of"]))
+            layer = replace(layer, expert_intermediate_sizes=dense_sizes)
         layers.append(layer.to_json())
     return {**stock, **{key: experts["of"] for key in EXPERT_COUNT_KEYS if stock.get(key)}, "ddp_layers": layers}
 
@@ -157,6 +157,6 @@ def _check_routing(chosen: Mapping[str, list[float]], widths: ModelWidths, path:
     experts = {str(index): len(layer.expert_intermediate_sizes or ()) for index, layer in enumerate(widths.layers)}
     if wrong := [layer for layer, counts in chosen.items() if not counts or len(counts) != experts.get(layer)]:
         raise CheckpointError(
-            f"{path} counts the routing of layer {wrong[0]} for other experts than config.json has there; "
+            f"{path} has routing counts for other experts of layer {wrong[0]} than config.json; "
             "run ddp-vllm apply again"
         )

@@ -1,4 +1,4 @@
-"""The `ddp-vllm` command: it imports the module of a command when the command is used, and turns errors into one line.
+"""The `ddp-vllm` command. It imports the module of a command when it is used, and turns errors into one line.
 
 Neither this module nor the `cli.py` of another package imports torch, transformers or vLLM before a command runs.
 """
@@ -30,7 +30,7 @@ def remedy(package: str) -> str:
 
 
 LONGEST_LINE = 1200  # characters of a message, some of which quote files or other libraries
-INTERRUPTED = 130  # by Ctrl-C, as shells have it
+INTERRUPTED = 130  # the exit code of shells after Ctrl-C
 
 
 def _one_line(text: str) -> str:
@@ -40,7 +40,7 @@ def _one_line(text: str) -> str:
 
 
 def echo(text: object, *, err: bool = False) -> None:
-    """Print a line. Control characters in it are written out, because the terminal would obey them."""
+    """Print a line with its control characters written out, because the terminal would obey them."""
     click.echo(printable(str(text)), err=err)
 
 
@@ -50,7 +50,7 @@ class _Lazy(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-                stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? where it lacks a sign
+                stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for missing characters
         return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -73,7 +73,7 @@ class _Lazy(click.Group):
             if ctx.params["debug"]:
                 raise
             rank = os.environ.get("LOCAL_RANK", "0")
-            # the first process prints errors for all, except that any process may run out of memory alone
+            # the first process prints errors for all, but any process may run out of memory alone
             if rank == "0" or isinstance(error, TrainingError):
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
                 echo(f"{who}: {_one_line(str(error))}", err=True)
@@ -91,7 +91,7 @@ class _Lazy(click.Group):
             OSError,
             UnicodeError,
             RecursionError,
-        ) as error:  # of a file or a name; other errors are bugs of ours
+        ) as error:  # from a file or a name; all other errors are bugs of ours
             if ctx.params["debug"]:
                 raise
             reason = _one_line(str(error)) or type(error).__name__

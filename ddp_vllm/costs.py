@@ -1,8 +1,8 @@
-"""The cost of each unit: one linear model behind every budget, and the totals that every report states.
+"""The cost of each unit: one linear model behind every budget, and the totals in every report.
 
-A budget counts `params`, `flops` (floating-point operations per token, at a given context length) or `kv-bytes` (KV
+The cost is in `params`, `flops` (floating-point operations per token, at a given context length) or `kv-bytes` (KV
 cache per token, at 16 bits). Prices leave out everything that does not depend on widths: embeddings, norms, routers,
-shared experts. The totals of a whole model include it.
+shared experts. The totals of a whole model include these.
 """
 
 import re
@@ -41,7 +41,7 @@ class Prices:
 def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context: int) -> list[Prices]:
     """Return the prices of every layer of a dense config.
 
-    The family's table of tensors states what each unit has of each projection.
+    The family's table of tensors states how many rows or columns of each projection belong to a unit.
 
     budget: `params`, `flops` or `kv-bytes`.
     names: the tensors of the model, which show which projections have a bias.
@@ -80,9 +80,7 @@ def whole_model(
     """Return the total cost of a model with these widths and tensors, including embeddings."""
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
-    latent = config.get(
-        "kv_lora_rank"
-    )  # DeepSeek's latent attention, which is never pruned, has one small cache for all heads
+    latent = config.get("kv_lora_rank")  # of DeepSeek's attention, never pruned: one small cache for all heads
     if budget == "kv-bytes":
         if latent:
             return float(len(layers) * KV_ELEMENT_BYTES * (latent + config["qk_rope_head_dim"]))

@@ -9,7 +9,7 @@ DdpError                    1
 ├── CheckpointError         7   a pruned checkpoint whose widths, tensors or files disagree
 └── ServingError            8   vLLM missing, a server that died, a port in use
 
-A message is one line: what is wrong with which value, where, and the remedy.
+A message is one line: the value, its place, the fault and the remedy.
 Only `ddp_vllm.cli` turns errors into exit codes.
 """
 
@@ -23,17 +23,17 @@ def printable(text: str) -> str:
 
 
 def line_printer(verbose: bool) -> Callable[[str], None]:
-    """Return what a function of `ddp_vllm` reports its progress to: it prints a line if `verbose`, else nothing."""
+    """Return a function that prints a line if `verbose`, and does nothing otherwise."""
     return (lambda line: print(printable(line))) if verbose else lambda _line: None
 
 
 def is_utf8(name: str) -> bool:
     """Tell whether the bytes of a name are UTF-8, as files require."""
-    return not any("\ud800" <= sign <= "\udfff" for sign in name)
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 class DdpError(Exception):
-    """An error that the user can correct; the message says how."""
+    """An error that the user can correct; the message states the remedy."""
 
     exit_code = 1
 
@@ -99,6 +99,6 @@ def reading(
     except BaseException as error:
         if isinstance(error, (DdpError, ModuleNotFoundError, *but)) or not is_of_a_library(error):
             raise
-        said = " ".join(str(error.__cause__ or error).split())
-        reason = f"{type(error).__name__}: {said}" if " " not in said else said
+        message = " ".join(str(error.__cause__ or error).split())
+        reason = message if " " in message else f"{type(error).__name__}: {message}"
         raise kind(f"{place} cannot be read{how} ({reason[:200]}); {remedy}") from error

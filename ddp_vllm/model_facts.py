@@ -1,6 +1,6 @@
-"""What is known about a model without loading it: its size, its KV cache, its id, and the folder it is in.
+"""The facts of a model that are read without loading it: its size, its KV cache, its id and its folder.
 
-A model is a folder, or a name on the Hugging Face hub.
+A model is given by its folder or by its name on the Hugging Face hub.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from ddp_vllm.remote_code.files import WidthsError, folder_tensors, index_map
 from ddp_vllm.remote_code.widths import head_dim
 from ddp_vllm.schema import COUNT, NAME, TEXT, Number, SchemaError, check
 
-FACTS = {  # a `ModelFacts` in a results file
+FACTS = {  # the schema of a `ModelFacts` in a results file
     "model": TEXT, "name": TEXT, "pruned": bool, "id?": (None, NAME), "parameters?": (None, COUNT),
     "weight_bytes?": (None, COUNT), "kv_bytes_per_token?": (None, COUNT),
 }  # fmt: skip
 
-_SIZES = {  # of a dense model of any family, some of which have none of them
+_SIZES = {  # of a dense model of any family; some families lack some of them
     "num_hidden_layers?": (None, Number(0, 10_000, whole=True)),
     **dict.fromkeys(
         ("hidden_size?", "head_dim?", "num_attention_heads?", "num_key_value_heads?", "kv_lora_rank?",
@@ -34,17 +34,17 @@ _SIZES = {  # of a dense model of any family, some of which have none of them
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What is known of one model; sizes are None if its weights have never been on this machine."""
+    """The facts of one model; sizes are None if its weights are not on this machine."""
 
     model: str
-    """Where it is: its resolved folder, or its name on the hub."""
+    """The resolved folder, or the name on the hub."""
     name: str
-    """Last part of that folder, or the whole hub name."""
+    """The last part of the folder, or the whole hub name."""
     pruned: bool
     id: str | None = None
-    """A hash of its config and weights, by which results find it again wherever it is; see `model_id`."""
+    """A hash of config and weights, by which results are matched to the model wherever it is; see `model_id`."""
     parameters: int | None = None
-    """Parameters on disk; tied embeddings count once."""
+    """Number of parameters on disk; tied embeddings are counted once."""
     weight_bytes: int | None = None
     kv_bytes_per_token: int | None = None
     """Bytes of the KV cache per token, in all layers."""
@@ -93,9 +93,9 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
 
 
 def model_id(folder: Path) -> str:
-    """Return a hash of a model's config and of samples of its weights; the same wherever the folder is.
+    """Return a hash of a model's config and of samples of its weights; it does not depend on the folder.
 
-    Of each file of weights, its size and 64 pieces of 4 KiB are read, evenly spaced, the header among them.
+    It covers the size of each weight file and 64 evenly spaced pieces of 4 KiB, the header among them.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
@@ -115,7 +115,7 @@ def is_pruned(folder: Path) -> bool:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model: itself, or the snapshot of a hub name whose weights were downloaded before.
+    """Return the folder of a model: the given one, or the snapshot of a hub name whose weights were downloaded before.
 
     Raises: ModelError if `model` looks like a path but does not exist.
     """
@@ -124,7 +124,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def _is_whole(snapshot: Path) -> bool:
-    """Tell whether a snapshot has its config and all files of its weights; the hub's cache also keeps parts."""
+    """Tell whether a snapshot has its config and all weight files; the hub's cache also holds partial snapshots."""
     if not (snapshot / "config.json").is_file():
         return False
     for weights in ("model.safetensors", "pytorch_model.bin"):
@@ -152,7 +152,7 @@ def known_folder(model: str) -> Path | None:
         raise ModelError(f"{model!r} is neither a folder nor a name on the hub ({error})") from error
     except LocalEntryNotFoundError:
         if "/" not in model:  # the hub's client would try for a minute, and every such name there has an owner today
-            raise ModelError(f"{model} is no folder here and no hub name (owner/name); check the path") from None
+            raise ModelError(f"{model} is neither a folder here nor a hub name (owner/name); check the path") from None
         return None
 
 

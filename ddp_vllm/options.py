@@ -1,6 +1,6 @@
-"""Options of a command from the fields of a dataclass of settings.
+"""Makes the options of a command from the fields of a dataclass of settings.
 
-The field gives the option its name, type and default, and the first sentence of the field's docstring is the help text.
+The field gives the option its name, type and default; the first sentence of the field's docstring is its help text.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Grouped(click.Command):
     """A command whose help text lists its options under headings."""
 
     def __init__(self, *arguments: Any, headings: Mapping[str, Collection[str]], **options: Any) -> None:
-        """headings: heading -> the names of its options; those without a heading are under the last one."""
+        """headings: heading -> the names of its options; the last heading has all others."""
         super().__init__(*arguments, **options)
         self.headings = headings
 
@@ -73,8 +73,9 @@ def settings_options(
 ) -> Decorator:
     """Return a decorator that gives a command an option for each field.
 
-    instead: field -> other options in its place, if any. sizes: fields that may have several values. inherited: fields
-    whose default is that of the pruning run.
+    instead: field -> the options that replace its own, possibly none.
+    sizes: fields that may have several values.
+    inherited: fields whose default comes from the pruning run.
     """
     docs = field_docs(settings)
 

@@ -1,15 +1,15 @@
-"""Everything that is written appears whole or not at all: under a temporary name first, then by a rename.
+"""Writes files and folders that appear whole or not at all: under a temporary name first, then by a rename.
 
-| a killed process may leave | what it is | who removes it |
+| a killed process may leave | content | removed by |
 |---|---|---|
-| `.NAME.tmp` | a folder that was being written, or the old one after the exchange | `clear`, by every later command |
-| `.NAME.old` | the old folder, where the system cannot exchange two | `clear`, which first completes the rename |
-| `.NAME.lock` | what the writer of the folder holds | `clear` |
-| `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, by later writers |
-| `NAME.run` | what an interrupted run resumes from (`ddp_training.run_state`) | the run, as its command's last act |
+| `.NAME.tmp` | a folder that was being written, or the old one after the exchange | `clear`, in every later command |
+| `.NAME.old` | the old folder, if the system cannot exchange two | `clear`, which first completes the rename |
+| `.NAME.lock` | the lock of the folder's writer | `clear` |
+| `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
+| `NAME.run` | the state of an interrupted run (`ddp_training.run_state`) | the run, at the end of its command |
 | `NAME.run.tmp` | the same folder while it is deleted | the same command, run again |
 
-No link is followed, and nothing is removed that is not ours by `manifest.is_ours`. Nothing here imports torch.
+No link is followed, and only files and folders of ours (`manifest.is_ours`) are removed. Nothing here imports torch.
 """
 
 import ctypes
@@ -30,17 +30,17 @@ from ddp_vllm.manifest import MANIFEST, amended, is_ours, is_whole, manifest_of
 from ddp_vllm.remote_code.files import read_bytes
 
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # of some network file systems; for ENOSYS filelock has a way of its own
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # on some network file systems; filelock itself handles ENOSYS
 RUN_METRICS, RUN_STATE = "metrics.jsonl", "state.safetensors"  # in the folder of a run
 LARGEST_METRICS = 1 << 34  # bytes
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output folder that exists, before any work is done; `clear` what a killed process left of it.
+    """Refuse an output folder that exists, before any work is done, after a `clear`.
 
-    Raises: OutputError if `output` exists and `overwrite` is off, if it is no folder we could have written or could
-        rename, or if nothing can be written there.
+    Raises: OutputError if `output` exists and `overwrite` is off, if ddp-vllm did not write it or cannot rename it, or
+        if nothing can be written there.
     """
     clear(output)
     with writing(output):
@@ -52,16 +52,16 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         raise OutputError(f"{output} is a link, which a finished folder would replace; give the folder it points to")
     if output.name in ("", "..") or os.path.ismount(output) or Path.cwd().is_relative_to(output.resolve()):
         raise OutputError(
-            f"{output} is a mount point, or the folder you are in or above, and cannot be replaced; "
+            f"{output} is a mount point, the current folder or one above it, and cannot be replaced; "
             "choose a folder inside it"
         )
     if len(os.fsencode(output.name)) > LONGEST_NAME or not is_utf8(output.name):
-        raise OutputError(f"{output.name} is no name of at most {LONGEST_NAME} bytes of UTF-8; choose a shorter one")
+        raise OutputError(f"{output.name} is not a name of at most {LONGEST_NAME} bytes of UTF-8; choose a shorter one")
     if output.name.startswith("."):
         raise OutputError(f"{output} begins with a dot, as the names of temporary folders do; choose another name")
     parent = next(folder for folder in output.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{output} cannot be written: {parent} is no folder you may write to; choose another folder")
+        raise OutputError(f"{output} cannot be written: {parent} is not a folder you may write to; choose another one")
     if not output.exists():
         return
     if not overwrite:
@@ -73,9 +73,9 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def clear(output: Path) -> None:
-    """Complete or undo what a killed process left of writing a folder, unless another process is writing it now.
+    """Complete or undo the writing of a folder by a killed process, unless another process is writing it now.
 
-    Raises: OutputError if a link or files of others lie where our temporary folders would.
+    Raises: OutputError if a link or files of others have the names of our temporary folders.
     """
     temporary, old, lock = _places(output)
     if not any(map(os.path.lexists, (temporary, old, lock))):
@@ -85,14 +85,14 @@ def clear(output: Path) -> None:
 
 
 def _places(output: Path) -> list[Path]:
-    """Return where a folder is written, where the one it replaces is kept meanwhile, and the lock."""
+    """Return the paths of the new folder while it is written, of the folder that it replaces, and of the lock."""
     return [output.parent / f".{output.name}.{kind}" for kind in ("tmp", "old", "lock")]
 
 
 def _clear(output: Path, temporary: Path, old: Path) -> None:
     for path in (temporary, old):
         if os.path.lexists(path) and not is_ours(path):
-            raise OutputError(f"{path} is a link or holds files of others, which are not ours; move it away")
+            raise OutputError(f"{path} is a link or holds files that ddp-vllm did not write; move it away")
     if os.path.lexists(old) and not os.path.lexists(output):  # killed between the two renames of `_replace`
         os.rename(temporary if is_whole(temporary) else old, output)
     for path in (temporary, old):
@@ -100,7 +100,7 @@ def _clear(output: Path, temporary: Path, old: Path) -> None:
 
 
 def check_file(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output file that exists, before any work is done; `clear_file` it. Raises: OutputError."""
+    """Refuse an output file that exists, before any work is done, after a `clear_file`. Raises: OutputError."""
     clear_file(output)
     if output.is_dir():
         raise OutputError(f"{output} is a folder; give the name of a file")
@@ -117,11 +117,11 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder in the same place that becomes `output` when the block ends without an error.
+    """Yield a temporary folder in the same parent, which becomes `output` when the block ends without an error.
 
-    Files are synced before the rename, so a crash leaves the old folder or the new one, never half of one.
-    Its manifest is written last. Raises: OutputError as `check_output`, if another process writes the same output, if a
-        link or files of others lie where the temporary folder would, and of any OSError of the block.
+    Files are synced before the rename, so a crash leaves the old folder or the new one. The manifest is written last.
+    Raises: OutputError as `check_output`, if another process writes the same output, if a link or files of others have
+        the name of the temporary folder, and for any OSError of the block.
     """
     check_output(output, overwrite=overwrite)
     temporary, old, lock = _places(output)
@@ -143,12 +143,12 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
             sync(output.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            if os.path.lexists(output):  # else it is all there is
+            if os.path.lexists(output):  # otherwise the old folder is the only copy
                 shutil.rmtree(old, ignore_errors=True)
 
 
 def _replace(output: Path, temporary: Path, old: Path) -> None:
-    """Let a whole folder take the place of `output`: in one step where the system can exchange two folders."""
+    """Replace `output` by a complete folder, in one step if the system can exchange two folders."""
     if not output.exists():
         os.rename(temporary, output)
     elif not _exchanged(temporary, output):
@@ -157,7 +157,7 @@ def _replace(output: Path, temporary: Path, old: Path) -> None:
 
 
 def _exchanged(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step. Returns False where the system cannot, which is anywhere but on Linux."""
+    """Exchange two folders in one step. Returns False if the system cannot, as on any system but Linux."""
     try:
         rename = ctypes.CDLL(None).renameat2
     except AttributeError:
@@ -169,14 +169,14 @@ def _exchanged(first: Path, second: Path) -> bool:
 def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
     """Yield the path of a temporary file in the same folder that replaces `output` when the block ends without error.
 
-    Readers see the old file or the new one; where it is `private` they are its owner alone. The folder must exist.
-    Raises: OSError, of the block too.
+    Readers see either the old or the new file. private: only the owner may read it. The folder must exist.
+    Raises: OSError, also from the block.
     """
     clear_file(output)
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666)
     try:
-        with suppress(OSError):  # a disk without locks: `clear_file` cannot lock there either, and removes nothing
+        with suppress(OSError):  # a disk without locks: there `clear_file` cannot lock either, and removes nothing
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         sync(temporary)
@@ -188,9 +188,9 @@ def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
 
 
 def clear_file(output: Path) -> None:
-    """Remove the temporary files of `output` that killed processes left; those of living ones are locked."""
+    """Remove the temporary files of `output` that killed processes left; a living process has locked its own."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.tmp")
-    with suppress(OSError):  # of a folder that is not there or cannot be read, or a file that another process removed
+    with suppress(OSError):  # the folder is missing or unreadable, or another process removed the file
         for path in [output.with_name(each.name) for each in os.scandir(output.parent) if pattern.fullmatch(each.name)]:
             if not stat.S_ISREG(path.lstat().st_mode):
                 continue
@@ -212,12 +212,12 @@ def write_text(text: str, output: Path) -> None:
 
 
 def write_into(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, by their names in it; its manifest stays true. Raises: OutputError."""
+    """Write files (name -> content) into a folder, and update its manifest. Raises: OutputError."""
     with writing(folder):
         for name, content in files.items():
             path = folder / name
             if path.parent != folder and path.parent.is_symlink():
-                raise OutputError(f"{path.parent} is a link, which is not ours to follow; remove it")
+                raise OutputError(f"{path.parent} is a link, which ddp-vllm does not follow; remove it")
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(path) as temporary:
                 temporary.write_bytes(content)
@@ -230,7 +230,7 @@ def write_into(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def run_folders(output: Path) -> tuple[Path, Path, Path]:
-    """Return the folder of a run, that of the run it put aside, and the first one's name while it is deleted."""
+    """Return the folder of a run, the folder of an earlier run that it put aside, and its own name during deletion."""
     run, old, deleted = (output.parent / f"{output.name}.run{ending}" for ending in ("", ".old", ".tmp"))
     return run, old, deleted
 
@@ -252,7 +252,7 @@ def is_unfinished(output: Path) -> bool:
 
 @contextmanager
 def writing(output: Path) -> Iterator[None]:
-    """Raise OutputError for what the system refuses inside the block."""
+    """Raise OutputError for any OSError inside the block."""
     try:
         yield
     except OSError as error:
@@ -266,14 +266,14 @@ class _TakenError(OutputError):
 
 @contextmanager
 def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` inside the block, and remove it after; the system lets go when the process ends.
+    """Hold the lock file `path` inside the block, then remove it. The system releases it when the process ends.
 
-    wait: until whoever holds it has finished. On a disk that has no locks it does without.
+    wait: wait until another process has released it. On a disk without locks the block runs unlocked.
     Raises: OutputError(taken) if another process holds it; OSError.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path, timeout=-1 if wait else 0, mode=0o666 if wait else 0o644)  # others wait for it too
+    lock = FileLock(path, timeout=-1 if wait else 0, mode=0o666 if wait else 0o644)  # other users may wait for it
     try:
         lock.acquire()
     except Timeout:
@@ -286,12 +286,12 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         if _identity(path) == ours:  # the block may have moved it, and another process made a new one
-            path.unlink(missing_ok=True)  # while it is held: who waits for it sees that it is gone, and makes a new one
+            path.unlink(missing_ok=True)  # before the release: a waiting process notices and creates a new file
         lock.release()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from another one of the same name; None if there is none."""
+    """Return the device and the inode of a file; None if there is no file."""
     try:
         found = path.lstat()
     except OSError:
@@ -300,7 +300,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on the disk."""
+    """Wait until a file, or the list of a folder's files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

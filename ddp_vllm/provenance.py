@@ -1,7 +1,7 @@
 """Names of the models and texts that a checkpoint was made from, without their paths.
 
-A published folder reveals nothing about the machine it was made on. The paths are kept in the cache of that machine, by
-the hash of the masks, so that `recover` and `compare` find the dense model and the text again.
+A published folder reveals nothing about the machine that made it. That machine keeps the paths in its cache, by the
+hash of the masks, so that `recover` and `compare` find the dense model and the text again.
 """
 
 import json
@@ -71,20 +71,20 @@ def published(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remember(masks: Path, provenance: Mapping[str, Any]) -> None:
-    """Keep the paths of a masks file's models and texts, unless it contains them or the cache cannot be written."""
-    places = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
-    if places != published(places):
+    """Store the paths of a masks file's models and texts in the cache, if there are any and it can be written."""
+    paths = {part: provenance[part] for part in ("recipe", "texts", "applied_to") if part in provenance}
+    if paths != published(paths):
         with suppress(OutputError):
-            write_text(json.dumps(places), _kept(masks))
+            write_text(json.dumps(paths), _paths_file(masks))
 
 
 def local_provenance(masks: Path) -> dict[str, Any]:
-    """Return the provenance in a masks file, with paths where this machine knows them."""
+    """Return the provenance in a masks file, with the paths that this machine stored."""
     provenance = read_provenance(masks)
     with suppress(OSError, ValueError, OutputError):
-        return provenance | json.loads(_kept(masks).read_text(encoding="utf-8"))
+        return provenance | json.loads(_paths_file(masks).read_text(encoding="utf-8"))
     return provenance
 
 
-def _kept(masks: Path) -> Path:
+def _paths_file(masks: Path) -> Path:
     return cache_folder() / "origins" / f"{sha256(masks)}.json"

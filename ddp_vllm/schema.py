@@ -1,13 +1,13 @@
 """Checks of values from files: kinds, bounds and lengths. Each file is checked once, before it is used.
 
 A form is one of
-    bool, ANY             a truth value; whatever JSON holds
-    Number, Text          with their bounds
+    bool, ANY             a truth value; any value
+    Number, Text          a number or a text within bounds
     None                  null
-    (form, form, …)       one of these; an error message names the last
-    [form], [form, 99]    a list of such values; with at most 99 entries
-    {"a": form, "b?": form}   an object with a, and perhaps with b; other keys are not checked
-    {str: form}           an object with any names
+    (form, form, …)       a value of one of these forms; an error message names the last form
+    [form], [form, 99]    a list of values of this form; with at most 99 entries
+    {"a": form, "b?": form}   an object with the key a and optionally b; other keys are not checked
+    {str: form}           an object with any keys
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Number:
-    """A number in these bounds."""
+    """A number within bounds."""
 
     low: float = -1e18
     high: float = 1e18
@@ -35,7 +35,7 @@ class Number:
 
     def takes(self, value: Any) -> bool:
         kinds = (int,) if self.whole else (int, float)
-        return type(value) in kinds and self.low <= value <= self.high  # false of what is not a number
+        return type(value) in kinds and self.low <= value <= self.high  # False for NaN
 
     def __str__(self) -> str:
         return f"{'whole ' * self.whole}number in {self.low:g}…{self.high:g}"
@@ -65,7 +65,7 @@ def check(value: Any, form: Form, place: str) -> None:
 
 
 def _fault(value: Any, form: Form, place: str) -> str:
-    """Return what is wrong; "" if nothing is."""
+    """Return the fault of a value; "" if it has none."""
     if isinstance(form, tuple):
         faults = [_fault(value, each, place) for each in form]
         return "" if "" in faults else faults[-1]

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses: each value is checked once, and files, options and pages are made from the fields."""
+"""Settings as frozen dataclasses: each value is checked once, and options and pages are made from the fields."""
 
 import ast
 import dataclasses
@@ -18,7 +18,7 @@ from ddp_vllm.errors import SettingError, is_utf8
 def setting(
     default: Any, *, least: float | None = None, choices: tuple[str, ...] = (), is_fraction: bool = False
 ) -> Any:
-    """Return a field with limits: its smallest value, its possible values, or from 0 to below 1."""
+    """Return a field with limits: a smallest value, a list of possible values, or a fraction (0 to below 1)."""
     return dataclasses.field(default=default, metadata={"least": least, "choices": choices, "is_fraction": is_fraction})
 
 
@@ -38,14 +38,14 @@ class Settings:
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
             kind = kind_of(field)
-            if kind is float and type(value) is int and value.bit_length() <= 1000:  # no float holds larger ones
+            if kind is float and type(value) is int and value.bit_length() <= 1000:  # larger integers overflow a float
                 value = float(value)  # TOML writes 0 for 0.0
                 object.__setattr__(self, field.name, value)
             if value is not None or not isinstance(field.type, UnionType):
                 _check(field, kind, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, as they are saved; without those that are None, as TOML has no null."""
+        """Return the settings as plain data, without those that are None, because TOML has no null."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -105,7 +105,7 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:
-    """Refuse names that are no field of a dataclass. Raises: SettingError."""
+    """Refuse names that are not fields of a dataclass. Raises: SettingError."""
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := set(values) - known:
         raise SettingError(f"{where} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}")

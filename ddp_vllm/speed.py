@@ -1,4 +1,4 @@
-"""The latency profile behind a speed budget: looked up or measured before a run, used to predict after it."""
+"""The latency profile of the budget `latency`: found or measured before a run, used for a prediction after it."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,7 @@ from ddp_vllm.output import make_folder
 from ddp_vllm.remote_code.widths import LayerWidths
 
 Measure = Callable[..., Profile]
-"""`ddp_vllm.profile`, or a function with its arguments; this module does not import what measures."""
+"""`ddp_vllm.profile`, or a function with its arguments; this module does not import the benchmarks."""
 
 
 def find_profile(
@@ -37,10 +37,10 @@ def find_profile(
 
 
 def _cached_profile(model: Path, config: Mapping[str, Any], workload: Workload, measure: Measure) -> Profile:
-    """Return the profile from the cache, after measuring it if need be.
+    """Return the profile from the cache, after measuring it if necessary.
 
-    The key is the config, because engines for profiling are built from it alone, without weights: a copy of the model
-    in another folder finds the profile again, and another model that takes the folder's place does not.
+    The key contains the config, not the folder, because engines for profiling are built from the config alone: a copy
+    of the model in another folder has the same profile, and another model in the same folder has not.
     """
     here = hardware()
     key = json.dumps(

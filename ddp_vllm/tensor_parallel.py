@@ -51,7 +51,7 @@ def _reason(num_ranks: int, config: Mapping[str, Any], layers: Layers, expert_pa
     if heads % num_ranks:
         return f"does not divide the {heads} query heads of the dense model, as vLLM requires"
     if expert_parallel and num_ranks > experts:
-        return f"needs an expert for each device, and a layer has {experts}"
+        return f"requires an expert for each device, and a layer has {experts}"
     if experts and not expert_parallel and dense_expert_size(config) % num_ranks:
         return f"does not divide the {dense_expert_size(config):,} channels of a dense expert, as vLLM requires"
     for index, layer in enumerate(layers(num_ranks) if callable(layers) else layers):

@@ -1,8 +1,9 @@
-"""Remove a part of a model and see what it cost.
+"""Prune a model and print the cost in perplexity.
 
     python examples/prune.py HuggingFaceTB/SmolLM2-135M-Instruct ./pruned docs/short_run.toml talks.jsonl
 
-The recipe holds the settings of the run; without one it takes days on a CPU. Text is .txt, .jsonl, .json or .parquet.
+The recipe holds the settings of the run; with the defaults it takes days on a CPU. Text is a
+.txt, .jsonl, .json or .parquet file.
 """
 
 import sys

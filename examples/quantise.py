@@ -1,8 +1,8 @@
-"""Quantise a pruned model to 8-bit integers; vLLM serves the result as before.
+"""Quantize a pruned model to 8-bit integers; vLLM serves the result as before.
 
     python examples/quantise.py ./pruned ./small
 
-It wants llm-compressor, in an environment beside vLLM's: pip install ".[prune,quantize]" in a clone.
+It requires llm-compressor in an environment separate from vLLM's: pip install ".[prune,quantize]" in a clone.
 """
 
 import sys

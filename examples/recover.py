@@ -1,4 +1,4 @@
-"""Let a pruned model learn from the dense one for some minutes, and see what that gave back.
+"""Distill a pruned model from the dense one for some minutes, and print the recovered quality.
 
 python examples/recover.py ./pruned ./recovered 10
 """

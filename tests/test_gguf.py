@@ -189,8 +189,8 @@ def test_what_is_filled_up_is_said(tmp_path: Path) -> None:
     result = run(tmp_path, "--type", "Q4_1")
     *notes, written = result.stdout.splitlines()
     assert notes == [
-        "zero-padded: 197 MLP channels in 7 layers, so that layers have multiples of 32, at least one",
-        "zero-padded: 6 query heads in 3 layers, so that groups are even, and the first layer has one",
+        "zero-padded: 197 MLP channels in 7 layers, because layers require a multiple of 32, not 0",
+        "zero-padded: 6 query heads in 3 layers, because KV heads require equal groups, and the first layer a head",
         "2 matrices are Q8_0 instead of Q4_1",
         "6 matrices are F16 instead of Q4_1",
     ]
@@ -313,7 +313,7 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {  # a fil
         CONFIG, lambda c: c.update(chat_template=[{"name": 5, "template": "x"}]), "the tokenizer of"
     ),
     "weights of four bits": (
-        "config.json", lambda c: c.update(quantization_config={"quant_method": "gptq"}), "quantised already"
+        "config.json", lambda c: c.update(quantization_config={"quant_method": "gptq"}), "quantized already"
     ),
 }  # fmt: skip
 

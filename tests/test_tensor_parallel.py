@@ -50,5 +50,5 @@ def test_experts_are_split_or_distributed() -> None:
     assert tensor_parallel_sizes(EXPERTS | {"num_attention_heads": 6}, expert_parallel=True) == [1, 2, 3, 6]
     with pytest.raises(SettingError, match=r"size 3 does not divide the 64 channels of a dense expert.*sizes: 1, 2;"):
         check_tensor_parallel(3, EXPERTS | {"num_attention_heads": 6})
-    with pytest.raises(SettingError, match=r"size 16 needs an expert for each device, and a layer has 8; .* 4, 8;"):
+    with pytest.raises(SettingError, match=r"size 16 requires an expert for each device, and a layer has 8; .* 4, 8;"):
         check_tensor_parallel(16, EXPERTS, expert_parallel=True)

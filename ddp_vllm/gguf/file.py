@@ -69,7 +69,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     if type_name not in TYPES:
         whole = output.with_name(f"{output.stem}-F16.gguf")
         raise SettingError(
-            f"--type {type_name} is none of {', '.join(TYPES)}, but llama.cpp may make it of F16: "
+            f"--type {type_name} is none of {', '.join(TYPES)}, but llama.cpp may make it from F16: "
             f"ddp-vllm export {folder} --type F16 -o {whole} && llama-quantize {whole} {output} {type_name}"
         )
     check_file(output, overwrite=overwrite)
@@ -109,7 +109,7 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
         return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
     if config.get("quantization_config"):
-        return "it is quantised already; export the folder it was made of"
+        return "it is quantized already; export the folder it was made from"
     if checkpoint.widths.table.has_experts:
         if checkpoint.stock or not is_pruned(checkpoint.folder):
             return (
@@ -291,12 +291,12 @@ def _notes(
     notes = []
     pairs = list(zip(before, after, strict=True))
     for what, unit, why in (
-        ("MLP channels", "channel", f"layers have multiples of {BLOCK}, at least one"),
-        ("query heads", "query_head", "groups are even, and the first layer has one"),
+        ("MLP channels", "channel", f"layers require a multiple of {BLOCK}, not 0"),
+        ("query heads", "query_head", "KV heads require equal groups, and the first layer a head"),
     ):
         added = [new.num_units(unit) - old.num_units(unit) for old, new in pairs]
         if any(added):
-            notes.append(f"zero-padded: {sum(added)} {what} in {sum(map(bool, added))} layers, so that {why}")
+            notes.append(f"zero-padded: {sum(added)} {what} in {sum(map(bool, added))} layers, because {why}")
     others = Counter(tensor.type.name for tensor in tensors if len(tensor.shape) > 1 and tensor.type != kind)
     notes += [f"{count} matrices are {name} instead of {kind.name}" for name, count in others.items()]
     return notes

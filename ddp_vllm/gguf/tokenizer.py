@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder in GGUF's fields: tokens, merges, special tokens and the chat template.
+"""Writes a tokenizer into GGUF's fields: tokens, merges, special tokens and the chat template.
 
-A tokenizer cuts text into words before it merges bytes. llama.cpp knows the ways of cutting by name, and its own
-converter guesses the name from the tokens of a test sentence. Here the name follows from the rules in `tokenizer.json`.
+A tokenizer cuts text into words before it merges bytes. llama.cpp has a name for each set of cutting rules, and its own
+converter guesses the name from the tokens of a test sentence. This module finds it by the rules in `tokenizer.json`.
 """
 
 import re
@@ -65,15 +65,15 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
     special.add_to_gguf(writer, quiet=True)
 
 
-def _refusal(folder: Path, what: str) -> ModelError:
-    return ModelError(f"{folder / 'tokenizer.json'} {what}, which no tokenizer of llama.cpp known here does; use vLLM")
+def _refusal(folder: Path, fault: str) -> ModelError:
+    return ModelError(f"{folder / 'tokenizer.json'} {fault}, unlike the tokenizers of llama.cpp known here; use vLLM")
 
 
 def _name_of_cuts(folder: Path, tokenizer: dict[str, Any]) -> str:
     """Return llama.cpp's name of the rules that cut words. It lacks Unicode's NFC, which changes little text."""
     model, normalizer = tokenizer["model"], (tokenizer.get("normalizer") or {}).get("type")
     if normalizer not in (None, "NFC"):
-        raise _refusal(folder, f"normalises text by {normalizer}")
+        raise _refusal(folder, f"normalizes text by {normalizer}")
     rules = tokenizer.get("pre_tokenizer") or {}
     cuts = tuple(filter(None, map(_cut, rules.get("pretokenizers", [rules]))))
     name = BYTE_LEVEL.get((cuts, bool(model.get("ignore_merges"))))
@@ -132,7 +132,7 @@ def _kind(
 
 
 def _scores(tokens: list[str], merges: list[str | list[str]]) -> list[float]:
-    """Return SentencePiece's scores, which decide what is merged first, from the order of the merges."""
+    """Return SentencePiece's scores, which decide the order of merging, from the list of merges."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair.split(" ") if isinstance(pair, str) else pair), rank)

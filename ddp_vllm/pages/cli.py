@@ -15,7 +15,7 @@ from ddp_vllm.pages import verbs
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print widths, sizes, quality and recipe as JSON instead.")
 def inspect(folder: Path, as_json: bool) -> None:
-    """Check a pruned checkpoint and show what each layer has left."""
+    """Check a pruned checkpoint and show the kept units of each layer."""
     if as_json:
         echo(json.dumps(verbs.inspect(folder)))
         return
@@ -40,7 +40,7 @@ def verify(folder: Path) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), show_default="FOLDER itself", help="Where to write.")
 def report(folder: Path, output: Path | None) -> None:
-    """Draw what was removed as one page, report.html, with its pictures as PNG files in report/.
+    """Draw the removed units as one page, report.html, with its pictures as PNG files in report/.
 
     `prune` draws this page too. FOLDER is any pruned checkpoint.
     """

@@ -1,4 +1,4 @@
-"""The page that `compare` writes: what pruning cost in quality and gave in speed, model by model."""
+"""The page that `compare` writes: the cost of pruning in quality and its gain in speed, model by model."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from ddp_vllm.pages.report import REPORT_FILE
 from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
 
 PICTURE_HEIGHT = 3.6  # inches
-CAN = 0.02  # of the questions; a model can do a task with generated answers if it is two standard errors above
+CAN = 0.02  # a model can do a task with generated answers if its accuracy is two standard errors above this
 _SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
 Write = Callable[[Any], str]
 _ENGINE_FACTS: Mapping[str, tuple[str, Write]] = {  # fact -> heading, and how it is written
@@ -35,7 +35,7 @@ _ENGINE_FACTS: Mapping[str, tuple[str, Write]] = {  # fact -> heading, and how i
 
 
 def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
-    """Write the page twice; `tolerance` as in `choice`. Raises: OutputError."""
+    """Write the page in both formats; `tolerance` as in `choice`. Raises: OutputError."""
     page = replace(page_of(comparison, tolerance), links=_reports(comparison, html.parent))
     with writing(html):
         html.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_comparison(comparison: Comparison, html: Path, markdown: Path, toleran
 
 
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
-    """Return the page: a sentence per model, pictures if there are two points, tables, and how all was measured."""
+    """Return the page: a sentence per model, pictures if there are two points, tables, and the measuring conditions."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
     return Page(
         title="Pruned models: quality against speed",
@@ -63,7 +63,7 @@ def _reports(comparison: Comparison, place: Path) -> dict[str, str]:
 
 
 def headline(entry: Entry, comparison: Comparison) -> str:
-    """Return one sentence on what pruning cost and gained."""
+    """Return one sentence on the cost and the gain of pruning."""
     parts = []
     if entry.speed:
         parts.append(f"{sentence(entry.speed)}, {entry.speed['load']}")
@@ -171,13 +171,13 @@ def task_table(comparison: Comparison) -> Table:
 
 
 def _beyond(name: str, dense: Mapping[str, tuple[float, float | None] | None]) -> str:
-    """Mark a task with generated answers that the dense model cannot do, because pruning can lose nothing there."""
+    """Mark a task with generated answers that the dense model cannot do: pruning has nothing to lose on it."""
     value, error = dense.get(name) or (1.0, None)
     return ", which the dense model cannot do" if TASKS[name].is_generated and value < CAN + 2 * (error or 0) else ""
 
 
 def text_table(comparison: Comparison) -> Table:
-    """Return what `eval --text` found, one row per text and model."""
+    """Return the results of `eval --text`, one row per text and model."""
     rows = []
     for entry in comparison.pruned:
         for name, quality in entry.texts.items():
@@ -189,7 +189,7 @@ def text_table(comparison: Comparison) -> Table:
 
 
 def latency_table(comparison: Comparison) -> Table:
-    """Return every other metric that was compared; of latencies, how many times shorter they are."""
+    """Return every other compared metric as a ratio; above 1 the pruned model is better, also for latencies."""
     rows = [
         [f"{_name(entry)}, {speed['load']}", metric.removesuffix("_ms").replace("_", " "), ratio_text(verdict)]
         for entry in comparison.pruned
@@ -214,13 +214,13 @@ def _draw(comparison: Comparison) -> Picture | None:
         name="quality",
         title="Accuracy against speed",
         caption="Right and up is better. Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors "
-        "for accuracy. The dashed line joins the models that no other beats in both. The dense model stands at 1.",
+        "for accuracy. The dashed line joins the models that no other beats in both. The dense model is at 1.",
         height=PICTURE_HEIGHT,
     )
 
 
 def _point(entry: Entry) -> Point:
-    """Return a model's point in the picture of accuracies; the dense one stands at 1 without an interval."""
+    """Return a model's point in the picture of accuracies; the dense model is at 1, without an interval."""
     assert entry.accuracy
     value, error, _ = entry.accuracy
     quality = (100 * value, 100 * value - 196 * error, 100 * value + 196 * error)
@@ -278,7 +278,7 @@ def choice(comparison: Comparison, tolerance: float) -> str:
 
 
 def provenance(comparison: Comparison) -> list[str]:
-    """Return the hardware, versions, seeds and limits of every measurement, and what is missing."""
+    """Return the hardware, versions, seeds and limits of every measurement, and notes on missing ones."""
     evaluated = [(_name(entry), entry.quality) for entry in comparison.entries if entry.quality]
     lines = [*comparison.notes, *map(_speed_measured, comparison.benches)]
     return lines + [_quality_measured(name, quality["ddp_vllm"]) for name, quality in evaluated]

@@ -1,4 +1,4 @@
-"""Gather the sizes, evaluations and benchmarks of pruned checkpoints.
+"""Gathers the sizes, evaluations and benchmarks of pruned checkpoints.
 
 Results are found in a checkpoint's folder and its `eval` folder, or passed by name. They belong to the model whose id
 they store (`model_facts.model_id`), wherever that model is now. Two evaluations are only compared if they asked the
@@ -31,7 +31,7 @@ from ddp_vllm.results import FORMAT, check_results, measured, on_gpu
 Interval = tuple[float, float, float]
 """A value and the ends of its interval."""
 Results = Mapping[str, Any]
-"""Of one run of bench or eval, or a part of it, as in the file."""
+"""The results of one run of bench or eval, or a part of them, as in the file."""
 Found = Mapping[str, Sequence[Results]]
 """All results files by kind: `bench`, `tasks` and `text`."""
 LARGEST_FILE = 100 * 2**20  # bytes; larger files in a model folder are not results
@@ -43,7 +43,7 @@ class Entry:
 
     facts: ModelFacts
     sparsity: float | None = None
-    """The fraction of units to remove, by its recipe; None if the budget does not count units."""
+    """The fraction of units to remove, from the recipe; None for another budget than `units`."""
     quality: Results | None = None
     """lm-eval's results."""
     speeds: tuple[Results, ...] = ()
@@ -53,7 +53,7 @@ class Entry:
     heldout: Interval | None = None
     """Its own perplexity over the dense model's."""
     texts: Mapping[str, Results] = field(default_factory=dict)
-    """What `eval --text` found, text by text."""
+    """The results of `eval --text`, by text."""
     predicted: Interval | None = None
     """Predicted speedup of a budget in measured time, with the range of the profile's rounds."""
 
@@ -78,7 +78,7 @@ class Comparison:
     pruned: tuple[Entry, ...]
     benches: tuple[Results, ...]
     notes: Mapping[str, str]
-    """What is missing or not comparable, in words -> the command that mends it, or ""."""
+    """A sentence on each missing or incomparable result -> the command that corrects it, or ""."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -88,8 +88,8 @@ class Comparison:
 def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str | None = None) -> Comparison:
     """Gather everything about the pruned checkpoints in `folders` and their dense model.
 
-    Raises: CheckpointError if a folder is no pruned checkpoint; SettingError if they come from different models;
-        TextError if a passed file is no results file.
+    Raises: CheckpointError if a folder is not a pruned checkpoint; SettingError if they come from different models;
+        TextError if a passed file is not a results file.
     """
     checkpoints = [read_checkpoint(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]
@@ -107,13 +107,13 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
 
 
 def _dense_of(checkpoint: Checkpoint) -> str | None:
-    """Return where the model is that a checkpoint was pruned from, if that is known."""
+    """Return the folder or hub name of the model that a checkpoint was pruned from, if it is known."""
     provenance = local_provenance(checkpoint.folder / MASKS_FILE)
     return str(provenance.get("applied_to") or provenance.get("recipe", {}).get("model", "")) or None
 
 
 def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
-    """Return the model that all were pruned from, as the first one calls it. Raises: SettingError."""
+    """Return the model that all checkpoints were pruned from, as the first one names it. Raises: SettingError."""
     found = [dense for checkpoint in checkpoints if (dense := _dense_of(checkpoint))]
     parents = sorted(set(map(identify, found)))
     if len(parents) > 1:
@@ -125,25 +125,25 @@ def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
 
 
 def _read_all(nearby: Sequence[Path], passed: Sequence[Path]) -> Found:
-    """Read the results files that were passed, and those that are in folders, passed or of models; each once."""
+    """Read each results file once: the passed files, and the files in passed folders and in folders of models."""
     patterns = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
     folders, files = [path for path in passed if path.is_dir()], [path for path in passed if not path.is_dir()]
     inside = [path for folder in (*nearby, *folders) for pattern in patterns for path in sorted(folder.glob(pattern))]
     small = [path for path in inside if path.stat().st_size < LARGEST_FILE]
-    named, places = {path.resolve() for path in files}, {path.resolve(): path for path in (*files, *small)}
+    named, paths = {path.resolve() for path in files}, {path.resolve(): path for path in (*files, *small)}
     found: dict[str, list[Results]] = {"bench": [], "tasks": [], "text": []}
     empty = {folder: folder.resolve() for folder in folders}
-    for place, path in places.items():
-        if (content := _read(path, strict=place in named)) is not None:
+    for resolved, path in paths.items():
+        if (content := _read(path, strict=resolved in named)) is not None:
             found[_kind(content)].append(content)
-            empty = {folder: home for folder, home in empty.items() if not place.is_relative_to(home)}
+            empty = {folder: home for folder, home in empty.items() if not resolved.is_relative_to(home)}
     for folder in empty:
         raise TextError(f"{folder} holds no results of ddp-vllm bench or eval; pass the folder of eval -o, or a file")
     return found
 
 
 def _kind(content: Any) -> str:
-    """Return the kind of a results file; "" if it is none of ours."""
+    """Return the kind of a results file; "" for any other file."""
     if not isinstance(content, dict):
         return ""
     by_format = {FORMAT: "bench", FIDELITY_FORMAT: "text"}
@@ -151,7 +151,7 @@ def _kind(content: Any) -> str:
 
 
 def _read(path: Path, *, strict: bool) -> Results | None:
-    """Read a results file. Another file is an error if the user named it (`strict`), and else None.
+    """Read a results file. For any other file, raise if the user passed it (`strict`), and return None otherwise.
 
     Raises: TextError, also for a results file that is damaged.
     """
@@ -166,12 +166,12 @@ def _read(path: Path, *, strict: bool) -> Results | None:
         check_all(content, path)
         return dict(content)
     if strict:
-        raise TextError(f"{path} is no results file of ddp-vllm bench or eval; run one of them first")
+        raise TextError(f"{path} is not a results file of ddp-vllm bench or eval; run one of them first")
     return None
 
 
 def _entry(checkpoint: Checkpoint, dense: str | None, found: Found, notes: dict[str, str]) -> Entry:
-    """Return a pruned model with what was measured of it; notes say what is missing."""
+    """Return a pruned model with its measurements, and add notes on missing ones."""
     folder, recipe = checkpoint.folder, checkpoint.provenance.get("recipe", {})
     facts = describe_model(str(folder))
     quality, speeds = _best_evaluation(found["tasks"], facts, notes), _speeds(found["bench"], facts, notes)
@@ -195,7 +195,7 @@ def _entry(checkpoint: Checkpoint, dense: str | None, found: Found, notes: dict[
 
 
 def _find(models: Sequence[Results], facts: ModelFacts, notes: dict[str, str]) -> Results | None:
-    """Return the one of a results file's models that is the model in question; of copies, the one in its place."""
+    """Return the entry of this model among a results file's models; among copies, the entry with its folder."""
     same = [model for model in models if _is_same(model, facts)]
     in_place = [model for model in models if model["model"] == facts.model]
     if in_place and not same:
@@ -204,20 +204,20 @@ def _find(models: Sequence[Results], facts: ModelFacts, notes: dict[str, str]) -
 
 
 def _is_same(model: Results, facts: ModelFacts) -> bool:
-    """Tell whether two models are the same: by their ids, or by name where one has never been on this machine."""
+    """Tell whether two models are the same: by their ids, or by name if one has no id."""
     if model.get("id") and facts.id:
         return bool(model["id"] == facts.id)
     return (model["name"], model["pruned"]) == (facts.name, facts.pruned)
 
 
 def _best_evaluation(evaluations: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> Results | None:
-    """Return the evaluation of a model with the most tasks, of most questions and then the latest among equals."""
+    """Return the evaluation of a model with the most tasks, then the most questions, then the latest date."""
     mine = [each for each in evaluations if _find([each["ddp_vllm"]["model"]], facts, notes)]
     return max(mine, key=lambda each: (len(each["results"]), _num_asked(each), each.get("date") or 0), default=None)
 
 
 def _texts(evaluations: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> dict[str, Results]:
-    """Return what the latest `eval --text` of a model found, text by text."""
+    """Return the results of the latest `eval --text` of a model, by text."""
     latest: dict[str, Results] = {}
     for each in sorted(evaluations, key=lambda each: str(each["started"])):
         if _find([each["model"]], facts, notes):
@@ -269,7 +269,7 @@ def _dense_entry(dense: str | None, found: Found, entries: Sequence[Entry], note
 
 
 def conditions(evaluation: Results) -> tuple[Any, ...]:
-    """Return what two evaluations must share to be comparable: tasks, limit, context length and data."""
+    """Return the conditions that two comparable evaluations share: tasks, limit, context length and data."""
     ours = evaluation["ddp_vllm"]
     data = ours["data"] if isinstance(ours["data"], str) else sorted(ours["data"].items())
     settings = ours["settings"]
@@ -277,13 +277,13 @@ def conditions(evaluation: Results) -> tuple[Any, ...]:
 
 
 def difference(entry: Entry, dense: Entry | None) -> tuple[float, float] | None:
-    """Return by how much the mean accuracy differs from the dense model's on the same questions, and half its 95 %."""
+    """Return the difference of mean accuracy from the dense model on the same questions, and half its 95 % interval."""
     both = _comparable(entry, dense)
     return mean_difference(*both) if both else None
 
 
 def retained(entry: Entry, dense: Entry | None) -> float | None:
-    """Return the fraction of the dense mean accuracy that is left, if both answered the same questions."""
+    """Return the retained fraction of the dense mean accuracy, if both models answered the same questions."""
     both = _comparable(entry, dense)
     ours, theirs = map(mean_accuracy, both) if both else (None, None)
     return ours["value"] / theirs["value"] if ours and theirs and theirs["value"] else None
@@ -297,7 +297,7 @@ def _comparable(entry: Entry, dense: Entry | None) -> tuple[Results, Results] | 
 
 
 def engine_fact(entry: Entry, comparison: Comparison, fact: str) -> float | None:
-    """Return the median of what a model's engines reported in the benchmark that is in the picture.
+    """Return the median of a value that a model's engines reported in the benchmark of the picture.
 
     Served and offline engines differ in processes, so only one benchmark is read. Peak memory is unknown on a GPU.
     """

@@ -24,18 +24,18 @@ MOST_STEPS = 200_000  # lines of a metrics file, which take seconds to read; the
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What the files of a pruned folder tell about its training, apart from its widths and provenance."""
+    """The masks and the logged metrics in the files of a pruned folder."""
 
     checkpoint: Checkpoint
     gates: Mapping[str, NDArray[np.float32]]
     """Final gates by module type, 0 where the unit was removed: [L, U], of routed experts [routed layers, E, C]; empty
     without a masks file."""
     searched: Mapping[str, NDArray[np.float32]]
-    """The same before rounding and polish (z)."""
+    """The gates before rounding and polish (z)."""
     pruning: Sequence[Mapping[str, float]]
-    """The logged metrics, one object per step; empty if the masks were applied, not learned, here."""
+    """The logged metrics of pruning, one object per step; empty if published masks were applied."""
     recovery: Sequence[Mapping[str, float]]
-    """The same of the recovery; empty if there was none."""
+    """The logged metrics of the recovery; empty if there was none."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -46,7 +46,7 @@ class Metrics:
 
 
 def gather(checkpoint: Checkpoint) -> Metrics:
-    """Read masks and metrics. Raises: CheckpointError if they cannot be read or are of other widths."""
+    """Read masks and metrics. Raises: CheckpointError if they are unreadable or of other widths."""
     folder = checkpoint.folder
     try:
         tensors = read_masks_file(folder / MASKS_FILE)[0] if (folder / MASKS_FILE).exists() else {}
@@ -73,7 +73,7 @@ def gather(checkpoint: Checkpoint) -> Metrics:
 
 
 def _check_masks(metrics: Metrics) -> None:
-    """Refuse masks that are not of a model of these sizes. Raises: CheckpointError."""
+    """Refuse masks of a model of other sizes. Raises: CheckpointError."""
     sizes = dimensions_of(metrics.checkpoint.config)
     shapes = [unit_shapes(sizes, head_unit) for head_unit in ("kv-group", "query-head")]
     for kind, values in (*metrics.gates.items(), *metrics.searched.items()):
@@ -103,7 +103,7 @@ def kept_scales(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def expert_widths(checkpoint: Checkpoint) -> NDArray[np.float64]:
-    """Return the channels left of each expert [L, E]; not a number in layers without routed experts."""
+    """Return the kept channels of each expert [L, E]; NaN in layers without routed experts."""
     sizes = [layer.expert_intermediate_sizes for layer in checkpoint.layers]
     num_experts = next(len(row) for row in sizes if row is not None)
     return np.array([row if row is not None else [np.nan] * num_experts for row in sizes], dtype=np.float64)

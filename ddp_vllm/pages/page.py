@@ -1,7 +1,7 @@
 """A page as plain data: a title, statements, sections and a footer; written as HTML or as Markdown.
 
-How a page looks is in `page.html.j2` and `style.css` alone. The HTML is one file that loads no script, font or picture
-from anywhere. Shapes and labels carry meaning, colors do not.
+Only `page.html.j2` and `style.css` decide the look of a page. The HTML is one file that loads no script, font or
+picture from anywhere. Shapes and labels carry meaning, colors do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ class Table:
     headings: Sequence[str]
     rows: Sequence[Sequence[Any]]
     is_text: bool = False
-    """Every column is text, none is numbers."""
+    """Whether every column is text."""
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]]) -> "Table":
-        """Return a row a record, with the columns of the first."""
+        """Return a table with one row per record and the columns of the first record."""
         headings = list(records[0])
         return cls(headings=headings, rows=[[record.get(name, "") for name in headings] for record in records])
 
@@ -39,9 +39,9 @@ class Picture:
     title: str
     caption: str
     svg: str
-    """An SVG element of ours, which is not escaped."""
+    """An SVG element that we drew, which is not escaped."""
     png: bytes
-    """The same, to be kept next to the page."""
+    """The same drawing, for a file next to the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Section:
     pictures: Sequence[Picture] = ()
     remark: str = ""
     folded: bool = False
-    """Shown when the reader opens it."""
+    """Whether it is hidden until the reader opens it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,10 @@ class Page:
 
     title: str
     lead: Sequence[tuple[str, str]]
-    """(what it is about, the statement); the first may be empty."""
+    """(topic, statement); the topic may be empty."""
     sections: Sequence[Section]
     footer: Sequence[str]
-    """How and where the numbers were measured, and what is missing."""
+    """How and where the numbers were measured, and notes on missing ones."""
     files: Sequence[str] = field(default=())
     """Files that belong to the page, relative to it."""
     links: Mapping[str, str] = field(default_factory=dict)
@@ -110,6 +110,6 @@ def markdown_table(table: Table) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as text without columns, lines or tags of its own."""
+    """Return a value as text that cannot add columns, lines or tags to the table."""
     text = printable(" ".join(str(value).split()))
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

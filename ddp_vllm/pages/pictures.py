@@ -29,7 +29,7 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a $ in a name is a dollar
 }
 GREYS = LinearSegmentedColormap.from_list("kept", ["0.85", "0.0"]).with_extremes(bad="white")  # white: removed
-MOST_CROSSES = 2500  # beyond that white cells must do
+MOST_CROSSES = 2500  # with more, removed units are only white
 LINES = (("0.6", "-", 2.2), ("black", "--", 1.2), ("black", ":", 1.4), ("black", "-.", 1.2))  # tone, dashes, width
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")  # of pruned models; the dense one is a circle
 LAMBDAS = {"lambda1": "λ1", "lambda2": "λ2", "lambda3": "λ3"}
@@ -37,19 +37,19 @@ Curves = Sequence[Mapping[str, float]]
 
 
 def render(draw: Callable[[Figure], None], *, name: str, title: str, caption: str, height: float) -> Picture:
-    """Return what `draw` draws, `height` inches high, for the page and as PNG."""
+    """Return the drawing of `draw`, `height` inches high, as SVG for the page and as PNG."""
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure)
         vector, raster = io.StringIO(), io.BytesIO()
-        nobody: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        figure.savefig(vector, format="svg", transparent=True, metadata=nobody)  # over the page's ground, light or dark
+        no_metadata: Any = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(vector, format="svg", transparent=True, metadata=no_metadata)  # the page is light or dark
         figure.savefig(raster, format="png", dpi=200)
     return Picture(name=name, title=title, caption=caption, svg=_inline(vector.getvalue()), png=raster.getvalue())
 
 
 def _inline(svg: str) -> str:
-    """Return what stands in the page: as wide as there is room, and without identifiers that clash."""
+    """Return an SVG for the page: as wide as the page, and without identifiers that clash."""
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :])  # known to every HTML parser
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r' height="[\d.]+pt"', "", svg, count=1)
@@ -66,8 +66,8 @@ def draw_heatmaps(
 ) -> None:
     """Draw [L, U] arrays below each other, label -> values: layers from left to right, units upwards.
 
-    The darker the higher; crossed out where the value is 0, empty where it is not a number. Lines part units that
-    belong `together` (query heads of a KV head).
+    Darker cells have higher values; 0 is crossed out, NaN is empty. Lines separate groups of `together` units (query
+    heads of a KV head).
     """
     for axes, (label, values_LU) in zip(panels_of(figure, len(values)), values.items(), strict=True):
         shown = np.ma.masked_invalid(np.ma.masked_equal(values_LU.T, 0.0))
@@ -84,15 +84,15 @@ def draw_heatmaps(
 
 def _cross_out(axes: Axes, values_LU: NDArray[np.float64]) -> None:
     layers, units = values_LU.shape
-    gone_layer, gone_unit = np.nonzero(values_LU == 0)
-    if len(gone_layer) <= MOST_CROSSES:
+    removed_layer, removed_unit = np.nonzero(values_LU == 0)
+    if len(removed_layer) <= MOST_CROSSES:
         cell = min(200 / layers, 72 * height_of_map(units) * 0.6 / units)  # points
         size = min(20.0, (0.6 * cell) ** 2)
-        axes.scatter(gone_layer, gone_unit, marker="x", s=size, color="0.25", linewidths=0.7)
+        axes.scatter(removed_layer, removed_unit, marker="x", s=size, color="0.25", linewidths=0.7)
 
 
 def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
-    """Draw what each layer's MLP keeps over the outline of its `dense` width."""
+    """Draw the kept width of each layer's MLP over the outline of its `dense` width."""
     (axes,) = panels_of(figure, 1)
     layers = range(len(kept_L))
     axes.bar(layers, kept_L, width=0.8, color="0.45", label="kept")
@@ -106,7 +106,7 @@ def draw_widths(figure: Figure, *, kept_L: Sequence[int], dense: int) -> None:
 def draw_histograms(
     figure: Figure, *, kept: Mapping[str, NDArray[np.float64]], searched: Mapping[str, NDArray[np.float64]]
 ) -> None:
-    """Draw the gates of kept units, one panel a module type; `searched` are the same before rounding and polish."""
+    """Draw the gates of kept units, one panel per module type; `searched` are the gates before rounding and polish."""
     for axes, (label, gates) in zip(panels_of(figure, len(kept)), kept.items(), strict=True):
         bins = bin_edges(gates)
         axes.hist(gates, bins=bins, color="0.6", label="final")
@@ -119,14 +119,14 @@ def draw_histograms(
 
 
 def bin_edges(gates: NDArray[np.float64]) -> list[float]:
-    """Return the edges of a histogram: steps of 0.05 from 0 past the highest gate, of more where it is far out."""
+    """Return the edges of a histogram: steps of 0.05 from 0 to past the highest gate, but at most 80 of them."""
     top = max(1.5, float(gates.max(initial=0.0)))
     edges: list[float] = np.linspace(0.0, top, min(81, int(np.ceil(top / 0.05)) + 1)).tolist()
     return edges
 
 
 def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
-    """Return what can be drawn from the metrics of a run: (label of the axis, metric -> its name), a panel each."""
+    """Return the panels that the metrics of a run fill: (label of the axis, metric -> its name)."""
     kinds = [name.removesuffix("_sparsity") for name in curves[0] if name.endswith("_sparsity")]
     panels = [
         ("nats per token", {"loss": "loss", "ce": "cross-entropy"}),
@@ -135,8 +135,8 @@ def metrics_drawn(curves: Curves) -> list[tuple[str, dict[str, str]]]:
         ("μ", {"mu": "μ"}),
         *((label, {f"{kind}_{metric}": kind for kind in kinds}) for metric, label in LAMBDAS.items()),
     ]
-    there = [(label, {each: name for each, name in found.items() if each in curves[0]}) for label, found in panels]
-    return [(label, metrics) for label, metrics in there if metrics]
+    logged = [(label, {each: name for each, name in found.items() if each in curves[0]}) for label, found in panels]
+    return [(label, metrics) for label, metrics in logged if metrics]
 
 
 def height_of_curves(curves: Curves) -> float:
@@ -144,7 +144,7 @@ def height_of_curves(curves: Curves) -> float:
 
 
 def draw_curves(figure: Figure, *, curves: Curves, target: float | None, rounded_after: int | None) -> None:
-    """Draw losses, sparsity, μ and (where there are some) λ over the steps; noisy ones as they are and smoothed."""
+    """Draw losses, sparsity, μ and λ over the steps, as far as they were logged; losses also smoothed."""
     panels = metrics_drawn(curves)
     steps = np.array([step["step"] for step in curves])
     for axes, (label, metrics) in zip(panels_of(figure, len(panels), sharex=True), panels, strict=True):
@@ -189,7 +189,7 @@ class Point:
 def draw_points(
     figure: Figure, *, points: Sequence[Point], speed: str, quality: str, less_is_better: bool = False
 ) -> None:
-    """Draw quality against speed with intervals, and the line through what no other model beats in both."""
+    """Draw quality against speed with intervals, and the line through the models that no other beats in both."""
     (axes,) = panels_of(figure, 1)
     front = _pareto(points, less_is_better)
     line = [(point.ratio[0], point.quality[0]) for point in front]

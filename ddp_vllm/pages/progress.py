@@ -1,4 +1,4 @@
-"""What a run shows: a bar, or lines now and then where there is no terminal."""
+"""The progress of a run: a bar, or a line every few steps if there is no terminal."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ class StepProgress:
     def __init__(
         self, console: Console, num_steps: int, phase: Callable[[dict[str, float]], tuple[str, str]], shown: bool
     ) -> None:
-        """`phase` says of a step's metrics what is going on, and what to show beside the speed."""
+        """phase: returns for a step's metrics the name of the phase and a text to show next to the speed."""
         self.console, self.num_steps, self.phase = console, num_steps, phase
         self.lines = not console.is_terminal and shown
         self.bar = Progress(
@@ -40,9 +40,9 @@ class StepProgress:
     def report(self, metrics: dict[str, float]) -> None:
         """Show one step."""
         step = int(metrics["step"])
-        phase, what = self.phase(metrics)
+        phase, details = self.phase(metrics)
         divergence = f"kl {metrics['kl']:.3f} " if "kl" in metrics else ""
-        text = f"loss {metrics['loss']:.3f} {divergence}{what}{metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
+        text = f"loss {metrics['loss']:.3f} {divergence}{details}{metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
         self.bar.update(self.task, completed=step, description=phase, text=text)
         self.first = self.first or step
         every = max(1, self.num_steps // 40)

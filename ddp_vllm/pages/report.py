@@ -1,6 +1,6 @@
-"""What was removed, as a page: `report.html` needs no network, and its pictures are also PNG files in `report/`.
+"""The report of a checkpoint: `report.html` requires no network, and its pictures are also PNG files in `report/`.
 
-Everything is read from the checkpoint itself, so the page can be made again wherever the folder is.
+The checkpoint itself has all the data, so the page can be made again wherever the folder is.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ SHOWN = 3  # answers that are not folded away
 
 
 def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Write `report.html` and `report/` into `folder` and return the page's path; older ones are replaced.
+    """Write `report.html` and `report/` into `folder`, replacing older ones, and return the path of the page.
 
     Raises: CheckpointError as `gather`; OutputError if nothing can be written there.
     """
@@ -52,20 +52,20 @@ def page_of(checkpoint: Checkpoint, drawn: Sequence[Picture]) -> Page:
 
 
 def _answers(provenance: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield the answers of each model, prompt by prompt; all but the first of them folded away."""
+    """Yield the answers of each model, prompt by prompt; all but the first few are folded away."""
     rows = answers(provenance)
     first, others = (
         dataclasses.replace(Table.of(some), is_text=True) if some else None for some in (rows[:SHOWN], rows[SHOWN:])
     )
     if first:
-        remark = "The prompts were not picked for these models; the most likely tokens, at most 64."
+        remark = "The prompts are the same for every model. Answers are greedy, at most 64 tokens."
         yield Section(heading="Answers", table=first, remark=remark)
     if others:
         yield Section(heading=f"{len(others.rows)} more answers", table=others, folded=True)
 
 
 def _recipes(provenance: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield the settings of each run; those of a sub-table by their dotted names."""
+    """Yield the settings of each run; settings of a sub-table have dotted names."""
     recovery = provenance.get("recovery", {})
     for heading, recipe in (("Recipe", provenance.get("recipe")), ("Recipe of the recovery", recovery.get("recipe"))):
         rows: list[tuple[str, Any]] = []
@@ -79,7 +79,7 @@ def _recipes(provenance: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def draw(metrics: Metrics) -> list[Picture]:
-    """Draw what the masks and the logged metrics show."""
+    """Draw the masks and the logged metrics."""
     kinds = {"attn": _heads, "mlp": _widths, "experts": _experts}
     drawn = [draw_kind(metrics) for kind, draw_kind in kinds.items() if kind in metrics.gates]
     provenance = metrics.checkpoint.provenance

@@ -20,11 +20,11 @@ from ddp_vllm.results import measured_on, with_interval
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
 Size = tuple[str, int, int]
-"""What is counted, how much of it the dense model has, how much is left."""
+"""A quantity, its amount in the dense model, its amount in the pruned model."""
 Statement = tuple[str, str]
-"""(what it is about, the statement)."""
-MODELS = ("dense", "pruned", "recovered")  # that a checkpoint went through, in their order
-CONTEXT_LENGTH = 2048  # tokens that a FLOP count attends to, where the recipe states none
+"""(topic, statement)."""
+MODELS = ("dense", "pruned", "recovered")  # the stages of a checkpoint, in order
+CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
 _UNITS: dict[str, Callable[[LayerWidths], int]] = {
     "KV heads": lambda layer: layer.num_kv_heads,
@@ -38,7 +38,7 @@ _UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `inspect --json` prints: widths by layer, sizes, quality, and how the checkpoint was made.
+    """Return the data that `inspect --json` prints: widths by layer, sizes, quality, and how the checkpoint was made.
 
     Names are those of the checkpoint's own files.
     """
@@ -61,7 +61,7 @@ def dense_name(checkpoint: Checkpoint) -> str:
 
 
 def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
-    """Yield what was removed, what that cost, and what became of the weights."""
+    """Yield the main statements: the removed share, the quality, the speed, and how the weights were trained."""
     provenance = checkpoint.provenance
     _, dense, left = footprint(checkpoint)[0]
     yield "removed", f"{1 - left / dense:.1%} of the parameters"
@@ -82,7 +82,7 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
 
 
 def details(checkpoint: Checkpoint) -> Iterator[Statement]:
-    """Yield how the masks were rounded, how the model can be served, and what to know about its quality."""
+    """Yield further statements: how the masks were rounded, how the model can be served, and notes on its quality."""
     provenance = checkpoint.provenance
     for kind, change in provenance.get("rounding", {}).items():
         changed = f"{change['dropped']:,} more units dropped, {change['revived']:,} revived"
@@ -93,8 +93,8 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
     yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
     if quantized := checkpoint.config.get("quantization_config"):
-        form = quantized.get("format", "an own format")
-        yield "quantization", f"weights in {form} of compressed-tensors; all figures are from before it"
+        form = quantized.get("format", "an unnamed format")
+        yield "quantization", f"weights in {form} of compressed-tensors; all figures were measured before quantization"
     if text_hash := provenance.get("learned_from", {}).get("text"):
         yield "text", f"training and held-out tokens have the SHA-256 {text_hash}"
     yield from (("note", note) for note in routing_notes(checkpoint))
@@ -120,7 +120,7 @@ def _quality(heading: str, quality: Mapping[str, Any] | None, text: str) -> Iter
     if quality and all(name in losses for name in models):
         remark = (
             f"{quality['tokens']:,} tokens of {text}, in {len(losses['dense'])} blocks that all models read and none "
-            "was trained on. Errors are standard errors over the blocks; of a ratio, over the blocks' differences."
+            "was trained on. Errors are standard errors over the blocks; for a ratio, over the blocks' differences."
         )
         table = perplexity_table({name: losses[name] for name in models}, quality)
         yield Section(heading=heading, table=table, remark=remark)
@@ -132,7 +132,7 @@ def has_experts(checkpoint: Checkpoint) -> bool:
 
 
 def sizes(checkpoint: Checkpoint) -> list[Size]:
-    """Return everything that is counted of a model."""
+    """Return all sizes of a model: units, parameters, FLOPs, KV cache."""
     parameters, *per_token = footprint(checkpoint)
     return [*units(checkpoint), parameters, without_embeddings(checkpoint), *per_token]
 
@@ -193,7 +193,7 @@ def _vectors(block: str, checkpoint: Checkpoint) -> int:
 
 
 def _removed(budget: str, checkpoint: Checkpoint) -> float:
-    """Return the cost of the removed units, as `budget` counts; where whole experts went, tokens cost as before."""
+    """Return the cost of the removed units in the unit of `budget`. Removing whole experts saves no FLOPs per token."""
     if checkpoint.stock and budget == "flops":
         return 0.0
     config = checkpoint.config
@@ -207,13 +207,13 @@ def _context(checkpoint: Checkpoint) -> int:
 
 
 def size_table(checkpoint: Checkpoint) -> Table:
-    """Return dense and pruned size of everything that is counted."""
+    """Return a table of all sizes, dense and pruned."""
     rows = [[label, f"{dense:,}", f"{left:,}", f"{1 - left / dense:.1%}"] for label, dense, left in sizes(checkpoint)]
     return Table(headings=["", "dense", "pruned", "removed"], rows=rows)
 
 
 def width_table(checkpoint: Checkpoint) -> Table:
-    """Return what each layer has left, in the last column the share of its channels; uneven groups are listed."""
+    """Return the kept units of each layer; the last column is the share of its channels. Uneven groups are listed."""
     if has_experts(checkpoint):
         return _expert_widths(checkpoint)
     config = checkpoint.config
@@ -235,7 +235,7 @@ def width_table(checkpoint: Checkpoint) -> Table:
 
 
 def _expert_widths(checkpoint: Checkpoint) -> Table:
-    """Return how many experts each layer has left, and how wide they are."""
+    """Return the number of kept experts of each layer and their widths."""
     width, chosen = dense_expert_size(checkpoint.config), times_chosen(checkpoint.provenance)
     rows = []
     for index, layer in enumerate(checkpoint.layers):
@@ -250,7 +250,7 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
 
 
 def routing_notes(checkpoint: Checkpoint) -> list[str]:
-    """Return what a reader should know about the routing, a sentence each; none for a dense model."""
+    """Return sentences on idle and on too few experts; none for a dense model."""
     notes, chosen = [], checkpoint.config.get("num_experts_per_tok", 0)
     counts = times_chosen(checkpoint.provenance)
     idle = {index: row.count(0) for index, row in counts.items() if 0 in row}
@@ -258,7 +258,7 @@ def routing_notes(checkpoint: Checkpoint) -> list[str]:
         layers = ", ".join(f"{index} ({number} of {len(counts[index])})" for index, number in idle.items())
         notes.append(
             f"experts that no token of the text was sent to, in layers {layers}; they were given an average "
-            "importance, so other text may need what was removed from them"
+            "importance, so other text may need channels that were removed from them"
         )
     left = {
         index: sum(map(bool, layer.expert_intermediate_sizes))
@@ -284,28 +284,30 @@ def trained_together(provenance: Mapping[str, Any]) -> bool:
 
 
 def weight_training(provenance: Mapping[str, Any]) -> str:
-    """Say whether and how the weights were trained."""
-    said = "trained together with the masks" if trained_together(provenance) else "frozen while the masks were learned"
+    """Return in words whether and how the weights were trained."""
+    training = (
+        "trained together with the masks" if trained_together(provenance) else "frozen while the masks were learned"
+    )
     if converted := provenance.get("converted"):
-        said = f"those of {converted['from']}, which another tool pruned"
+        training = f"those of {converted['from']}, which another tool pruned"
     if trained_together(provenance) and "applied_to" in provenance:
-        said = "the dense model's, although the masks were learned while weights were trained"
+        training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.get("recovery"):
         recipe = recovery.get("recipe", {})
         trained = "low-rank additions to them" if recipe.get("method") == "lora" else "all of them"
         tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
-        said += f"; then {trained} were trained on the dense model's outputs, on {tokens}"
-    return said
+        training += f"; then {trained} were trained on the dense model's outputs, on {tokens}"
+    return training
 
 
 def texts_of(provenance: Mapping[str, Any]) -> str:
-    """Return the names of the texts that were trained on last, each once and without folders."""
+    """Return the names of the texts of the last training, each once and without folders."""
     names = (provenance.get("recovery") or provenance).get("texts") or ["text of unknown origin"]
     return ", ".join(dict.fromkeys(map(bare_name, names)))
 
 
 def answers(provenance: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return prompts with the answer of each model, one object per prompt; [] if none were asked."""
+    """Return prompts with the answer of each model, one object per prompt; [] without prompts."""
     recovery = provenance.get("recovery", provenance)
     by_model = recovery.get("answers", {})
     return [
@@ -326,16 +328,15 @@ def adaptation(quality: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"The {last} model reads this text better than the dense one because it was trained on text of the same kind: "
-        "it adapted to that text, so these figures do not show what pruning cost on other text."
+        "it adapted to that text, so these figures do not show the cost of pruning on other text."
     ]
 
 
 def perplexity_table(losses: Mapping[str, Sequence[float]], quality: Mapping[str, Any]) -> Table:
-    """Return perplexities with standard errors over the held-out blocks; of ratios from the blocks' differences.
+    """Return perplexities with standard errors over the held-out blocks; for ratios, over the blocks' differences.
 
-    losses: of each block, by model. quality: what `prune` and `recover` store of the text: the tokens of each block,
-    and the agreement of each model with the dense one (KL in nats per token, and the share of tokens whose most likely
-    next token is the same).
+    losses: of each block, by model. quality: the entry that `prune` and `recover` store for the text, with the tokens
+    of each block and the agreement of each model with the dense one (KL in nats per token, and top-1 agreement).
     """
     agreement, rows, lines = quality.get("agreement"), [], dict(losses)
     for name in list(losses)[1:]:

@@ -1,4 +1,4 @@
-"""What `inspect` prints of a checkpoint: the widths of its layers, sizes, and statements about quality and making."""
+"""Prints a checkpoint: the widths of its layers, its sizes, and statements about its quality and training."""
 
 import re
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class SafeConsole(Console):
 
     @classmethod
     def of(cls, verbose: bool) -> "SafeConsole":
-        """Return the console of a verb: silent unless `verbose`; lines are copied, so they are never wrapped."""
+        """Return the console of a verb: silent unless `verbose`. Users copy lines, so they are not wrapped."""
         return cls(quiet=not verbose, soft_wrap=True)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -40,7 +40,7 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
 def _widths(checkpoint: Checkpoint) -> rich_table.Table:
     """Return the table of widths as rich draws it, with a bar for the share of channels left."""
     widths = width_table(checkpoint)
-    drawn = rich_table.Table(title=f"{escape(printable(checkpoint.folder.name))}: what is left, layer by layer")
+    drawn = rich_table.Table(title=f"{escape(printable(checkpoint.folder.name))}: kept units, layer by layer")
     for heading in widths.headings:
         drawn.add_column(re.sub(r" (of .*|\w+)$", r"\n\1", heading), justify="right")
     drawn.add_column("", min_width=BAR)
@@ -51,5 +51,5 @@ def _widths(checkpoint: Checkpoint) -> rich_table.Table:
 
 
 def _print_line(console: Console, label: str, text: str) -> None:
-    """Print a line whose words may be from a file, so they may be neither markup nor control characters."""
+    """Print a line without interpreting markup or control characters: its words may come from a file."""
     console.print(escape(printable(f"{label:>24}  {text}")))

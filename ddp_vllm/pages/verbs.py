@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def inspect(folder: str | Path) -> dict[str, Any]:
-    """Return what `ddp-vllm inspect --json` prints of a pruned checkpoint: widths, sizes, quality and recipe."""
+    """Return widths, sizes, quality and recipe of a pruned checkpoint, as `ddp-vllm inspect --json` prints them."""
     from ddp_vllm.pages.summary import summary
 
     return summary(read(folder))
 
 
 def report(folder: str | Path, *, output: str | Path | None = None) -> Path:
-    """Draw what was removed from a pruned checkpoint, and return the path of `report.html`.
+    """Draw the removed units of a pruned checkpoint, and return the path of `report.html`.
 
     output: another folder for the page.
     """
@@ -46,11 +46,11 @@ def compare(
     Returns the `Comparison`.
     """
     if tolerance is not None and not 0 < tolerance < inf:
-        raise SettingError(f"--tolerance {tolerance:g} is no factor of perplexity; give a number above 0, such as 1.05")
+        raise SettingError(f"--tolerance {tolerance:g} is not a factor; give a number above 0, such as 1.05")
     page = Path(output)
     markdown = page.with_suffix(".md")
     if markdown == page:
-        raise SettingError(f"{page} is where the Markdown goes; call the page {page.with_suffix('.html')}")
+        raise SettingError(f"{page} is the name of the Markdown file; call the page {page.with_suffix('.html')}")
     for path in (page, markdown):
         check_file(path, overwrite=overwrite)
     from ddp_vllm.pages.compare import write_comparison

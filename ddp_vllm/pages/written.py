@@ -1,4 +1,4 @@
-"""What `prune` and `recover` show of the checkpoint that they have written."""
+"""Shows the checkpoint that `prune` or `recover` has written."""
 
 from rich.console import Console
 

@@ -1,1 +1,1 @@
-"""Language models: find, check, load, evaluate and write them. Nothing here knows of gates or budgets."""
+"""Language models: find, check, load, evaluate and write them. This package knows nothing of gates or budgets."""

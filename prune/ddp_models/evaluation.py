@@ -1,4 +1,4 @@
-"""Evaluate the dense, pruned and recovered model: perplexity on held-out text, and answers to ten fixed prompts."""
+"""Evaluates the dense, pruned and recovered model: perplexity on held-out text, and answers to ten fixed prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,14 +25,14 @@ PROMPTS = (  # one question of each common kind, written before any model had an
     "Who wrote Romeo and Juliet, and what is it about?",
     "Rewrite this politely: Send me the report now.",
 )
-SAMPLE_TOKENS = 64  # of an answer
+SAMPLE_TOKENS = 64  # per answer, at most
 STAGES = ("dense", "pruned", "recovered")
 BOS_BLOCKS = 4  # held-out blocks that are read with and without BOS
 BOS_GAIN = 0.05  # nats per token; models that rely on BOS lose far more without it
 
 
 class Evaluation:
-    """Losses on texts, agreement with the first model, and samples, model by model."""
+    """The losses, the agreement with the first model and the samples of one model after the other."""
 
     def __init__(
         self, texts: Mapping[str, torch.Tensor], tokenizer: Any, loss_masks: Mapping[str, torch.Tensor] | None = None
@@ -40,7 +40,7 @@ class Evaluation:
         """Choose the texts.
 
         texts: blocks by the name of the text, int64 [num_blocks, seq_len].
-        loss_masks: bool as `texts`, the tokens whose loss is taken; None: all of them.
+        loss_masks: bool, shaped as `texts`: the tokens to evaluate; None: all of them.
         """
         self.texts, self.tokenizer = texts, tokenizer
         masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
@@ -53,7 +53,7 @@ class Evaluation:
         self.first: tuple[OutputHead, dict[str, list[torch.Tensor]]] | None = None
 
     def evaluate(self, who: str, model: Any) -> None:
-        """Take the losses and samples of a model, in its dtype and with the attention that serving uses."""
+        """Compute the losses and samples of a model, in its dtype and with the attention that serving uses."""
         checkpoint_layers(model, False)
         if not model.config.to_dict().get("attn_logit_softcapping"):
             model.set_attn_implementation("sdpa")
@@ -62,7 +62,7 @@ class Evaluation:
 
     @torch.no_grad()
     def evaluate_texts(self, who: str, model: Any) -> None:
-        """Take the losses of a model, and its agreement with the first model."""
+        """Compute the losses of a model, and its agreement with the first model."""
         head, hidden = OutputHead.of(model), dict[str, list[torch.Tensor]]()
         for name, blocks in self.texts.items():
             self.losses[name][who], hidden[name] = losses_of(model, blocks, self.loss_masks[name])
@@ -88,11 +88,15 @@ class Evaluation:
         return {"prompts": list(PROMPTS), "answers": self.answers}
 
     def recovery_summary(self) -> Iterator[str]:
-        """Yield a line per text on what recovery gained, and a warning where the model became worse."""
+        """Yield a line per text with the perplexities, and a warning if recovery made the model worse on it."""
         for name, losses in self.losses.items():
             block_tokens = self.block_tokens[name]
             dense, pruned, recovered = (mean_loss(losses[who], block_tokens)[0] for who in STAGES)
-            share = f", {(pruned - recovered) / (pruned - dense):.0%} of what was lost" if pruned > dense + 0.01 else ""
+            share = (
+                f", {(pruned - recovered) / (pruned - dense):.0%} of the lost log-perplexity"
+                if pruned > dense + 0.01
+                else ""
+            )
             values = " → ".join(f"{who} {perplexity_of(losses[who], block_tokens):.2f}" for who in losses)
             yield f"perplexity on held-out text of {name}: {values}{share}"
             rises = [after - before for after, before in zip(losses["recovered"], losses["pruned"], strict=True)]
@@ -105,7 +109,7 @@ class Evaluation:
 def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tuple[list[float], list[torch.Tensor]]:
     """Return a model's mean loss on each block in nats per token, and the hidden states of the predicted tokens.
 
-    blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1], the predicted tokens to take.
+    blocks: int64 [num_blocks, seq_len]. loss_mask: bool [num_blocks, seq_len − 1]: the predicted tokens to evaluate.
     """
     head, losses, hidden = OutputHead.of(model), list[float](), list[torch.Tensor]()
     for tokens, mask in zip(blocks.to(head.weight.device), loss_mask.to(head.weight.device), strict=True):
@@ -119,7 +123,8 @@ def losses_of(model: Any, blocks: torch.Tensor, loss_mask: torch.Tensor) -> tupl
 def bos_warning(model: Any, name: str, tokenizer: Any, blocks: torch.Tensor) -> str:
     """Return a warning if the tokenizer omits the BOS token of the model's config and the model needs it; else "".
 
-    name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; the same tokens are predicted both times.
+    name: of the model. blocks: held-out text, int64 [num_blocks, seq_len]; with and without BOS, the same
+    tokens are predicted.
     """
     bos = model.config.get_text_config().bos_token_id
     head, kept = OutputHead.of(model), blocks[:BOS_BLOCKS, :-1]
@@ -161,12 +166,12 @@ def generate(
     model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int, *, add_special_tokens: bool = True
 ) -> list[str]:
     """Return a model's greedy continuation of each prompt."""
-    tokenizer.pad_token = tokenizer.eos_token  # its own may be one that the model has no embedding of
+    tokenizer.pad_token = tokenizer.eos_token  # the model may have no embedding for its own padding token
     options = {"add_special_tokens": add_special_tokens, "padding": True, "padding_side": "left"}
     tokens = tokenizer(list(prompts), return_tensors="pt", **options).to(model.device)
     ends = model.generation_config.eos_token_id or []
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    model.generation_config = GenerationConfig(  # the model's own may ask for penalties, beams or sampling
+    model.generation_config = GenerationConfig(  # the model's own may set penalties, beams or sampling
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
     )
     output = model.generate(**tokens)[:, tokens["input_ids"].shape[1] :]

@@ -1,8 +1,8 @@
 """Loads the model of a run, frozen and in eval mode: whole, or sharded over all processes.
 
-With `shard`, FSDP2 shards the decoder layers by rows, and each layer is gathered just before it is used. Weights
-outside the layers stay whole in every process, because the output head is used all the time (`ddp_training/loss.py`);
-accelerate's own FSDP2 plugin would shard them too, and does not support CPUs.
+With `shard`, FSDP2 shards the decoder layers by rows, and each layer is gathered just before it is used. Every
+process holds the weights outside the layers whole, because each chunk of the loss uses the output head
+(`ddp_training/loss.py`); accelerate's own FSDP2 plugin would shard them too, and does not support CPUs.
 """
 
 import gc
@@ -22,7 +22,7 @@ from ddp_vllm.remote_code.tensors import LAYERS
 
 
 def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:
-    """Check that `shard` has several processes, each with equally many sequences per step. Raises: SettingError."""
+    """Refuse `shard` with one process, or with a batch that the processes cannot divide. Raises: SettingError."""
     if not recipe.shard:
         return
     if num_processes == 1:
@@ -46,7 +46,7 @@ def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> 
 
 
 def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelerator, student: Any) -> Any:
-    """Load the dense model once more; it shares embeddings and output head, which are not trained, with `student`."""
+    """Load the dense model again, as a teacher that shares the frozen embeddings and output head with `student`."""
     teacher = load(source, recipe, accelerator)
     share_frozen_weights(teacher, student)
     return teacher
@@ -62,8 +62,8 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     """Return the dtype and the attention implementation for loading the model on `device` (None: a CPU).
 
     `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
-    bfloat16, so there it is float32 for both. Gemma-2 requires eager attention: transformers' fused attention leaves
-    out the soft-cap on scores that it was trained with and vLLM applies.
+    bfloat16, so `auto` is float32 there. Gemma-2 requires eager attention: transformers' fused attention omits the
+    soft-cap on scores, which the model was trained with and vLLM applies.
     """
     from safetensors import safe_open
     from transformers import AutoConfig
@@ -98,7 +98,7 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     if device is not None and device.type != "cpu":
         options["device_map"] = {"": device}
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would list missing weights, which our error reports
+    logging.set_verbosity_error()  # our own error reports missing weights
     try:
         with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
             model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -127,7 +127,7 @@ def check_complete(source: Source, lacking: Collection[str]) -> None:
 def load_sharded(source: Source, dtype: str, device: torch.device, num_processes: int) -> Any:
     """Load the stock transformers model, frozen, in eval mode, with its decoder layers sharded over all processes.
 
-    The model is built without memory; then each process reads only its own rows from disk. All processes must call
+    The model is built on the meta device; then each process reads only its own rows from disk. All processes must call
     this together. Raises: ModelError if the checkpoint lacks weights.
     """
     from accelerate import init_empty_weights

@@ -1,6 +1,6 @@
-"""The model of a run on disk, checked before it is loaded: a local folder, or a hub name in the hub's cache.
+"""Finds the model of a run on disk and checks it before it is loaded: a local folder, or a snapshot of a hub name.
 
-It is the dense model, or for recovery a pruned one that was cut from it.
+The model is dense or, for recovery, a pruned one.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from ddp_vllm.remote_code.widths import ModelWidths
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 FORMATS = ("BF16", "F16", "F32")
 AGAIN = "download the model again, or update transformers"
-COPIES = ["consolidated*", "original/*"]  # the same weights once more, in the publisher's own format
+COPIES = ["consolidated*", "original/*"]  # further copies of the weights, in the publisher's own format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +58,24 @@ def open_source(model: str) -> Source:
         raise ModelError(f"{model}: {error}") from None
     shapes = _weight_shapes(folder, tied=bool(config.get("tie_word_embeddings")))
     _check_names(folder, shapes)
-    try:  # as every checkpoint made from it will be checked
+    try:  # the check that every checkpoint made from it will have to pass
         widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
         widths.check_complete(widths.checked((name, shape, FORMATS[0]) for name, shape in shapes.items()))
     except WidthsError as error:
-        fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # which states the dense widths
+        fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # config.json states the dense widths
         raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
     _prepare_transformers(config)
     return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
 
 
 def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
-    """Return a pruned checkpoint as a source for transformers to load by our own classes.
+    """Return a pruned checkpoint as a source, which transformers will load by our own classes.
 
-    Raises: CheckpointError if it is quantized; ModelError if it was not cut from a model like `dense`.
+    Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like `dense`.
     """
     folder, config = checkpoint.folder, checkpoint.config
     if config.get("quantization_config"):
-        raise CheckpointError(
-            f"{folder} is quantized; pass the folder it was made from: recover or measure that, then quantize"
-        )
+        raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
     own = dict(config, model_type=dense_type(config))
     for key in ("model_type", "vocab_size", "tie_word_embeddings"):
         if (ours := own.get(key)) != (theirs := dense.config.get(key)):
@@ -102,7 +100,7 @@ def check_spares_source(output: Path, source: Source) -> None:
 
 
 def check_index(folder: Path) -> None:
-    """Refuse weights that can be pruned, but that transformers cannot load. Raises: ModelError."""
+    """Refuse weights that could be pruned but that transformers cannot load. Raises: ModelError."""
     if not any((folder / name).exists() for name in ("model.safetensors", INDEX_FILE)):
         raise ModelError(
             f"{folder} holds {weight_files(folder)[0].name}, but neither model.safetensors nor {INDEX_FILE}; "
@@ -113,7 +111,7 @@ def check_index(folder: Path) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a dense checkpoint that transformers reads. Raises: ModelError.
 
-    `model.safetensors` has precedence over the files in the index; without either, these are all files.
+    `model.safetensors` has precedence over the files in the index; without either, all files are returned.
     """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -158,7 +156,7 @@ def _weight_shapes(folder: Path, *, tied: bool) -> dict[str, list[int]]:
 def _check_names(folder: Path, shapes: Mapping[str, list[int]]) -> None:
     """Refuse a decoder that was saved without the prefix of the whole model. Raises: ModelError.
 
-    transformers loads it too, but the export looks for the prefix.
+    transformers can load it, but the export requires the prefix.
     """
     prefix = f"{LAYERS}."
     if not any(name.startswith(prefix) for name in shapes):
@@ -185,7 +183,7 @@ def _download(model: str) -> Path:
 
 
 def _prepare_transformers(config: Mapping[str, Any]) -> None:
-    """Register the family that transformers does not know, and silence its progress bars."""
+    """Silence the progress bars of transformers, and register the family that it does not know."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,6 +1,6 @@
 """Writes a checkpoint: weights in shards, config, tokenizer and code.
 
-Tensors are read and written one by one, so memory holds about one output shard whatever the size of the model.
+Tensors are read and written one by one, so memory holds about one output shard, however large the model is.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,7 +72,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config of a checkpoint to write again; it names no code but ours."""
+    """Return the config of a checkpoint for a new copy of it; the only code that it names is ours."""
     if checkpoint.stock:
         return dict(checkpoint.stock)
     return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)

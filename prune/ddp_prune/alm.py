@@ -59,7 +59,7 @@ def learning_rate(step: int, run: Run, base: float) -> float:
 
 
 class AugmentedLagrangian(nn.Module):
-    """The paper's penalty (Eq. 13 and 15), with multipliers by gradient ascent from 0; one set per pool.
+    """The paper's penalty (Eq. 13 and 15). Its multipliers start at 0 and move by gradient ascent; one set per pool.
 
     A pool's budget holds in every group, and the penalty is the mean over groups (Eq. 19).
     """
@@ -98,11 +98,11 @@ class AlmTrainer(Trainer):
         keep_ratios = {pool.name: pool.keep_ratio for pool in self.pools}
         self.costs = {pool.name: self._cost(pool) for pool in self.pools}
         self.multipliers = multipliers = AugmentedLagrangian(keep_ratios).to(self.accelerator.device)
-        alm, gentle = self.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
+        alm, lambdas_1_3 = self.recipe.alm, [*multipliers.lambda1.values(), *multipliers.lambda3.values()]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [*self.gates.z.values()], "base": alm.learning_rate},
-                {"params": gentle, "base": alm.lambda_learning_rate, "maximize": True},
+                {"params": lambdas_1_3, "base": alm.lambda_learning_rate, "maximize": True},
                 {"params": [*multipliers.lambda2.values()], "base": alm.lambda2_learning_rate, "maximize": True},
             ],
             betas=(0.9, 0.999),
@@ -114,11 +114,11 @@ class AlmTrainer(Trainer):
         as_searched = not self.polishing or self.recipe.alm.raw_masks
         return {kind: gate(z) for kind, z in self.gates.z.items()} if as_searched else super().forward_masks()
 
-    def alive(self) -> Masks:
-        return super().alive() if self.polishing else {kind: z > 0 for kind, z in self.gates.z.items()}
+    def open_gates(self) -> Masks:
+        return super().open_gates() if self.polishing else {kind: z > 0 for kind, z in self.gates.z.items()}
 
-    def choose(self, saliency: Masks, alive: Masks) -> Masks:
-        return alive if self.recipe.alm.raw_masks else super().choose(saliency, alive)
+    def choose(self, saliency: Masks, is_open: Masks) -> Masks:
+        return is_open if self.recipe.alm.raw_masks else super().choose(saliency, is_open)
 
     def score(self, z: torch.Tensor, mu: float) -> torch.Tensor:
         """Return the retention score s of each unit, shaped as z."""
@@ -134,7 +134,7 @@ class AlmTrainer(Trainer):
         return "try a lower learning_rate in the recipe's table [alm]" if searching else super().remedy(step)
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
-        """Do AdamW's step on z and λ."""
+        """Take AdamW's step on z and λ."""
         mu = self._sharpness(step)
         self.optimizer.zero_grad()
         for kind, mask in masks.items():
@@ -158,7 +158,7 @@ class AlmTrainer(Trainer):
         return sharpness_at(self.progress(step), self.recipe.alm.mu_start, self.recipe.alm.mu_end)
 
     def _cost(self, pool: Pool) -> torch.Tensor:
-        """Return what the units of a pool cost, [G, N], in float32; scaled, as only ratios matter."""
+        """Return the cost of each unit of a pool, float32 [G, N], scaled to at most 1: only ratios matter."""
         cost_GN = pool.joined_costs()
         return (cost_GN / cost_GN.max()).float().to(self.accelerator.device)
 
@@ -170,7 +170,7 @@ class AlmTrainer(Trainer):
         return super().state() | named
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Take back what `state` returned before `step`."""
+        """Restore the `state` and `extra` that were saved before `step`."""
         self.multipliers.load_state_dict(_under("multipliers.", tensors))
         moments: dict[int, dict[str, torch.Tensor]] = {}
         for name, value in _under("optimizer.", tensors).items():

@@ -1,8 +1,8 @@
-"""Budgets: pools of units that share one constraint, and which of their units are kept under it.
+"""Budgets: a pool is a set of units under one constraint on their cost, and chooses the kept ones.
 
-The paper's budget, `units`, is one `Pool` per module type in which each unit costs 1. The others are one pool over all
-module types: `params`, `flops` and `kv-bytes` have prices, `latency` has measured times (`LatencyPool`). Whole experts
-have a pool of their own (`WholeExpertPool`).
+The paper's budget, `units`, has one `Pool` per module type, in which each unit costs 1. Every other budget has one pool
+over all module types: in `params`, `flops` and `kv-bytes` units have prices, in `latency` measured times
+(`LatencyPool`). Whole experts have a pool of their own (`WholeExpertPool`).
 
 Legend: L layers, U units of a layer, E experts, C channels; G budget groups (the model, its layers or its experts), N
 units of a group; R rows of U units, B blocks of a row.
@@ -33,14 +33,14 @@ from ddp_vllm.latency import EXPERT_BLOCK, Profile
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-MOST_BLOCKS = 256  # per layer in the exact choice; with more, its solver takes minutes
+MOST_BLOCKS = 256  # per layer in the exact choice; with more, the solver takes minutes
 
 
 def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
-    """Return the keep ratio required at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic between.
+    """Return the keep ratio at `progress` in [0, 1]: `start` at 0, ρ from 0.85 on, quadratic in between.
 
-    As in gradual pruning (arXiv:1710.01878), most gates close early, while the rest can still adapt. The cubic schedule
-    of that paper closes too many before the first tokens have shown which matter.
+    As in gradual pruning (arXiv:1710.01878), most gates close early, while the remaining ones can still adapt. The
+    cubic schedule of that paper closes too many before enough tokens have shown which gates matter.
     """
     left = max(0.0, 1.0 - progress / 0.85)
     return keep_ratio + (start - keep_ratio) * left**2
@@ -58,24 +58,24 @@ class Pool:
     name: str
     """The module type, or the budget if several module types share it."""
     currency: str
-    """What costs are counted in."""
+    """The unit of the costs, for messages."""
     shapes: Mapping[str, tuple[int, ...]]
     """[L, U], or [L, E, C] of experts, per module type."""
     costs: Mapping[str, torch.Tensor]
     """float64 [L] per module type: the cost of one unit of each layer."""
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """float64 [L] per module type with a fixed cost, which a row of units has while any of them is kept."""
+    """float64 [L] per module type with a fixed cost, which a row of units has as long as any of them is kept."""
     kept: float
-    """The budget."""
+    """The budget: the highest cost of the kept units."""
     scope: str
     """Whether the budget holds for the whole model (`global`), for each `layer` or for each `expert`."""
     blocks: Mapping[str, int]
-    """How many units are kept or removed together when the selection is final; 1 where a module type is missing."""
+    """How many units the final selection keeps or removes together, per module type; 1 if it is not listed."""
     queries_per_kv: int = 1
     """How many attention units share a KV head; 1 if each unit is a whole KV head."""
 
     def unit_costs(self, kind: str) -> torch.Tensor:
-        """Return the cost of every unit in the shape of its masks, with its share of the fixed cost of its row."""
+        """Return the cost of every unit in the shape of the masks, including its share of the fixed cost of its row."""
         shape, cost_L = self.shapes[kind], self.costs[kind]
         if kind in self.fixed:
             shares_kv = kind == "attn" and self.queries_per_kv > 1
@@ -103,21 +103,21 @@ class Pool:
             return values["experts"].flatten(0, -2)
         return torch.cat([values[kind].flatten(1) for kind in self.shapes], dim=1)
 
-    def part(self, values_GN: torch.Tensor) -> Masks:
+    def split(self, values_GN: torch.Tensor) -> Masks:
         """Undo `join`."""
         parts = values_GN.split([math.prod(shape) // len(values_GN) for shape in self.shapes.values()], dim=1)
         return {kind: part.reshape(shape) for part, (kind, shape) in zip(parts, self.shapes.items(), strict=True)}
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """Return which open units (bool) stay open in the search, where all may keep `keep_ratio` of their cost."""
+        """Return which open units (bool) the search keeps open, for at most `keep_ratio` of the cost of all units."""
         open_GN = self.join(is_open)
         cost_GN = self.joined_costs(open_GN.device)
         budget_G = keep_ratio * cost_GN.sum(-1)
         kept_GN = greedy(self.join(importance), cost_GN.masked_fill(~open_GN, torch.inf), budget_G)
-        return self.part(kept_GN & open_GN)
+        return self.split(kept_GN & open_GN)
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
-        """Return the kept units (bool, the shapes of the masks) of most importance for their cost, in whole blocks.
+        """Return the units to keep at the end (bool, shaped as the masks): most important per cost, in whole blocks.
 
         Units that the search left open rank before those that it closed.
         """
@@ -133,10 +133,10 @@ class Pool:
         cost_GN = self.joined_costs()
         scale_GN = torch.where(cost_GN > 0, cost_GN, 1.0)
         ratio_GN = open_first(self.join(importance).cpu().double() / scale_GN, self.join(is_open).cpu())
-        return self.part(ratio_GN * scale_GN)
+        return self.split(ratio_GN * scale_GN)
 
     def _rows(self, kind: str, importance: torch.Tensor, block: int) -> Rows:
-        """Cut the units of a module type into rows: by layer or expert, or by KV head where that has a fixed cost."""
+        """Cut the units of a module type into rows: one per layer or expert, or per KV head if it has a fixed cost."""
         importance_RU, order_RU, fixed_L = importance.flatten(0, -2), None, self.fixed.get(kind)
         if kind == "attn" and self.queries_per_kv > 1:
             if block > 1:  # tensor parallelism requires that every KV head of a layer keeps equally many query heads
@@ -154,7 +154,7 @@ class Pool:
         )
 
     def _shaped(self, supports: Sequence[torch.Tensor], like: Masks) -> Masks:
-        """Return a support per module type in the shapes of the masks, on the device of `like`."""
+        """Return the supports, one per module type, in the shapes of the masks and on the device of `like`."""
         pairs = zip(self.shapes.items(), supports, strict=True)
         return {kind: support.reshape(shape).to(like[kind].device) for (kind, shape), support in pairs}
 
@@ -177,11 +177,11 @@ class Pool:
         return block <= self.shapes[kind][-1] and block * float(self.costs[kind].min()) <= self.kept
 
     def _least(self) -> float:
-        """Return the lowest cost of keeping anything."""
+        """Return the lowest cost of a selection that keeps anything."""
         return min(float((cost_L + self.fixed.get(kind, 0.0)).min()) for kind, cost_L in self.costs.items())
 
     def describe(self) -> str:
-        """Return in one line what the pool keeps."""
+        """Return a line that states the budget and its blocks."""
         blocks = "".join(f", {kind} in blocks of {block:,}" for kind, block in self.blocks.items())
         return f"budget: keep {self.kept:,.0f} of {self.total:,.0f} {self.currency} ({self.keep_ratio:.1%}){blocks}"
 
@@ -210,14 +210,14 @@ class WholeExpertPool(Pool):
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyPool(Pool):
-    """A budget in measured time, in microseconds of a step; a layer has a fixed cost per attention block and MLP."""
+    """A budget in measured time, in microseconds per step; attention blocks and MLPs have a fixed cost."""
 
     tables: Mapping[str, torch.Tensor]
     """float64 [L, B + 1] per module type: the measured cost of a layer that keeps 0, 1, … blocks of units (of routed
     experts, 0, 1, … blocks per expert on average)."""
 
     def close(self, importance: Masks, is_open: Masks, keep_ratio: float) -> Masks:
-        """Return which open units stay open; a whole layer can close at once, which saves its fixed cost."""
+        """As `Pool.close`; a whole block of a layer can close at once, which saves its fixed cost."""
         if not self.fixed:
             return super().close(importance, is_open, keep_ratio)
         kept = self._choose_rows(importance, is_open, keep_ratio, blocks={})
@@ -255,17 +255,17 @@ def suited_pools(
     """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not suit each other."""
     longest = source.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
-        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} knows {longest:,}; lower --seq-len")
+        raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
     if recipe.scope == "expert" and not source.sizes.num_experts:
-        raise SettingError(f"scope is 'expert', but {recipe.model} is no mixture of experts; choose global or layer")
+        raise SettingError(f"scope is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer")
     if recipe.whole_experts and not source.sizes.num_experts:
-        raise SettingError(f"{recipe.model} is no mixture of experts, so it has no whole experts to remove")
+        raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
     unit = head_unit_of(recipe, source)
     return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
 
 
 def head_unit_of(recipe: Recipe, source: Source) -> str:
-    """Return the attention unit that a recipe means for this model."""
+    """Return the attention unit of a recipe for this model, with `auto` resolved."""
     return WHOLE_EXPERT if recipe.whole_experts else choose_head_unit(recipe.head_unit, source.sizes)
 
 
@@ -303,7 +303,7 @@ def make_pools(
         pools = [_latency_pool(profile, recipe, layout)]
     else:
         pools = [_priced_pool(config, shapes, sizes, recipe, layout)]
-    if recipe.whole_experts:  # as many as the budget allows; it may itself have been rounded down, to a channel
+    if recipe.whole_experts:  # as many as the budget allows; + 1 undoes its rounding down to a channel
         num_kept = math.floor(sizes.num_experts * (pools[0].kept + 1) / pools[0].total)
         fewer_experts(config, num_kept)
         num_channels = num_kept * sizes.expert_intermediate_size * len(sizes.routed_layers)
@@ -332,7 +332,8 @@ def _priced_pool(
     recipe: Recipe,
     layout: dict[str, Any],
 ) -> Pool:
-    """Return the pool of a budget in prices, which keeps a share of the prunable cost or what a target leaves of it."""
+    """Return the pool of the budget params, flops or kv-bytes; it may spend a share of the prunable cost, or the target
+    without the cost that cannot be pruned."""
     layers, budget = prices(recipe.budget, config, shapes, recipe.context_length), recipe.budget
     shares_kv = layout["queries_per_kv"] > 1
     heads_per_unit = 1 if shares_kv else sizes.queries_per_kv
@@ -375,7 +376,7 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
         assert curve
         per_layer = torch.full((shape[0],), 1e6, dtype=torch.float64)
         costs[kind] = per_layer * curve.unit / math.prod(shape[1:-1])  # an expert has a share in its layer
-        if not is_routed:  # the fixed cost of routed experts stays however many are removed
+        if not is_routed:  # removing routed experts never saves their fixed cost
             fixed[kind] = per_layer * curve.fixed
         steps[kind], widths = _table_widths(shape[-1], align, EXPERT_BLOCK if is_routed else curve.multiple)
         seconds = [max(0.0, curve.seconds(width) - curve.fixed * is_routed) for width in widths]
@@ -399,7 +400,7 @@ def _latency_pool(profile: Profile, recipe: Recipe, layout: dict[str, Any]) -> L
 
 
 def _table_widths(units: int, align: int, multiple: int) -> tuple[int, list[int]]:
-    """Return how many units of a row are a block of its table, and the widths that the table lists: 0, 1, … blocks."""
+    """Return the number of units per block of a latency table, and the width of each of its entries, 0, 1, … blocks."""
     step = math.lcm(align, multiple)
     while step * MOST_BLOCKS < units:
         step *= 2
@@ -410,7 +411,7 @@ def _table_widths(units: int, align: int, multiple: int) -> tuple[int, list[int]
 def _blocks(
     units: Mapping[str, Any], sizes: Dimensions, config: Mapping[str, Any], recipe: Recipe, queries_per_kv: int
 ) -> dict[str, int]:
-    """Return the blocks that `align` and `tp` require; module types without one are cut unit by unit.
+    """Return the block sizes that `align` and `tp` require; module types that are not listed are cut unit by unit.
 
     Raises: SettingError for a tensor-parallel size over which no layer could split.
     """

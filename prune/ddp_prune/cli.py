@@ -1,6 +1,6 @@
 """The verbs prune and apply. torch is imported when one of them runs, not before.
 
-Every field of a `Recipe` is an option of `prune`; the exceptions are in `INSTEAD`.
+Every field of a `Recipe` is an option of `prune`, except those in `INSTEAD`.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ INSTEAD = {  # field -> the options in its place: an argument, one per budget, a
     "target": [click.option(f"--target-{budget}", metavar="N", help=text) for budget, text in TARGETS.items()],
 }  # fmt: skip
 SIZES = {"sparsity", "speedup"}  # may have several values
-HEADINGS = {  # heading -> its fields and options; those of no other heading are under the last one
+HEADINGS = {  # heading -> its fields and options; the last heading has all others
     "Budget": (
         *("sparsity", "attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes", "speedup"),
         *("budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine"),
@@ -73,9 +73,9 @@ def prune(
     """Prune MODEL and write the smaller checkpoint.
 
     MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel on text; units whose
-    gates close are removed. The remaining weights are distilled from the dense model meanwhile, and with --recover for
-    longer. Several sizes, as --sparsity 0.1,0.2,0.3, come from one search, each in a folder of its own. After an
-    interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
+    gates close are removed. The remaining weights are distilled from the dense model at the same time, and for longer
+    with --recover. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to one folder
+    each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
     """
     settings = _with_target(given(settings))
     if dry_run:

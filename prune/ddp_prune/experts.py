@@ -18,14 +18,17 @@ IMPLEMENTATION = "ddp"  # the name under which transformers finds `gated_experts
 
 
 class LayerGates(NamedTuple):
-    """How one layer's units run: the routed experts [E, C], or the heads or channels [U]. Without a mask, as stored."""
+    """How a layer computes its routed experts (masks [E, C]), or its heads or channels (masks [U]).
+
+    Without a mask the layer is that of the dense model.
+    """
 
     mask: torch.Tensor | None = None
     """The gates of the computed units."""
     squares: torch.Tensor | None = None
-    """Float32 [U] or [E, C]; backward adds the sum over tokens (slots) of (∂loss/∂mask at that token)² to it."""
+    """Float32 [U] or [E, C]; backward adds Σ over tokens (slots) of (∂loss/∂mask at that token)² to it."""
     counts: torch.Tensor | None = None
-    """Int64 [E]; forward adds the number of slots of each expert to it."""
+    """Int64 [E]; forward adds the number of slots of each expert to it; None: not counted."""
     kept: torch.Tensor | None = None
     """Int64: the computed heads or channels; None: all."""
     routed: torch.Tensor | None = None
@@ -102,7 +105,7 @@ def grouped_linear(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.T
 def can_group(weight_EOI: torch.Tensor) -> bool:
     """Tell whether torch has a kernel for this weight: bfloat16, rows of 16 bytes, compute capability 9 or 10.
 
-    Otherwise torch's grouped matmul is a loop too, over idle experts as well (GroupedMMUtils.h).
+    For other weights torch's grouped matmul is also a loop, but one that includes idle experts (GroupedMMUtils.h).
     """
     return (
         weight_EOI.is_cuda
@@ -128,12 +131,12 @@ def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -
 
 
 def neutral_where_idle(saliency_LEC: torch.Tensor, counts_LE: torch.Tensor) -> torch.Tensor:
-    """Return the saliency, with the layer's mean for experts that no token was sent to.
+    """Return the saliency; experts that no token was sent to get the mean of their layer.
 
     counts_LE: the slots of each expert so far.
-    Idle experts get no gradient, which does not show that they are unimportant on other text. With saliency 0 they
-    would be removed first; if they were always kept, busy experts would be removed instead. A few channels carry most
-    of the mean, so a channel of mean saliency is kept until little remains.
+    Idle experts get no gradient, but they may matter on other text. With saliency 0 they would be removed first; if
+    they were always kept, busy experts would be removed instead. A few channels carry most of the mean, so a channel
+    of mean saliency is removed late.
     """
     active_LE1 = (counts_LE > 0).unsqueeze(-1)
     mean_L = (saliency_LEC * active_LE1).sum((1, 2)) / (active_LE1.sum((1, 2)) * saliency_LEC.shape[-1]).clamp_min(1)

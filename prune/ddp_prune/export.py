@@ -27,9 +27,9 @@ from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
-"""Returns the updated value of a stored weight, given its name on disk and its old value."""
+"""Takes the name on disk and the stored value of a weight, and returns the updated value."""
 Slice = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
-"""Returns the new name and the kept part of a stored tensor; None if nothing of it is kept."""
+"""Takes the name and the value of a stored tensor, and returns its new name and kept part; None if none is kept."""
 
 
 def export(
@@ -46,11 +46,15 @@ def export(
 ) -> Checkpoint:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card. Return it.
 
-    With whole experts removed it is a stock checkpoint: its config has fewer experts, and it needs no remote code.
+    If whole experts are removed, it is a stock checkpoint with fewer experts, which requires no remote code. The output
+    appears whole or not at all.
 
-    gates: float32 of `unit_shapes`, 0 for removed units. head_unit: the unit of attention gates, or `expert` for whole
-    experts. provenance, scores: kept with the gates in the masks file. extra_files: file name -> text. transform: the
-    weights that were trained together with the masks. The output appears whole or not at all.
+    gates: float32 of `unit_shapes`, 0 for removed units.
+    head_unit: the unit of attention gates, or `expert` for whole experts.
+    provenance, scores: stored with the gates in the masks file.
+    extra_files: file name -> text.
+    transform: updates weights that were trained together with the masks.
+
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as `kept_experts`, and
         SettingError if too few are kept.
     """
@@ -85,7 +89,7 @@ def sliced_tensors(
 def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
     """Return the gates of all layers by unit, float32 [L, U], or [L, E, C] for expert channels.
 
-    A KV head, whose key and value rows are not scaled, counts 1 while a query head that reads it is kept.
+    Key and value rows are not scaled: a KV head has scale 1 if a query head that reads it is kept, else 0.
     """
     if "experts" in gates:
         scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
@@ -123,9 +127,9 @@ class UnitSlicer:
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the name and the kept part of a tensor, with gates folded in; None if nothing of it is kept."""
-        if (place := _place(name)) is None:
+        if (parsed := _parse_name(name)) is None:
             return name, tensor
-        layer, module, kind = place
+        layer, module, kind = parsed
         if (found := self.table.find(module)) is None:
             return None if self._is_emptied(layer, module) else (name, tensor)
         projection, expert = found
@@ -157,14 +161,14 @@ class UnitSlicer:
 
 
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
-    """Return the numbers of the experts that each routed layer keeps, the same count in every layer.
+    """Return the numbers of the experts that each routed layer keeps, equally many in every layer.
 
-    Raises: CheckpointError for gates that keep part of an expert, or different counts of experts.
+    Raises: CheckpointError for gates that keep a part of an expert, or more experts in one layer than in another.
     """
     open_LEC = gates["experts"] > 0
     kept_LE = open_LEC.any(-1)
     if not torch.equal(kept_LE, open_LEC.all(-1)) or len(set(kept_LE.sum(1).tolist())) != 1:
-        raise CheckpointError("the masks do not keep whole experts, as many in every layer; prune again")
+        raise CheckpointError("the masks do not keep whole experts, equally many in every layer; prune again")
     rows = zip(source.sizes.routed_layers, kept_LE, strict=True)
     return {layer: row.nonzero().flatten().tolist() for layer, row in rows}
 
@@ -179,9 +183,9 @@ class WholeExpertSlicer:
 
     def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Return the new name and the kept part of a tensor, as `UnitSlicer.slice`."""
-        if (place := _place(name)) is None or place[0] not in self.kept:
+        if (parsed := _parse_name(name)) is None or parsed[0] not in self.kept:
             return name, tensor
-        layer, module, kind = place
+        layer, module, kind = parsed
         kept = self.kept[layer]
         if module == self.table.router[0]:
             return name, tensor[kept]
@@ -200,8 +204,8 @@ def fold(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight.float() * scale).to(weight.dtype).contiguous()
 
 
-def _place(name: str) -> tuple[int, str, str] | None:
-    """Return layer, module and kind (weight or bias) of a decoder layer's tensor; None for other tensors."""
+def _parse_name(name: str) -> tuple[int, str, str] | None:
+    """Return layer, module and kind (weight or bias) of a tensor of a decoder layer; None for any other tensor."""
     if not name.startswith(f"{LAYERS}."):
         return None
     layer, _, rest = name.removeprefix(f"{LAYERS}.").partition(".")
@@ -218,14 +222,14 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     """
     source = open_source(model)
     check_spares_source(output, source)
-    if (masks.parent / "config.json").exists():  # a model's folder, which somebody else may have made
+    if (masks.parent / "config.json").exists():  # the folder of a model, possibly from an untrusted source
         check_links(masks.parent)
     gates, provenance = read_masks(masks)[0], local_provenance(masks)
     head_unit = provenance.get("head_unit", "kv-group")
     shapes = {kind: tuple(values.shape) for kind, values in gates.items()}
     if (needed := unit_shapes(source.sizes, head_unit)) != shapes:
         raise CheckpointError(
-            f"{masks} holds gates of {_shown(shapes)}, {model} needs gates of {_shown(needed)}; the masks "
+            f"{masks} holds gates of {_shown(shapes)}, {model} requires gates of {_shown(needed)}; the masks "
             "were made for another model"
         )
     scores = read_scores(masks)
@@ -250,14 +254,14 @@ def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str,
     if provenance.get("head_unit") == WHOLE_EXPERT:
         raise SettingError(f"{path} keeps whole experts with all their channels; leave --align out")
     if scope != "global":
-        raise SettingError(f"{path} has a budget per {scope}, which aligning would break; prune with --align")
+        raise SettingError(f"{path} has a budget per {scope}, which --align would break; prune with --align")
     if not 0 < align <= min(kept, units):
         raise SettingError(
-            f"align is {align}; {kept:,} channels, at most {units:,} together, allow 1 to {min(kept, units):,}"
+            f"align is {align}; with {kept:,} kept channels in rows of {units:,}, it must be 1 to {min(kept, units):,}"
         )
     saliency = scores.get("saliency", {}).get(kind)
     if saliency is None:
-        raise CheckpointError(f"{path} holds no {kind}.saliency, which aligning needs; prune again with --align")
+        raise CheckpointError(f"{path} holds no {kind}.saliency, which --align requires; prune again with --align")
     if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
         raise CheckpointError(f"{path} holds {kind}.saliency of another shape, negative or not finite; prune again")
     return gates | {kind: realign(gates[kind], saliency, align)}

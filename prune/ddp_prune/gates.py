@@ -1,4 +1,4 @@
-"""Gates on a stock model: they scale units from outside, and units whose gates closed for good need not be computed.
+"""Gates on a stock model: hooks scale its units, and units whose gates closed for good need not be computed.
 
 Legend of shape suffixes: T tokens, L layers, U units of a layer (heads, KV groups or channels); for mixtures of
 experts, L layers with routed experts, E experts of a layer, C channels of an expert. In `NarrowLayers`, N bundles of
@@ -23,15 +23,15 @@ from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT, Dimensions, Family,
 from ddp_vllm.remote_code.tensors import LAYERS, Projection
 
 Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], or "experts" [L, E, C] alone
-CHANNEL_BLOCK = 64  # narrow widths are multiples: kernels prefer them, and a CPU compiles one kernel per width
+CHANNEL_BLOCK = 64  # narrow MLPs have multiples of this: kernels prefer them, and a CPU compiles a kernel per width
 DENSE_BLOCKS = ("attn", "mlp")
 
 
 class _Scale(torch.autograd.Function):
     """x[t] · mask, where each entry of the mask scales `columns` neighbours; backward also squares per-token gradients.
 
-    The gradient of a mask is a sum over tokens, whose terms exist only in backward. There the squares of the terms are
-    added to `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x has; None means all units.
+    The gradient of a mask is a sum over tokens, and its terms exist only in backward, which adds their squares to
+    `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x has; None means all units.
     """
 
     @staticmethod
@@ -60,7 +60,7 @@ class _Scale(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """x at the distinct indices `kept` of an axis. Backward copies; that of indexing would add, which is slower."""
+    """x at the distinct indices `kept` of an axis. Backward copies; the backward of indexing adds, which is slower."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: int, kept: torch.Tensor) -> torch.Tensor:
@@ -75,21 +75,21 @@ class _Select(torch.autograd.Function):
 
 
 ForwardPlan = dict[str, list[LayerGates]]
-"""How every layer runs in a forward pass and its backward: per module type, one entry per layer."""
+"""How every layer is computed in a forward pass and its backward: per module type, one entry per layer."""
 
 
 class _Hooks:
-    """What the modules of a gated model call. It does not know the model: a cycle would keep the weights in memory."""
+    """The hooks of a gated model. They hold no reference to the model: a cycle would keep the weights in memory."""
 
     plan: ForwardPlan | None = None
     """None: the dense model."""
 
     def gates(self, block: str, layer: int) -> LayerGates:
-        """Return how a layer runs."""
+        """Return how a layer is computed."""
         return self.plan[block][layer] if self.plan else LayerGates()
 
     def route(self, layer: int, router_of: Callable[[], Any], *args: Any) -> Any:
-        """Let a router choose among the open experts: meanwhile its weight has only their rows, as when exported."""
+        """Let a router choose among the open experts: in this call its weight has only their rows, as when exported."""
         router, open_E = router_of(), self.gates("experts", layer).routed
         forward = partial(type(router).forward, router)
         if open_E is None:
@@ -117,7 +117,7 @@ class _Hooks:
 
 
 class GatedModel:
-    """A stock transformers model whose heads and channels can be scaled from outside.
+    """A stock transformers model whose heads, channels or experts can be masked.
 
     Pre-hooks on the projections that write to the residual stream multiply their input by the current masks. Routed
     experts run through our implementation of transformers' experts interface (`experts.py`). When whole experts are
@@ -136,11 +136,11 @@ class GatedModel:
             self._attach_to_projections()
 
     def _attach_to_experts(self) -> None:
-        for place, index in enumerate(self.sizes.routed_layers):
-            experts: Any = self.layers[index].get_submodule(EXPERTS)
-            experts.ddp_gates = partial(self._hooks.gates, "experts", place)
-            router = self.layers[index].get_submodule(ROUTER)
-            router.forward = partial(self._hooks.route, place, weakref.ref(router))
+        for row, layer in enumerate(self.sizes.routed_layers):  # a row of the masks
+            experts: Any = self.layers[layer].get_submodule(EXPERTS)
+            experts.ddp_gates = partial(self._hooks.gates, "experts", row)
+            router = self.layers[layer].get_submodule(ROUTER)
+            router.forward = partial(self._hooks.route, row, weakref.ref(router))
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
         assert model.config._experts_implementation == IMPLEMENTATION  # transformers fails silently
@@ -173,19 +173,19 @@ class GatedModel:
         assert self._hooks.plan is None  # blocks do not nest: with narrow layers the weights are not the dense model's
         if masks is not None:
             self._hooks.plan = {
-                block: self._rows(mask, squares[block] if squares else None, narrow.kept[block] if narrow else None)
+                block: self._plan(mask, squares[block] if squares else None, narrow.kept[block] if narrow else None)
                 for block, mask in masks.items()
             }
         try:
-            with narrow.computed() if narrow else nullcontext():
+            with narrow.swapped_in() if narrow else nullcontext():
                 yield
         finally:
             self._hooks.plan = None
 
-    def _rows(
+    def _plan(
         self, mask: torch.Tensor, squares: torch.Tensor | None, kept: Sequence[torch.Tensor | None] | None
     ) -> list[LayerGates]:
-        """Return how each layer runs, given the mask of all layers [L, …] and the others as in `LayerGates`."""
+        """Return how each layer is computed: the rows of mask and squares, both [L, …], with its computed units."""
         nothing = [None] * len(mask)
         routed: Sequence[torch.Tensor | None] = nothing
         if self.head_unit == WHOLE_EXPERT:
@@ -200,7 +200,7 @@ class GatedModel:
 
     @contextmanager
     def counting(self, counts_LE: torch.Tensor | None) -> Iterator[None]:
-        """Inside `masks`, add to int64 `counts_LE` how often each expert is chosen by forwards inside this block."""
+        """Inside `masks`: add to int64 `counts_LE`, if given, how often forwards in this block choose each expert."""
         plan = self._hooks.plan
         assert plan is not None
         if counts_LE is not None:
@@ -215,9 +215,9 @@ class GatedModel:
 class NarrowLayers:
     """Copies of a dense model's projections that compute only the heads and channels that are still open.
 
-    A gate that closed for good gives neither output nor gradient. The student uses the narrow weights. The dense
-    teacher does not, although it is the same model if weights are frozen. Trained weights are cut again for every
-    forward, and their gradients arrive at the whole weights.
+    A gate that closed for good has neither output nor gradient. Only the student uses the narrow weights; the dense
+    teacher, which is the same model if weights are frozen, uses the whole weights. Trained weights are cut again for
+    every forward, and their gradients flow back to the whole weights.
     """
 
     def __init__(self, gated: GatedModel) -> None:
@@ -245,21 +245,23 @@ class NarrowLayers:
         return None if sharded else sum(tensor.nbytes for tensor in tensors)
 
     def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
-        """From now on compute the open units (bool [L, U] per module type) of the layers that have changed."""
+        """Compute only the open units (bool [L, U] per module type) from now on."""
         rows, open_LN = [], {}
         for block in (block for block in DENSE_BLOCKS if self.inputs[block]):
             open_LN[block] = is_open[block].unflatten(1, (self._num_bundles[block], -1)).any(-1)
             changed_L = (open_LN[block] != self._open.get(block, True)).any(1)
-            rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))
+            rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))  # -1: the layer has not changed
         for block, counts in zip(open_LN, torch.stack(rows).tolist(), strict=True):  # the one wait for the device
             units_per_bundle = is_open[block].shape[1] // self._num_bundles[block]
             for layer, num_open in enumerate(counts):
                 if num_open >= 0:
-                    self._compute(block, layer, open_LN[block][layer], num_open, units_per_bundle)
+                    self._choose_computed(block, layer, open_LN[block][layer], num_open, units_per_bundle)
         self._open = open_LN
 
-    def _compute(self, block: str, layer: int, open_N: torch.Tensor, num_open: int, units_per_bundle: int) -> None:
-        """Compute the open bundles of a layer from now on, and closed ones up to the next multiple."""
+    def _choose_computed(
+        self, block: str, layer: int, open_N: torch.Tensor, num_open: int, units_per_bundle: int
+    ) -> None:
+        """Choose the bundles of a layer to compute: the open ones, and closed ones up to the next multiple."""
         self._weights.pop((block, layer), None)
         multiple = {"attn": 1, "mlp": CHANNEL_BLOCK}[block]
         num_kept = max(1, -(-num_open // multiple)) * multiple
@@ -273,6 +275,7 @@ class NarrowLayers:
         self.kept[block][layer] = (kept_K[:, None] * units_per_bundle + units).flatten()
 
     def _cut(self, block: str, layer: int, kept_K: torch.Tensor) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        """Return the narrow weights and biases of a block, by module and parameter name."""
         narrow = {}
         for projection in self.inputs[block]:
             module = self.layers[layer].get_submodule(projection.name)
@@ -287,19 +290,19 @@ class NarrowLayers:
         return narrow
 
     def _bundles(self, tensor: torch.Tensor, axis: int, projection: Projection, unit: str) -> torch.Tensor:
-        """Split an axis into bundles and the elements of a bundle."""
+        """Split an axis into [bundles, elements of a bundle]."""
         size = projection.unit_size(self.sizes.head_dim)
         return tensor.unflatten(axis, (-1, size * (self.sizes.queries_per_kv if unit == "query_head" else 1)))
 
     @contextmanager
-    def computed(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Replace the model's weights by the narrow ones inside the block."""
         trained = any(parameter.requires_grad for parameter in self.layers[0].parameters())
         weights = {} if trained else self._weights
-        for place, kept_K in self._bundles_kept.items():
-            if place not in weights:
-                weights[place] = self._cut(*place, kept_K)
-        narrow = {place: tensor for cut in weights.values() for place, tensor in cut.items()}
+        for (block, layer), kept_K in self._bundles_kept.items():
+            if (block, layer) not in weights:
+                weights[block, layer] = self._cut(block, layer, kept_K)
+        narrow = {parameter: tensor for cut in weights.values() for parameter, tensor in cut.items()}
         whole = {(module, name): module._parameters[name] for module, name in narrow}
         try:
             for (module, name), tensor in narrow.items():
@@ -315,7 +318,7 @@ def narrow_layers(
 ) -> NarrowLayers | None:
     """Return narrow layers if their copies fit next to a pass; None for experts and sharded weights.
 
-    A run that resumes with less memory also computes closed units: its sums round differently.
+    A run that resumes with less memory may compute closed units again; then its sums round differently.
     """
     if gated.sizes.num_experts:
         return None

@@ -1,4 +1,4 @@
-"""The masks file, published or of a pruned folder: gates, the search results they were rounded from, and provenance."""
+"""The masks file, published alone or in a pruned folder: gates, the search results behind them, and provenance."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     kinds = ("experts",) if "experts.gates" in tensors else ("attn", "mlp")
     if missing := [kind for kind in kinds if f"{kind}.gates" not in tensors]:
         raise CheckpointError(
-            f"{path} is no masks file (it holds no {missing[0]}.gates); pass the {MASKS_FILE} of a pruned folder"
+            f"{path} is not a masks file (it holds no {missing[0]}.gates); pass the {MASKS_FILE} of a pruned folder"
         )
     gates = {kind: torch.from_numpy(tensors[f"{kind}.gates"]).float() for kind in kinds}
     for kind, values in gates.items():
@@ -32,7 +32,7 @@ def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
 
 
 def read_scores(path: Path) -> dict[str, Masks]:
-    """Return z and saliency of each module type from a masks file; {} for masks without them."""
+    """Return z and saliency of each module type from a masks file; {} if the file has none."""
     scores: dict[str, Masks] = {}
     for key, values in read_masks_file(path)[0].items():
         kind, _, name = key.partition(".")

@@ -26,10 +26,10 @@ from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
-FAMILY = ".branch"  # name of a size family's own run, next to the folders of its sizes; no output begins with a dot
+FAMILY = ".branch"  # name of a size family's own run, next to its sizes; the dot keeps it apart from any output
 
 Show = Callable[[Checkpoint, str, Console], None]
-"""Prints and draws a checkpoint that was written; the text names its dense model."""
+"""Prints a written checkpoint and draws its report; takes the checkpoint, its dense model's name and a console."""
 
 
 def prune(
@@ -44,9 +44,10 @@ def prune(
 ) -> list[Checkpoint]:
     """Prune a model and write the checkpoint to `output`; several sizes are written into folders inside it.
 
-    recipes: one per size, smallest cut first. measure: measures the latency profile that a speed budget requires, if
-    there is none yet. Errors of the user are raised before the model is loaded; the caller has checked the output.
-    Returns the checkpoints that were written. Raises: a child of DdpError.
+    recipes: one per size, smallest cut first.
+    measure: measures the latency profile that the budget `latency` requires, if there is none yet.
+    Returns the written checkpoints. The caller has checked the output; other errors of the user are raised before the
+    model is loaded. Raises: a child of DdpError.
     """
     first, family = recipes[0], output / FAMILY if len(recipes) > 1 else None
     folders = [output / f"{each.size_name}-{each.size:g}" for each in recipes] if family else [output]
@@ -81,7 +82,7 @@ def prune(
 
 
 def find_model(recipe: Recipe, output: Path) -> Source:
-    """Return the dense model; refuse an output inside its folder."""
+    """Return the dense model; refuse an output that would replace it."""
     source = open_source(recipe.model)
     check_spares_source(output, source)
     check_index(source.folder)
@@ -100,19 +101,19 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
 def prune_family(
     inputs: Inputs, sizes: Sequence[tuple[Run, Sequence[Pool], Path]], family: Path, show: Show, *, overwrite: bool
 ) -> None:
-    """Prune one size after the other; each begins at the end of the search of the size before.
+    """Prune one size after the other; the search of each starts at the end of the previous size's search.
 
-    family: the output of the family's own run, whose lock is held meanwhile and whose state is the end of the search of
-    the latest size.
+    family: the output of the family's own run. Its lock is held until all sizes are written, and its state is the end
+    of the search of the latest size.
     """
     last = sizes[-1][0]
-    shared, before = inputs.state(family, last), None
+    shared, resume_from = inputs.state(family, last), None
     with locked_run(shared, inputs.accelerator):
         for run, pools, folder in sizes:
-            after = inputs.state(family, run) if run is not last else None
-            checkpoints = FamilyCheckpoints(before, after, run.steps.search)
+            save_to = inputs.state(family, run) if run is not last else None
+            checkpoints = FamilyCheckpoints(resume_from, save_to, run.steps.search)
             prune_size(inputs, run, pools, folder, checkpoints, show, overwrite=overwrite)
-            before = after
+            resume_from = save_to
         shared.remove()
 
 
@@ -126,8 +127,10 @@ def prune_size(
     *,
     overwrite: bool,
 ) -> None:
-    """Write the pruned checkpoint of one size unless an earlier command did, show it unless it will be recovered, and
-    delete the run's folder."""
+    """Write and show the pruned checkpoint of one size, and delete the run's folder.
+
+    A checkpoint that an interrupted command wrote is not written again; one that will be recovered is shown later.
+    """
     accelerator = inputs.accelerator
     for pool in pools:
         inputs.say(pool.describe())
@@ -151,12 +154,12 @@ def prune_size(
 
 
 def is_written(inputs: Inputs, run: Run, output: Path) -> bool:
-    """Tell whether `output` is the result of this run on this text and these weights, and the command resumes."""
+    """Tell whether an interrupted command with this run, text and weights has already written `output`."""
     found, recipe = provenance_of(output), run.recipe
-    unrecovered = recipe.recover and found.get("recipe", {}).get("recover") and "recovery" not in found
-    resumes = run.in_family or unrecovered or is_unfinished(output)
+    lacks_recovery = recipe.recover and found.get("recipe", {}).get("recover") and "recovery" not in found
+    was_interrupted = run.in_family or lacks_recovery or is_unfinished(output)
     same_run = found.get("run") == run.to_dict() and found.get("learned_from") == inputs.learned_from
-    return bool(resumes and same_run and is_same_recipe(found.get("recipe", {}), recipe))
+    return bool(was_interrupted and same_run and is_same_recipe(found.get("recipe", {}), recipe))
 
 
 def write(inputs: Inputs, run: Run, result: Result, state: RunState, *, overwrite: bool) -> None:

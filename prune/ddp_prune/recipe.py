@@ -1,9 +1,9 @@
 """Every setting of a pruning run and of a recovery, checked once.
 
 Defaults are the paper's (arXiv:2603.08065, appendix "Additional Implementation Details") except for the search itself,
-`controller` and `polish`. A recipe holds what the user asked for and is never rewritten; a `Run` (run.py) holds what
-was resolved. Both are saved inside the run and inside the checkpoint, so a result can be made again. The options of the
-command line, their help texts and defaults are made from these fields.
+`controller` and `polish`. A recipe holds the settings that the user passed; a `Run` (run.py) holds the values that were
+resolved from them. Both are saved inside the run and inside the checkpoint, so a result can be reproduced. The options
+of the command line, their help texts and defaults are made from these fields.
 """
 
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ class AlmSettings(Settings):
     warmup: float = setting(0.05, is_fraction=True)
     """Fraction of the search over which AdamW's rates rise linearly; the paper does not state its length."""
     mu_start: float = 0.5
-    """Sharpness μ0 of the surrogate (Eq. 14)."""
+    """Sharpness μ0 of the surrogate at the start of the search (Eq. 14)."""
     mu_end: float = 0.05
-    """Sharpness μT. The paper states 0.05; the authors' code stops at 0.1."""
+    """Sharpness μT at its end. The paper states 0.05; the authors' code stops at 0.1."""
     gate_floor: float = 0.0
     """Lower bound of z. At 0, one step can reopen a closed gate; the authors' code uses −0.1."""
     raw_masks: bool = False
@@ -54,36 +54,37 @@ class AlmSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(TrainingSettings):
-    """Settings of a pruning run, as the user asked for them."""
+    """Settings of a pruning run, as the user passed them."""
 
     model: str
     """Folder or Hugging Face Hub name of the dense model."""
 
     sparsity: float = 0.0
-    """Fraction to remove of what can be pruned (not embeddings, norms, routers), between 0 and 1. It is 1 − ρ of Eq. 6,
-    by default of each module type: heads and MLP channels, or the expert channels of a mixture of experts."""
+    """Fraction of the prunable units to remove, between 0 and 1. It is 1 − ρ of Eq. 6. By default it applies to each
+    module type: heads and MLP channels, or the expert channels of a mixture of experts. Embeddings, norms and routers
+    are not prunable."""
     attention_sparsity: float | None = setting(None, is_fraction=True)
     """Fraction of the attention units to remove, if it differs from that of the MLP channels; 0 prunes MLPs only. It
     requires the budget `units`."""
     target: float = 0.0
-    """Size of the whole model after pruning, embeddings included, in what `budget` counts. Replaces `sparsity`."""
+    """Size of the whole model after pruning, embeddings included, in the unit of `budget`. Replaces `sparsity`."""
     speedup: float = 0.0
     """Target speedup of a step over the dense model on the serving machine, for example 1.25. Replaces `sparsity` and
     implies the budget `latency`."""
     budget: str = setting("units", choices=("units", "params", "flops", "kv-bytes", "latency"))
-    """What the fraction counts: `units` of each module type as in the paper; or, over all types together, `params`,
-    `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits) or `latency` (measured time of a step)."""
+    """Quantity that the fraction is taken of: `units` of each module type as in the paper; or, over all types together,
+    `params`, `flops` (per token), `kv-bytes` (KV cache per token, at 16 bits) or `latency` (measured time per step)."""
     context_length: int = setting(2048, least=1)
-    """Tokens in the context, on which the budgets `flops` and `latency` depend."""
+    """Tokens in the context; the budgets `flops` and `latency` depend on it."""
     concurrency: int = setting(8, least=1)
-    """Sequences served at the same time, on which the budget `latency` depends."""
+    """Sequences served at the same time; the budget `latency` depends on it."""
     phase: str = setting("decode", choices=PHASES)
-    """Step whose time the budget `latency` counts: `decode` or the `prefill` of prompts."""
+    """Step whose time the budget `latency` limits: `decode` or the `prefill` of prompts."""
     profile: str = ""
-    """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, the machine is profiled
-    first."""
+    """Latency profile that `ddp-vllm profile` wrote, for the budget `latency`; without one, this machine is
+    profiled first."""
     other_machine: bool = False
-    """Accept a latency profile from another machine, on which the model will be served."""
+    """Accept a latency profile from another machine, where the model will be served."""
     scope: str = setting("global", choices=("global", "layer", "expert"))
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     whole_experts: bool = False
@@ -100,27 +101,27 @@ class Recipe(TrainingSettings):
     steps: int = setting(1000, least=1)
     """Optimizer steps in total: search and polish."""
     minutes: float = setting(0.0, least=0)
-    """Minutes of training. A step is timed first, and the steps that fit replace `steps`; where they would be few,
-    `batch_size` and `seq_len` are lowered. Loading and evaluation come on top. Saved with the run, which resumes with
-    the same steps."""
+    """Minutes of training, without loading and evaluation. A step is timed first, and the number of steps that fit
+    replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers are saved with the run, so that an
+    interrupted run resumes to the bit."""
 
     controller: str = setting("gradual", choices=("gradual", "alm"))
-    """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, those of the
-    least Fisher information times squared scale first, while the other scales are trained; it is better in short runs.
+    """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, in the
+    order of Fisher information times squared scale, while the other scales are trained; it is better in short runs.
     `alm` is the paper's surrogate with multipliers, which requires about 1,000 steps."""
     polish: float = setting(0.35, is_fraction=True)
-    """Last fraction of the steps, in which only the kept scales are fine-tuned. 0 is the paper's single phase. This
-    phase is ours; its length was not tuned."""
+    """Last fraction of the steps, in which only the kept scales are fine-tuned; 0 disables it, as in the paper. The
+    default was not tuned."""
     alm: AlmSettings = AlmSettings()
     """Settings of `controller = "alm"`."""
     masks_every: int = setting(0, least=0)
     """Steps between snapshots of the gates, stored in the masks file as `mlp.after_100` and so on; 0: none."""
 
     train: str = setting("auto", choices=("auto", "masks", "weights"))
-    """What is trained while units are removed: only `masks`, with frozen weights as in the paper, or also `weights`.
-    `weights` distills the remaining weights, except embeddings, from the dense model at the same time; it holds a
-    second copy of the model, the teacher, and 18 more bytes per parameter. `auto` is `weights` if memory holds that,
-    and `masks` for the controller `alm`."""
+    """Training mode while units are removed: `masks` trains only masks, with frozen weights as in the paper; `weights`
+    also distills the remaining weights, except embeddings, from the dense model. With its teacher, a second copy of the
+    model, `weights` requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`. `auto` is `weights` if
+    memory holds one of them, and `masks` for the controller `alm`."""
     recover: float = setting(0.0, least=0)
     """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
@@ -130,8 +131,8 @@ class Recipe(TrainingSettings):
         alm_conflicts = self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0
         if self.alm.raw_masks and alm_conflicts:
             raise SettingError(
-                "raw_masks keeps whatever the search leaves and trains nothing afterwards; leave out polish, align, tp "
-                "and attention_sparsity 0"
+                "raw_masks keeps every gate that the search left open and trains nothing afterwards; leave out polish, "
+                "align, tp and attention_sparsity 0"
             )
         for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
             if (value := getattr(self, name)) not in allowed:
@@ -173,19 +174,19 @@ class Recipe(TrainingSettings):
 
     @property
     def workload(self) -> Workload:
-        """Workload whose time the budget `latency` counts."""
+        """Workload whose time the budget `latency` limits."""
         return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
 
 
 def load_recipes(path: Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
-    """Build the recipe of each size, smallest cut first, as `load_recipe` does; several sizes are one size family."""
+    """Build one recipe per size, smallest cut first, as `load_recipe` does. Several sizes form a size family."""
     values = read_settings(path, settings, Recipe)
     name = "speedup" if values.get("speedup") else "sparsity"
     if not isinstance(sizes := values.get(name), list | tuple):
         return [load_recipe(path, settings)]
     rising = sorted({float(each) for each in sizes if type(each) in (int, float)})
     if len(rising) != len(sizes):
-        raise SettingError(f"{name} is {sizes}; give numbers that differ, as 0.1,0.2,0.3")
+        raise SettingError(f"{name} is {sizes}; give different numbers, such as 0.1,0.2,0.3")
     return [load_recipe(path, {**settings, name: size}) for size in rising]
 
 

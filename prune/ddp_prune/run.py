@@ -1,6 +1,7 @@
-"""A run: one size that was asked for, with everything that is resolved before its first step.
+"""A run: one requested size, with everything that is resolved before its first step.
 
-A size family has one search: each size begins where the search of the size before ended, and polishes on its own.
+The sizes of a size family share one search. The search of each size starts at the end of the previous size's search;
+each size has a polish of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +15,14 @@ from ddp_vllm.latency import Profile
 if TYPE_CHECKING:  # which imports torch
     from ddp_prune.budget import Pool
 
-FAMILY_STEPS = 1.3  # steps of all sizes together, in multiples of those of the largest cut alone
+FAMILY_STEPS = 1.3  # steps of all sizes together, in multiples of the steps of the largest cut alone
 
 
 class Steps(NamedTuple):
-    """The optimizer steps of a size, counted from the beginning of the search that it shares."""
+    """The optimizer steps of a size, numbered from the start of the shared search."""
 
     first: int
-    """Steps that the search has done when this size begins."""
+    """Steps that the search has taken when the part of this size begins."""
     search: int
     """Steps after which its search ends and the support is rounded and frozen; at least one more than `first`."""
     last: int
@@ -29,19 +30,19 @@ class Steps(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What is trained, and by which optimizer."""
+    """The training mode and its optimizer."""
 
     train: str
     """`masks` or `weights`."""
     optimizer: str
-    """Of the weights; "" for masks only."""
+    """Optimizer of the weights; "" for masks only."""
 
     def __str__(self) -> str:
         return f"masks and weights with {self.optimizer}" if self.optimizer else "masks only"
 
 
 MODES = (Mode("weights", "adamw"), Mode("weights", "adamw-8bit"), Mode("masks", ""))
-"""From the one that recovers the most to the one that requires the least memory."""
+"""Ordered from the best quality to the least memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Run:
     """The recipe of one size with every setting resolved. It is made before the first step and saved with the run."""
 
     recipe: Recipe
-    """What the user asked for."""
+    """The settings that the user passed."""
     steps: Steps
     train: str = "masks"
     """`masks` or `weights`: the training mode, resolved if the recipe has `auto`."""
@@ -75,28 +76,30 @@ class Run:
 
 
 def search_steps(recipe: Recipe) -> int:
-    """Return the steps of the search of a single size; at least one. The others are those of the polish."""
+    """Return the number of search steps of a single size, at least one; the rest are polish steps."""
     return recipe.steps - min(recipe.steps - 1, round(recipe.polish * recipe.steps))
 
 
 def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
     """Return the steps of each size of a family, smallest cut first; or of a single size.
 
-    The search has as many steps as that of the largest cut alone. Each size gets a share of them in proportion to what
-    it removes more than the size before. Every size polishes for equally long, so that all sizes together take
-    FAMILY_STEPS times the steps of the largest cut alone. Raises: SettingError if a size is left without steps.
+    The search has as many steps as that of the largest cut alone. Each size gets a share of them in proportion to the
+    fraction that it removes on top of the previous size. All sizes have equally many polish steps, so that together
+    they take FAMILY_STEPS times the steps of the largest cut alone.
+
+    Raises: SettingError if a size is left without steps.
     """
     last = recipes[-1]
     search = search_steps(last)
     if len(recipes) == 1:
         return [Steps(0, search, last.steps)]
     if last.controller != "gradual":
-        raise SettingError(f"controller is {last.controller!r}, which has no sizes on its way; give one size")
+        raise SettingError(f"controller is {last.controller!r}, which prunes to one size only; give one size")
     polish = max(1, min(last.steps - search, int((FAMILY_STEPS * last.steps - search) / len(recipes))))
     found, done = list[Steps](), 0
     for recipe in recipes:
-        removed, in_total = (1 - 1 / each.size if last.speedup else each.size for each in (recipe, last))
-        end = round(search * removed / in_total)
+        removed, most_removed = (1 - 1 / each.size if last.speedup else each.size for each in (recipe, last))
+        end = round(search * removed / most_removed)
         if end <= done:
             raise SettingError(
                 f"steps is {last.steps}, which leaves none for {last.size_name} {recipe.size:g}; give more"
@@ -109,7 +112,7 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
 def make_runs(
     recipes: Sequence[Recipe], pools: Sequence[Sequence["Pool"]], mode: Mode, profile: Profile | None
 ) -> list[Run]:
-    """Return the run of each size; each begins at the keep ratios of the size before."""
+    """Return the run of each size; its search begins at the keep ratios of the previous size."""
     starts = [{}, *({pool.name: pool.keep_ratio for pool in each} for each in pools)]
     return [
         Run(recipe=recipe, steps=steps, **mode._asdict(), profile=profile, start=start, in_family=len(recipes) > 1)

@@ -1,7 +1,8 @@
 """The selection of kept units: a greedy one for the search and for rounding, an exact one for measured costs.
 
-Units leave a row (the channels of a layer or of an expert, the heads of a layer or of a KV head) least important first
-and in whole blocks. What is selected is therefore how many of its first blocks each row keeps.
+A row is the channels of a layer or of an expert, or the heads of a layer or of a KV head. Its units are sorted by
+importance and cut into blocks, and it loses its last blocks first. A selection is therefore a number per row: how many
+of its first blocks are kept.
 
 Legend: G budget groups (the model, its layers or its experts), M blocks of a group; R rows, U units and B blocks of a
 row.
@@ -27,7 +28,7 @@ def greedy(
 
     Each group takes blocks by importance per cost until one does not fit, then the remaining blocks that fit. With
     equal costs this is optimal; otherwise a group misses its optimum by less than the importance of one block. Then
-    the groups share what is left of their budgets: each may take one more block, best importance per cost first.
+    the groups pool the rest of their budgets: each may take one more block, best importance per cost first.
 
     parent_GM: int64 index of the block that must be taken before this one; a block without a parent names itself.
     """
@@ -62,7 +63,7 @@ def _take_together(
     budget_G1: torch.Tensor,
     parent_GM: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the blocks that are taken when every group may take one more block from what all groups left over."""
+    """Return the taken blocks after every group may take one more block from the pooled rest of all budgets."""
     waiting_G1 = torch.ones_like(budget_G1, dtype=torch.bool)
     while True:
         left = _left_over(taken_GM, cost_GM, budget_G1).sum()
@@ -79,7 +80,7 @@ def _take_together(
 
 
 def _left_over(taken_GM: torch.Tensor, cost_GM: torch.Tensor, budget_G1: torch.Tensor) -> torch.Tensor:
-    """Return what the taken blocks leave of each budget, [G, 1]."""
+    """Return the unspent part of each budget, [G, 1]."""
     return budget_G1 - torch.where(taken_GM, cost_GM, 0.0).sum(-1, keepdim=True)
 
 
@@ -144,10 +145,10 @@ def cut_rows(
 ) -> Rows:
     """Cut rows into blocks of `block` units.
 
-    num_blocks: None leaves out the units after the last whole block; one more block takes them in.
-    order_RU: None is by importance.
+    num_blocks: the blocks of a row; None is the number of whole blocks, one more adds a last block that is not whole.
+    order_RU: the units of each row in order; None sorts them by importance.
     cost_R: the cost of a unit; None is 1.
-    fixed_R: paid once for a row that keeps any unit, such as the cost of the KV head that query heads share.
+    fixed_R: the cost of keeping any unit of a row, such as that of the KV head that query heads share.
     """
     order_RU = best_first(importance_RU) if order_RU is None else order_RU
     cost_R = torch.ones(len(importance_RU)) if cost_R is None else cost_R
@@ -165,7 +166,7 @@ def cut_rows(
 
 
 def _with_fixed_cost(rows: Rows, fixed_R: torch.Tensor) -> Rows:
-    """Join the first blocks of each row, as many as are most important per cost when the fixed cost is included.
+    """Add the fixed cost to the first block of each row, joined with as many more as give the best importance per cost.
 
     After this, importance per cost falls along every row, as `greedy` requires.
     """
@@ -208,14 +209,14 @@ def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Te
 def exact_choice(
     importance_RB: Sequence[torch.Tensor], cost_RB: Sequence[torch.Tensor], budget: float, time_limit: float = 300.0
 ) -> list[torch.Tensor]:
-    """Return how many blocks each row keeps, int64 [R] per module type: the most importance that `budget` can pay for.
+    """Return how many blocks each row keeps, int64 [R] per module type, so that importance is highest within `budget`.
 
     importance_RB, cost_RB: float64 [R, B + 1] per module type, of keeping the first 0, 1, … blocks; costs need not grow
     evenly. time_limit: in seconds; the best choice found by then is returned.
 
-    One number is chosen per row by branch and bound (HiGHS), within 0.01 % of the optimum, because proving the last of
-    it takes minutes instead of a second. Raises: SettingError if no choice meets the budget, TrainingError if none was
-    found within the time limit.
+    Branch and bound (HiGHS) chooses one number per row. It stops within 0.01 % of the optimum, because a proof of the
+    optimum takes minutes instead of a second. Raises: SettingError if no choice meets the budget, TrainingError if none
+    was found within the time limit.
     """
     importance, cost = (torch.cat([part.flatten() for part in parts]).numpy() for parts in (importance_RB, cost_RB))
     sizes = [len(row) for part in importance_RB for row in part]
@@ -240,9 +241,9 @@ def exact_choice(
 
 
 def open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
-    """Return the importance, scaled down for closed gates until every open one ranks higher; float64, same shape.
+    """Return the importance, scaled down for closed gates so that every open one ranks higher; float64, same shape.
 
-    A gate that the search closed is then reopened only where too few are open, or instead of one of no importance.
+    A closed gate is then reopened only if too few are open, or instead of an open one of importance 0.
     """
     importance = importance.double()  # in float32, importances that differ by more than 1e7 leave no room below them
     lowest_open, closed = importance[is_open & (importance > 0)], importance[~is_open]
@@ -253,10 +254,10 @@ def open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
 
 
 def realign(gates: torch.Tensor, saliency: torch.Tensor, align: int) -> torch.Tensor:
-    """Return learned gates [..., U] with a multiple of `align` open in every row, as many in all as that allows.
+    """Return learned gates [..., U] with a multiple of `align` open in every row, and no more in total than before.
 
-    Whole blocks move between rows by saliency, as if they had been rounded so before the fine-tuning of the scales;
-    reopened gates have scale 1. This costs no perplexity on SmolLM2-135M.
+    Rows are rounded to whole blocks by saliency, as a run with `align` rounds them before its polish; reopened gates
+    have scale 1. This costs no perplexity on SmolLM2-135M.
     """
     is_open = gates > 0
     importance_RU = open_first(saliency, is_open).flatten(0, -2)

@@ -1,9 +1,9 @@
-"""The trainer of gates: the default search, the exact rounding, the polish, and the one step that all of them take.
+"""The trainer of gates: the default search, the exact rounding, the polish, and the step that they share.
 
-In the default search, a closed gate stays closed while the scales of the others are trained. Weights are frozen and get
-no gradients unless `train_weights` is called; otherwise the only parameters are z.
-Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Masks of routed experts are [L, E, C]
-where masks are said to be [L, U]: E experts with C channels each.
+In the default search, a closed gate never reopens, and the scales of the open gates are trained. The scales z are the
+only parameters, and weights are frozen, unless `train_weights` is called.
+Legend: B sequences of a micro-batch, H hidden size, L layers, U units of a layer. Where this file writes [L, U], the
+masks of routed experts are [L, E, C]: E experts with C channels each.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from ddp_training.loss import OutputHead, distilled_loss, final_hidden
 from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
-KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 its share of the budget would be wasted
+KEPT_FLOOR = 0.05  # lowest scale of a kept unit; at 0 it would use up budget without effect
 PRIOR_PRECISION = 50.0  # of scales before any token is seen: within 0.14 of 1; with 10, other text had a higher loss
-PRIOR_SHARE = 1 / 20  # of the run's tokens, counted as seen already with every scale at 1
+PRIOR_SHARE = 1 / 20  # of the run's tokens, treated as already seen with every scale at 1
 SNAPSHOT = "after_"  # followed by the number of a step
 REVIVED = 0.5  # scale of a unit that rounding adds back, if the search left it without one
 
@@ -41,9 +41,9 @@ class Learned:
     z: Masks
     """The logits of the gates before rounding and polish."""
     saliency: Masks
-    """float32, shaped as the gates: estimated loss that closing an open gate adds, or opening a closed one removes."""
+    """float32, shaped as the gates: estimated loss added by closing an open gate, or saved by opening a closed one."""
     snapshots: dict[str, Masks]
-    """The gates after some steps, as `after_100`; as many as the recipe asks for."""
+    """The gates after every `masks_every` steps, by names such as `after_100`."""
     rounding: dict[str, dict[str, float]]
     """Changes by rounding, per module type: sparsity before it, units revived, units dropped."""
     rate: dict[str, Any]
@@ -59,7 +59,7 @@ class Learned:
 
 @dataclass(kw_only=True)
 class GateState:
-    """Everything a trainer keeps per gate; one tensor per module type, shaped as the masks unless noted."""
+    """Everything a trainer keeps per gate: one tensor per module type, shaped as the masks unless stated otherwise."""
 
     z: Masks
     """Logits of the gates, which are also their scales."""
@@ -97,7 +97,7 @@ class GateState:
         return {f"{part}.{kind}": each.detach().cpu() for part, masks in parts.items() for kind, each in masks.items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Undo `save`; leaves other tensors alone."""
+        """Restore what `save` returned; ignore other tensors."""
         for name, value in tensors.items():
             part, _, kind = name.partition(".")
             if part.startswith(SNAPSHOT):
@@ -117,7 +117,7 @@ class Trainer:
         self.gated, self.batches, self.run, self.recipe = gated, batches, run, run.recipe
         self.pools, self.accelerator = pools, accelerator
         self.teacher = Teacher(gated.model, batches) if run.recipe.distillation > 0 else None
-        self.narrow = narrow_layers(gated, accelerator, batches.micro, run.recipe.seq_len, run.optimizer)
+        self.narrow = narrow_layers(gated, accelerator, batches.micro_batch_size, run.recipe.seq_len, run.optimizer)
         self.gates = GateState.opened(gated.shapes, accelerator.device)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates
@@ -125,10 +125,10 @@ class Trainer:
         self.prepare()
 
     def prepare(self) -> None:
-        """Make what a search needs besides the gates; this one needs nothing."""
+        """Create the state that a search keeps in addition to the gates; the default search keeps none."""
 
     def train_weights(self, weights: TrainedWeights, teacher: Any, find_rate: Callable[[], dict[str, Any]]) -> None:
-        """Also train the weights of the gated model; `teacher` is another copy of it.
+        """Also train the weights of the gated model; `teacher` is a second, frozen copy of the dense model.
 
         find_rate: returns `rate`; it is called before the first step, unless the run is resumed.
         """
@@ -137,15 +137,15 @@ class Trainer:
 
     @property
     def polishing(self) -> bool:
-        """The support is rounded and frozen."""
+        """Whether the support is already rounded and frozen."""
         return bool(self.gates.searched_z)
 
     def forward_masks(self) -> Masks:
         """Return m [L, U] of every module type."""
         return {kind: z.clamp_min(KEPT_FLOOR) * self.gates.support[kind] for kind, z in self.gates.z.items()}
 
-    def alive(self) -> Masks:
-        """Return the open gates, bool [L, U]."""
+    def open_gates(self) -> Masks:
+        """Return which gates are open, bool [L, U]."""
         return self.gates.support
 
     def step(self, step: int) -> dict[str, float]:
@@ -182,13 +182,13 @@ class Trainer:
         return "check the weights" if self.recipe.dtype == "float32" else 'try a recipe with dtype = "float32"'
 
     def _move_weights(self, weights: TrainedWeights, step: int) -> None:
-        """Do AdamW's step; until its search ends, the rate of a size does not depend on the sizes after it."""
+        """Take AdamW's step. In a size family the rate does not decay before the search of the size ends."""
         steps = self.run.steps
         rate = rate_of(step, steps.last, self.rate["highest"], WARMUP, steps.search if self.run.in_family else 0)
         weights.move(rate, weights.join(), step_seed(self.recipe.seed, step))
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
-        """Move scales, then close gates; `masks` are those of the step, `gradients` the loss's gradients for them."""
+        """Move the scales, then close gates. masks: of this step. gradients: of the loss, for these masks."""
         self.learn_scales(gradients)
         self.close(self.progress(step))
 
@@ -200,9 +200,9 @@ class Trainer:
     def _gradients(self, step: int, masks: Masks) -> tuple[float, float, Masks, Masks]:
         """Return CE, KL, dloss/dm [L, U] and the sum over tokens of squared per-token gradients, over all processes.
 
-        Squares of single tokens are many more samples than squares of sequences, and do not depend on micro-batches.
-        Sums are in float64: AdamW amplifies the smallest gradients, so the order of sums, which depends on the number
-        of processes, would otherwise show in the gates.
+        Gradients are squared per token, not per sequence: these are many more samples, and they do not depend on
+        micro-batches. Sums are in float64, because the order of summation depends on the number of processes and AdamW
+        amplifies rounding errors of the smallest gradients.
         """
         losses = torch.zeros(2, device=self.accelerator.device)
         gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
@@ -217,7 +217,7 @@ class Trainer:
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad.double() * share
-                # the loss is a mean over this many tokens, so each token's own gradient is this many times larger
+                # the loss is a mean over num_tokens, so the gradient of a token's own loss is num_tokens times larger
                 squares[kind] += parts[kind].double() * num_tokens**2
         reduce = self.accelerator.reduce
         cross_entropy, divergence = reduce(losses, "sum").tolist()
@@ -246,7 +246,7 @@ class Trainer:
 
     @torch.no_grad()
     def learn_scales(self, gradients: Masks) -> None:
-        """Move the scales of the support by a natural gradient step; the others do not change."""
+        """Move the scales of the support by a natural gradient step; closed gates do not change."""
         num_tokens = self.recipe.batch_size * (self.recipe.seq_len - 1)
         gates = self.gates
         for kind, z in gates.z.items():
@@ -256,7 +256,7 @@ class Trainer:
 
     @torch.no_grad()
     def close(self, progress: float) -> None:
-        """Close the gates of the least saliency for their cost until the rest costs what the schedule allows."""
+        """Close the gates of least saliency per cost, as many as the schedule requires."""
         for pool in self.pools:
             saliency = {kind: self._saliency(kind, self.gates.z[kind]) for kind in pool.shapes}
             keep_ratio = keep_schedule(progress, pool.keep_ratio, self.run.start.get(pool.name, 1.0))
@@ -264,7 +264,7 @@ class Trainer:
 
     @torch.no_grad()
     def _saliency(self, kind: str, scales: torch.Tensor) -> torch.Tensor:
-        """Return the loss that moving each gate between 0 and its scale (1 if it is closed) is expected to add.
+        """Return by how much the loss is estimated to change if each gate moves between 0 and its scale (1 if closed).
 
         It is the information per step times the squared scale; experts that were never chosen get a neutral value.
         """
@@ -275,37 +275,37 @@ class Trainer:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Freeze the support at the budget by highest saliency, open gates before closed ones."""
-        alive_of, gates = self.alive(), self.gates
-        chosen = self.choose({kind: self._saliency(kind, z) for kind, z in gates.z.items()}, alive_of)
+        """Choose the final support within the budget, by highest saliency, and freeze it."""
+        open_gates, gates = self.open_gates(), self.gates
+        chosen = self.choose({kind: self._saliency(kind, z) for kind, z in gates.z.items()}, open_gates)
         for kind, z in gates.z.items():
-            alive, support = alive_of[kind], chosen[kind]
-            gates.searched_z[kind] = z.detach() * alive
-            z[support & ~alive & (z <= 0)] = REVIVED
+            is_open, support = open_gates[kind], chosen[kind]
+            gates.searched_z[kind] = z.detach() * is_open
+            z[support & ~is_open & (z <= 0)] = REVIVED
             gates.support[kind] = support
             self.rounding[kind] = {
-                "raw_sparsity": 1.0 - float(alive.float().mean()),
-                "revived": int((support & ~alive).sum()),
-                "dropped": int((alive & ~support).sum()),
+                "raw_sparsity": 1.0 - float(is_open.float().mean()),
+                "revived": int((support & ~is_open).sum()),
+                "dropped": int((is_open & ~support).sum()),
             }
 
-    def choose(self, saliency: Masks, alive: Masks) -> Masks:
-        """Return the final support, bool [L, U]: all that the budget allows, open gates before closed ones."""
-        return {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, alive).items()}
+    def choose(self, saliency: Masks, is_open: Masks) -> Masks:
+        """Return the final support, bool [L, U]: as much as the budget allows, open gates before closed ones."""
+        return {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, is_open).items()}
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics of the gates after a step: the sparsity of each module type and pool."""
-        alive = {kind: mask.float() for kind, mask in self.alive().items()}
-        values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in alive.items()}
+        is_open = {kind: mask.float() for kind, mask in self.open_gates().items()}
+        values = {f"{kind}_sparsity": 1.0 - float(mask.mean()) for kind, mask in is_open.items()}
         for pool in self.pools:
-            if pool.name not in alive:
-                open_GN = pool.join(alive)
+            if pool.name not in is_open:
+                open_GN = pool.join(is_open)
                 share_G = kept_share(open_GN, pool.joined_costs(open_GN.device))
                 values[f"{pool.name}_sparsity"] = 1.0 - float(share_G.mean())
         return values
 
     def learned(self) -> Learned:
-        """Return the final gates; rounds first if the run has no polish."""
+        """Return the final gates, rounded now if the run had no polish."""
         if not self.polishing:
             self.round()
         masks = {kind: mask.detach() for kind, mask in self.forward_masks().items()}
@@ -321,7 +321,7 @@ class Trainer:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain data of a saved run: what the rounding changed, and the learning rate."""
+        """Plain data of a saved run: the changes by rounding, and the learning rate of the weights."""
         return {"rounding": self.rounding, "rate": self.rate}
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -329,7 +329,7 @@ class Trainer:
         return self.gates.save() | (self.weights.state() if self.weights else {})
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Take back what `state` and `extra` returned before `step`."""
+        """Restore the `state` and `extra` that were saved before `step`."""
         if self.weights:
             self.weights.restore(step, tensors)
         self.gates.load(tensors)
@@ -346,8 +346,8 @@ def natural_step(
     gradient: sum over the tokens of the step.
     information: sum of squared gradients over all tokens so far, the empirical Fisher information. Squares are of the
         gradient of CE + η·KL; on SmolLM2 they are 1.6 to 2.8 times smaller than (1 + η) times the true Fisher
-        information. So η lengthens the steps. Corrected squares were 0.2 to 1.7 % worse on a toy model (8 of 8 runs).
-    assumed: tokens counted as seen before the first step, in multiples of the tokens seen so far. Like PRIOR_PRECISION,
-        which keeps z near its first value, they keep the first steps from following the noise of a few hundred tokens.
+        information, so a larger η lengthens steps. Correcting this made a toy model 0.2 to 1.7 % worse (8 of 8 runs).
+    assumed: tokens treated as seen before the first step, in multiples of the tokens seen so far. They and
+        PRIOR_PRECISION keep the first steps from following the noise of a few hundred tokens.
     """
     return z - gradient / (PRIOR_PRECISION + (1.0 + assumed) * information)

@@ -30,7 +30,7 @@ def prune(
 ) -> Checkpoint:
     """Find the units a model needs least, remove them and write the pruned checkpoint.
 
-    If the call is interrupted, the same call resumes where it stopped.
+    If the call is interrupted, the same call resumes it.
 
     model: a folder or a hub name. recipe: a TOML file with settings. overwrite: replace an existing pruned folder.
     tracker: also log to this tracker, such as `tensorboard`. verbose: print what the command line prints. settings: any
@@ -74,7 +74,7 @@ def prune_sizes(
 
 
 def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
-    """Recover a checkpoint in place for the minutes of its recipe, unless there are none or this was done before."""
+    """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered."""
     if not recipe.recover or "recovery" in checkpoint.provenance:
         return checkpoint
     shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}

@@ -1,4 +1,4 @@
-"""Compare a model with the dense one on text of the user's own: perplexity, KL divergence and top-1 agreement."""
+"""Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1 agreement."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,8 +23,8 @@ from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
 from ddp_vllm.provenance import bare_name, local_provenance
 from ddp_vllm.results import write_new_results
 
-TOKENS = 16_384  # read of each text
-MIN_BLOCKS = 8  # of each text, however long: confidence intervals are over blocks
+TOKENS = 16_384  # per text
+MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,15 @@ class FidelitySettings:
 
     model: str
     texts: tuple[str, ...]
-    """Files or hub datasets, as `prune` takes them; of conversations only the assistant's turns are evaluated."""
+    """Files or hub datasets, as for `prune`. In conversations only the assistant's turns are evaluated."""
     against: str = ""
-    """The model to compare with; empty: the dense model that a pruned folder was made from."""
+    """The model to compare with; "": the dense model that a pruned folder was made from."""
     max_length: int = 2048
-    """Tokens per block, the longest context that a model sees."""
+    """Tokens per block, which is the longest context."""
     dtype: str = "auto"
 
     def check(self) -> None:
-        """Raises: SettingError."""
+        """Refuse settings out of range. Raises: SettingError."""
         if self.max_length < 16:
             raise SettingError(f"--max-length {self.max_length} is below 16")
         if not self.texts:
@@ -101,7 +101,9 @@ def dense_of(model: str) -> str:
     try:
         local_folder(dense)
     except ModelError:
-        raise SettingError(f"{model} was pruned from {dense}, which is not here; name it with --against") from None
+        raise SettingError(
+            f"{model} was pruned from {dense}, which is not on this machine; pass it with --against"
+        ) from None
     return str(dense)
 
 
@@ -113,7 +115,7 @@ def _open(model: str, dense: Source) -> Source:
 def _load_text(
     name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the blocks of a text with tokens to evaluate, int64 [num_blocks, max_length], and their loss mask, bool.
+    """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and their loss mask.
 
     Raises: TextError; ModelError if the tokenizer makes tokens that the model lacks.
     """

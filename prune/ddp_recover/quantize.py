@@ -1,4 +1,4 @@
-"""Quantize a model with llm-compressor, after reporting which widths vLLM's kernels do not support.
+"""Quantizes a model with llm-compressor, after reporting which widths vLLM's kernels do not support.
 
 Weights are rounded to nearest, and activations are quantized per token at run time, so no calibration text is needed.
 """
@@ -51,7 +51,7 @@ SCHEMES = {
 def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: Callable[[str], None]) -> None:
     """Write the model in `folder`, pruned or dense, with quantized weights; all other files are copied.
 
-    say: called with a line on the layers that a kernel runs more slowly, if there are any.
+    say: prints a line on the layers that a kernel runs more slowly, if there are any.
     Raises: CheckpointError if the model is quantized already; SettingError for routed experts, and for widths that no
         kernel supports; OutputError as `atomic_folder`; ModuleNotFoundError without llm-compressor; DdpError if
         llm-compressor fails.
@@ -107,7 +107,7 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
             f"be multiples of {block}; {remedy}"
         )
     return (
-        f"{layers} have widths that are no multiples of {block}, which vLLM's faster {scheme} kernels on GPUs require, "
+        f"{layers} have widths that are not multiples of {block}, as vLLM's faster {scheme} kernels on GPUs require, "
         f"so they run more slowly there; {remedy}"
     )
 
@@ -152,7 +152,7 @@ def _load(checkpoint: Checkpoint) -> Any:
 
 
 def _write(checkpoint: Checkpoint, work: Path, folder: Path, output: Path) -> None:
-    """Write into `folder`, which will become `output`, the weights that are in `work`, and copy all other files."""
+    """Write the weights in `work` into `folder`, which will become `output`, and copy all other files."""
     source = checkpoint.folder
     pruned = is_pruned(source)
     config = config_of(checkpoint) if pruned else read_json(source / "config.json")

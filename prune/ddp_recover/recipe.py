@@ -1,4 +1,4 @@
-"""Every setting of a recovery, checked once; those that are not given are as in the run that pruned the model."""
+"""Every setting of a recovery, checked once. Settings that are not passed are those of the pruning run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import read_settings, setting
 
 INHERITED = ("data", "text_column", "batch_size", "seq_len", "seed", "heldout_blocks", "distillation", "dtype")
-"""Settings that a recovery takes over from the run that learned the masks, unless they are passed."""
+"""Settings that a recovery inherits from the pruning run, unless they are passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +20,17 @@ class RecoveryRecipe(TrainingSettings):
     model: str
     """Folder of the pruned model."""
     teacher: str
-    """Folder or Hub name of the dense model from which it was pruned."""
+    """Folder or Hub name of the dense model from which the model was pruned."""
     minutes: float = setting(10.0, least=0)
     """Minutes of training. A step is timed first; the number of steps that fit is saved with the run, so that an
     interrupted run resumes to the bit."""
     tokens: int = setting(0, least=0)
     """Tokens to train on. Replaces `minutes`."""
     method: str = setting("auto", choices=("auto", "full", "lora"))
-    """Weights to train: `full` all of them but embeddings and output head, `lora` low-rank additions to the
-    projections, merged at the end. `auto` is `full` if memory holds one of its optimizers."""
+    """Weights to train: `full` trains all except embeddings and output head, `lora` trains low-rank additions to the
+    projections, which are merged at the end. `auto` is `full` if memory holds one of the optimizers."""
     rank: int = setting(16, least=1)
-    """Rank of the additions of `lora`."""
+    """Rank of the low-rank additions of `lora`."""
     warmup: float = setting(0.1, is_fraction=True)
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
     watch: str = ""
@@ -50,7 +50,7 @@ class RecoveryRecipe(TrainingSettings):
 def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Mapping[str, Any]) -> RecoveryRecipe:
     """Build the recipe of a recovery as `load_recipe` does; settings that are not given are inherited.
 
-    pruned_by: the recipe that learned the masks, as the checkpoint has it; {} if that is unknown.
+    pruned_by: the recipe of the pruning run, as stored in the checkpoint; {} if it is unknown.
     """
     inherited = {name: pruned_by[name] for name in INHERITED if name in pruned_by}
     values = inherited | read_settings(path, settings, RecoveryRecipe)
@@ -58,7 +58,7 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
         values["teacher"] = known = pruned_by["model"]
         if "/" not in known and not Path(known).exists():  # a folder of another machine
             raise SettingError(
-                f"the dense model was {known}, which is no folder here; pass its folder or Hub name with --teacher"
+                f"the dense model was {known}, which is not a folder here; pass its folder or Hub name with --teacher"
             )
     if missing := {"model", "teacher"} - set(values):
         raise SettingError(f"{min(missing)} is missing; give it on the command line or in the recipe")

@@ -1,4 +1,4 @@
-"""Train a pruned model on the dense model's outputs: both checkpoints → text → trained weights → checkpoint."""
+"""Trains a pruned model on the dense model's outputs: both checkpoints → text → trained weights → checkpoint."""
 
 import dataclasses
 import json
@@ -85,7 +85,7 @@ class Text(NamedTuple):
 
 
 def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
-    """Recover a pruned checkpoint as the verb does, and return what was written."""
+    """Make the accelerator, recover a pruned checkpoint, and return the written one."""
     accelerator = make_accelerator(output, None)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
     accelerator.wait_for_everyone()  # as in `pipeline.prune`
@@ -98,8 +98,8 @@ def recover(
 ) -> None:
     """Train the weights of a pruned checkpoint, write the result to `output` and show it.
 
-    User errors are found before a model is loaded. If an earlier call was killed after it had written the output, which
-    may be the pruned checkpoint itself, the output is only shown.
+    Errors of the user are raised before a model is loaded. `output` may be the pruned checkpoint itself. If an earlier
+    call was killed after it had written the output, the output is only shown.
     Raises: a child of DdpError.
     """
     clear(output)
@@ -144,7 +144,7 @@ def recover(
                         say(line)
                     show(written, recipe.teacher, console)
                     run.remove()
-    except torch.OutOfMemoryError as error:  # a step reports it itself
+    except torch.OutOfMemoryError as error:  # outside of a step, which has a message of its own
         raise TrainingError(
             f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
             "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
@@ -158,13 +158,13 @@ def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
-    """Find the pruned and the dense model, and check that they suit each other, the recipe and the output."""
+    """Return the pruned checkpoint, its source and the dense source, checked against each other, recipe and output."""
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_spares_source(output, dense)
     check_index(dense.folder)
     inside, folder = checkpoint.folder.resolve(), output.resolve()
     if inside != folder and (inside.is_relative_to(folder) or folder.is_relative_to(inside)):
-        raise OutputError(f"{output} and the pruned model are one in the other; choose another folder")
+        raise OutputError(f"{output} and the pruned model are inside one another; choose another folder")
     longest = dense.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")
@@ -182,7 +182,7 @@ def _resumed(recipe: RecoveryRecipe, output: Path, accelerator: Accelerator) -> 
 
 
 def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
-    """Return the recipe with training method, optimizer, loss mask and learning rate chosen."""
+    """Return the recipe with training method, optimizer, loss mask and learning rate resolved."""
     method, learn_from, optimizer = recipe.method, recipe.learn_from, recipe.optimizer
     num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
     holds = [name for name in OPTIMIZERS if fits(STATE_BYTES[name] * num_weights, models.accelerator)]
@@ -198,7 +198,7 @@ def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
 
 
 def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, say: Say) -> RecoveryRecipe:
-    """Return the recipe with the tokens that its minutes allow, by the time of a step on random tokens."""
+    """Return the recipe with the number of tokens that fits into its minutes, after timing a step on random tokens."""
     generator = torch.Generator().manual_seed(recipe.seed)
     shape = (recipe.batch_size, recipe.seq_len)
     blocks = torch.randint(models.teacher.config.vocab_size, shape, generator=generator)
@@ -208,7 +208,7 @@ def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedW
 
 
 def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, say: Say) -> Text:
-    """Load the text to train on, and held-out text of it and of another kind. Raises: TextError, SettingError."""
+    """Load the text to train on, its held-out part, and a watched text. Raises: TextError, SettingError."""
 
     def blocks_of(data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
         sizes = {name: getattr(recipe, name) for name in ("seq_len", "heldout_blocks", "seed", "text_column")}
@@ -232,12 +232,12 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
         f"training mode {recipe.method} with {recipe.optimizer}, learning rate up to {recipe.learning_rate:g}"
     )
     if len(heldout) == 1:
-        say("no text of another kind is watched; name one with --watch to learn whether the model gets worse there")
+        say("no text of another kind is watched; name one with --watch to see whether the model gets worse on it")
     return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, say), heldout)
 
 
 def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> str:
-    """Return the text to watch: that of the recipe, or the text of the masks that is not trained on now."""
+    """Return the text to watch: that of the recipe, or the pruning run's text that this recovery does not train on."""
     trained_on = {os.path.realpath(name) for name in sources_of(recipe.data)}
     named = recipe.watch or str(provenance.get("recipe", {}).get("data") or "")
     others = [name for name in sources_of(named) if os.path.realpath(name) not in trained_on] if named else []
@@ -247,7 +247,7 @@ def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> str:
 
 
 def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
-    """Return what identifies a run: hashes of text, weights and configs, and the recipe before it was resolved."""
+    """Return the identity of a run: hashes of text, weights and configs, and the recipe before it was resolved."""
     weights, others = (
         [file for folder in folders for file in files(folder)] for files in (weight_files, tokenizer_and_config_files)
     )
@@ -257,7 +257,7 @@ def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[st
 def _train(
     recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, text: Text, run: RunState, console: Console
 ) -> tuple[Evaluation, Transform]:
-    """Train the pruned model; return the evaluation of dense, pruned and recovered model, and the updated weights."""
+    """Train the pruned model; return the evaluation of all three models, and the updated weights."""
     evaluation = Evaluation(text.heldout, models.tokenizer)
     evaluation.evaluate("dense", models.teacher)
     if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
@@ -279,7 +279,7 @@ def _trainer(
     loss_mask: torch.Tensor | None,
     say: Say,
 ) -> WeightTrainer:
-    """Return a trainer on these blocks, with as many at once as fit into memory."""
+    """Return a trainer on these blocks, with the largest micro-batch that fits into memory."""
     batches = Batches(blocks, recipe, models.accelerator, loss_mask)
     fit_batches(models, batches, recipe, models.accelerator, say, recipe.optimizer if weights.adapted is None else "")
     fit_attention(models.teacher, recipe.seq_len, models.accelerator.device)

@@ -29,8 +29,8 @@ def recover(
 ) -> Checkpoint:
     """Train a pruned model on the dense model's outputs to recover quality, and write the better model.
 
-    model: a pruned folder. settings: any field of a `RecoveryRecipe` (`minutes`, `data`, `teacher`, …); those that are
-    not given are as in the run that pruned the model. The other arguments are those of `prune`.
+    model: a pruned folder. settings: any field of a `RecoveryRecipe` (`minutes`, `data`, `teacher`, …); settings
+    that are not passed are those of the pruning run. The other arguments are those of `prune`.
     """
     folder, output = Path(model), Path(output)
     clear(output)

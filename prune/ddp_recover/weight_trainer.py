@@ -1,4 +1,4 @@
-"""One optimizer step of a recovery: the weights of a pruned model, trained on the dense model's outputs."""
+"""The optimizer step of a recovery, which trains the weights of a pruned model on the dense model's outputs."""
 
 import math
 import time
@@ -37,12 +37,12 @@ class WeightTrainer:
             if math.isfinite(norm := self._gradients(0)[2]):
                 self.weights.move(0.0, norm)
             seconds = time.perf_counter() - began
-        self.weights.forget()  # a gradient that is not finite is left; the run will report it
+        self.weights.forget()  # also gradients that are not finite, which the run will report
         return float(self.accelerator.gather(torch.tensor([seconds], device=self.accelerator.device)).max())
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain data that a saved run requires besides tensors."""
+        """Plain data that a saved run requires in addition to the tensors."""
         return {}
 
     def step(self, step: int) -> dict[str, float]:
@@ -75,7 +75,7 @@ class WeightTrainer:
         teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
         student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
         share = len(numbers) / self.batches.size
-        # the loss mask applies to the cross-entropy alone: every token can be learned from the teacher
+        # the loss mask applies only to the cross-entropy: the teacher has an output for every token
         loss_mask_N = self.batches.loss_mask_of(step, numbers)
         loss, cross_entropy, divergence = distilled_loss(
             student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, loss_mask_N
@@ -88,5 +88,5 @@ class WeightTrainer:
         return self.weights.state()
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], _extra: dict[str, Any]) -> None:
-        """Take back what `state` returned before `step`; all processes must call it together."""
+        """Restore the `state` that was saved before `step`; all processes must call it together."""
         self.weights.restore(step, tensors)

@@ -1,1 +1,1 @@
-"""Text in, blocks of tokens out. Nothing here knows of pruning."""
+"""Text in, blocks of tokens out. This package knows nothing of pruning."""

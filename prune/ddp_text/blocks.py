@@ -1,4 +1,4 @@
-"""Text in, blocks of tokens out: read, hold some out, take excerpts in turn, tokenize, pack, cache.
+"""Text in, blocks of tokens out: read, hold out, take excerpts in turn, tokenize, pack, cache.
 
 The held-out documents are those of lowest hash, so they are the same for any seed and any number of steps.
 A short run should see all of its text, not only the first documents. Therefore documents take turns: each gives an
@@ -30,26 +30,26 @@ from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 
 LARGEST_CACHE = 1 << 36  # bytes
-VERSION = 6  # of the meaning of cached blocks
+VERSION = 6  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
-SHORT_SOURCE = 4  # times the held-out text; a source with less, at one excerpt per document, is split into its excerpts
-STREAMED_CANDIDATES = 16  # times the held-out text; how much of a stream is read to choose the held-out text from
+SHORT_SOURCE = 4  # a source shorter than this many times the held-out text is split into its excerpts
+STREAMED_CANDIDATES = 16  # times the held-out text: the part of a stream that held-out text is chosen from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Packed text."""
+    """The packed text of a run: blocks to train on and held-out blocks."""
 
     train: torch.Tensor
     """int64 [num_blocks, seq_len]"""
     loss_mask: torch.Tensor
-    """bool [num_blocks, seq_len], of `train`: in conversations, the assistant's tokens and the one that ends its turn.
-    All tokens of other text, and all of any text if the tokenizer cannot map tokens to characters."""
+    """bool [num_blocks, seq_len], of `train`: the assistant's tokens in conversations, with the token that ends a turn;
+    all tokens of other text. If the tokenizer cannot map tokens to characters, all tokens of any text."""
     heldout: torch.Tensor
-    """int64 [heldout_blocks, seq_len], of documents that are not in `train`; of a short source, of other excerpts."""
+    """int64 [heldout_blocks, seq_len], of documents that are not in `train`; a short source gives other excerpts."""
     found: int
-    """Tokens in all blocks; reading stops when the run has enough."""
+    """Tokens in all blocks. Reading stops when the run has enough."""
 
 
 def load_blocks(
@@ -67,7 +67,7 @@ def load_blocks(
 
     Excerpts are joined with EOS between them and cut into blocks. A run longer than the text repeats it. If the
     tokenizer begins every text with BOS, a block is BOS and `seq_len - 1` tokens of text.
-    data: hub datasets or files, separated by commas, which take turns; `NAME:3` has three turns.
+    data: hub datasets or files, separated by commas, which take turns; `NAME:3` takes three turns in a row.
     text_column: the column that holds the text, in every source that has columns; "" finds it by its name.
     Raises: TextError if the text cannot be read, holds fewer than `min_train_blocks + heldout_blocks` blocks, or has a
         source that is held out entirely; OutputError if the cache cannot be written.
@@ -87,7 +87,7 @@ def load_blocks(
         found, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
         if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_blocks * width:
             raise TextError(
-                f"{data} holds {found:,} tokens, but one step and the held-out text need {required:,}; "
+                f"{data} holds {found:,} tokens, but one step and the held-out text require {required:,}; "
                 "give more text or lower --batch-size or --seq-len"
             )
         ids, loss_mask = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
@@ -105,7 +105,7 @@ def load_blocks(
 def _read(
     data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
 ) -> tuple[Tokens, Tokens]:
-    """Return the held-out tokens and the training tokens. excerpt_size: characters."""
+    """Return the held-out tokens and the training tokens. excerpt_size: in characters."""
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
     candidates, shuffled = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
@@ -116,7 +116,7 @@ def _read(
         heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
         excerpts = {name: excerpts_of(each, excerpt_size, seed, hidden) for name, each in shuffled.items()}
         if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
-            excerpts = {name: _not_none(name, each) for name, each in excerpts.items()}
+            excerpts = {name: _not_empty(name, each) for name, each in excerpts.items()}
         return heldout, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
 
 
@@ -126,15 +126,15 @@ def _open(
     """Open a source: return the documents that may be held out, lowest hash first, and all documents, shuffled.
 
     A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is split into its
-    excerpts, which then count as documents. Of a stream, only the first documents may be held out.
-    excerpt_size, heldout_size: characters of an excerpt, and to hold out.
+    excerpts, which are then treated as documents. Of a stream, only the first documents may be held out.
+    excerpt_size, heldout_size: characters per excerpt, and characters to hold out.
     """
     import datasets
 
     with reading_text(name):
         rows = open_rows(name, text_column)
         is_streamed = isinstance(rows, datasets.IterableDataset)
-        in_memory = {} if is_streamed else {"keep_in_memory": True}  # in a file, a kill would leave a part of it
+        in_memory = {} if is_streamed else {"keep_in_memory": True}  # a kill would leave a part of a file
         shuffled = read_documents(rows.shuffle(seed=seed, **in_memory), templates, name)
         first, found = list[Document](), 0
         for document in read_documents(rows, templates, name):
@@ -145,11 +145,11 @@ def _open(
         if found < SHORT_SOURCE * heldout_size:
             parts = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
             order = np.random.default_rng(seed).permutation(len(parts))
-            return _by_hash(parts), [parts[place] for place in order]
+            return _by_hash(parts), [parts[index] for index in order]
         if is_streamed:
             return _by_hash(first), shuffled
-        places = {hash_of(each.text): place for place, each in enumerate(read_documents(rows, templates, name))}
-        return read_documents(rows.select([places[each] for each in sorted(places)]), templates, name), shuffled
+        row_of = {hash_of(each.text): row for row, each in enumerate(read_documents(rows, templates, name))}
+        return read_documents(rows.select([row_of[each] for each in sorted(row_of)]), templates, name), shuffled
 
 
 def hash_of(text: str) -> int:
@@ -191,10 +191,10 @@ def hold_out(
 
 
 def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hidden: set[str]) -> Iterator[Document]:
-    """Yield an excerpt of every document, then another of every longer one, and so on, but no hidden excerpt.
+    """Yield an excerpt of every document, then another of every longer one, and so on, without hidden excerpts.
 
-    Each document starts at an excerpt of its own choice, so not all start at their beginning. NEIGHBORS documents at a
-    time take turns, so each is read once.
+    Each document starts at an excerpt that its hash and the seed choose, not at its beginning. Documents take turns in
+    groups of NEIGHBORS, so that each document is read once.
     """
     rest = iter(documents)
     while neighbors := list(itertools.islice(rest, NEIGHBORS)):
@@ -207,8 +207,8 @@ def excerpts_of(documents: Iterable[Document], excerpt_size: int, seed: int, hid
         yield from (excerpt for excerpt in in_turn if excerpt and excerpt.text not in hidden)
 
 
-def _not_none(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
-    """Yield the excerpts of one of several sources. Raises: TextError if it has none."""
+def _not_empty(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
+    """Yield the excerpts of a source. Raises: TextError if it has none."""
     first = next(excerpts, None)
     if first is None:
         raise TextError(
@@ -220,7 +220,7 @@ def _not_none(name: str, excerpts: Iterator[Document]) -> Iterator[Document]:
 
 
 def cut(document: Document, size: int) -> list[Document]:
-    """Cut a document at blanks into equal excerpts of about `size` characters; an empty one into none."""
+    """Cut a document at blanks into equal excerpts of about `size` characters; an empty document has no excerpt."""
     text = document.text
     count = max(1, round(len(text) / size))
     starts = (len(text) * number // count for number in range(1, count))
@@ -230,13 +230,13 @@ def cut(document: Document, size: int) -> list[Document]:
 
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
-    """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each with `first` before it."""
+    """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each preceded by `first`."""
     whole = stream[: len(stream) // width * width].reshape(-1, width)
     return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(whole), 1)), whole])
 
 
 def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
-    """Return a hash of all that blocks depend on: bytes of files or names of hub datasets, vocabulary, BOS, sizes."""
+    """Return a hash of everything that blocks depend on: bytes of files or names of hub datasets, tokenizer, sizes."""
     settings = [VERSION, sizes, tokenizer.eos_token_id, tokenizer.chat_template, leading_bos(tokenizer)]
     for path in map(Path, sources_of(data)):
         settings.append([path.name, sha256(path)[:32]] if path.is_file() else str(path))
@@ -246,7 +246,7 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
 
 
 def saved_blocks(path: Path) -> Tokens | None:
-    """Return what `save_blocks` wrote; None if there is no such file, or it is damaged."""
+    """Return the blocks that `save_blocks` wrote; None if there is no such file or it is damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
@@ -276,7 +276,7 @@ def select_loss_mask(blocks: Blocks, learn_from: str, data: str, say: Callable[[
     if learn_from != "assistant":
         return None
     if blocks.loss_mask.all():
-        say(f"no turns of an assistant were found in {data}, so the loss is on all tokens; add conversations to it")
+        say(f"no turns of an assistant were found in {data}, so the loss covers all tokens; add conversations to it")
         return None
     if not blocks.loss_mask[:, 1:].any():
         raise TextError(f"{data} holds no words of an assistant; try --learn-from all")
@@ -284,7 +284,7 @@ def select_loss_mask(blocks: Blocks, learn_from: str, data: str, say: Callable[[
 
 
 def check_vocabulary(blocks: Blocks, vocabulary: int, model: str) -> None:
-    """Reject tokens that the model does not know, from a tokenizer of another model. Raises: ModelError."""
+    """Reject tokens outside the model's vocabulary, from a tokenizer of another model. Raises: ModelError."""
     highest = max(int(part.max()) for part in (blocks.train, blocks.heldout) if part.numel())
     if highest >= vocabulary:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Read text: a file or a dataset of the Hugging Face hub in, one document per row out.
+"""Reads text: a file or a dataset of the Hugging Face hub in, one document per row out.
 
 Local files may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. Any other name is a dataset
 of the hub, which is streamed. A row holds a text, a conversation, or an instruction with its response. The tokenizer's
@@ -52,7 +52,7 @@ class Document:
 
 
 def sources_of(data: str) -> list[str]:
-    """Return the names in a comma-separated list of texts, `NAME:3` three times. Raises: TextError if one is empty."""
+    """Return the names in a comma-separated list of texts, with three copies for `NAME:3`. Raises: TextError."""
     names = [name for name, turns in split_sources(data) for _ in range(turns)]
     if not all(names):
         raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
@@ -85,7 +85,7 @@ def open_rows(name: str, column: str = "") -> Any:
 
 @contextmanager
 def reading_text(data: str) -> Iterator[None]:
-    """Raise TextError for what `datasets` raises in the block, from pyarrow's errors to the hub's.
+    """Raise TextError instead of the errors of `datasets` in the block, from pyarrow's to the hub's.
 
     Raises: OutputError instead if the disk that holds the cache of `datasets` is full.
     """
@@ -146,7 +146,7 @@ def _check_depth(decompressed: Path, path: Path) -> None:
 
 
 def read_documents(rows: Any, templates: Templates, name: str) -> Iterator[Document]:
-    """Yield the documents of a source in the order of its rows, of which few are in memory.
+    """Yield the documents of a source in the order of its rows, a few of which are in memory at a time.
 
     rows: a `datasets.Dataset` or `IterableDataset`. templates: the chat template for conversations. name: of the
     source, for errors.
@@ -176,22 +176,22 @@ def as_documents(rows: Sequence[dict[str, Any]], templates: Templates, name: str
 
 
 def _render(conversations: Sequence[list[Message]], templates: Templates) -> list[Rendered | None]:
-    """Render each conversation as it is, or made to alternate if the chat template rejects that.
+    """Render each conversation as it is, or with alternating roles if the chat template rejects it.
 
-    Returns None for one that is empty or rejected both times, and for all of them without a chat template.
+    Returns None for a conversation that is empty or rejected both times, and for all of them without a chat template.
     """
     found: list[Rendered | None] = [None] * len(conversations)
     for arrange in (list, _alternating) if templates.tokenizer.chat_template else ():
-        arranged = {place: arrange(each) for place, each in enumerate(conversations) if not found[place]}
-        arranged = {place: messages for place, messages in arranged.items() if messages}
-        rendered = templates.render(list(arranged.values())) if arranged else []
-        for place, each in zip(arranged, rendered, strict=True):
-            found[place] = each
+        arranged = {index: arrange(each) for index, each in enumerate(conversations) if not found[index]}
+        arranged = {index: messages for index, messages in arranged.items() if messages}
+        texts = templates.render(list(arranged.values())) if arranged else []
+        for index, text in zip(arranged, texts, strict=True):
+            found[index] = text
     return found
 
 
 def _loss_mask(rendered: Rendered) -> np.ndarray | None:
-    """Return the loss mask that selects the answers; None without an assistant, because all of it contributes."""
+    """Return the loss mask that selects the answers; None without an assistant: then all characters contribute."""
     if rendered.answers is None:
         return None
     loss_mask = np.zeros(len(rendered.text), dtype=bool)
@@ -231,7 +231,7 @@ def _instruction(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return the content of a message; of a list of parts, as in OpenAI's format, the text parts."""
+    """Return the text of a message, whose content may be a list of parts as in OpenAI's format."""
     if isinstance(content, list):
         return "\n\n".join(part["text"] for part in content if isinstance(part.get("text"), str))
     return content or ""

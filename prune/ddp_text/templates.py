@@ -1,6 +1,6 @@
 """Chat templates, rendered in a child process with limits of time and memory.
 
-A template is a program by whoever published the model: it may loop forever, or spend hours in one step that no signal
+A template is a program by the publisher of the model: it may loop forever, or spend hours in one step that no signal
 interrupts. `Templates` starts this file as a program, sends it batches of conversations and reads the rendered texts.
 The program imports only the standard library and jinja2, so it starts in a tenth of a second.
 
@@ -31,7 +31,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 RENDERING_SECONDS, SECONDS_PER_CONVERSATION = 10.0, 0.01
-"""Processor time that a chat template may take: in all, and in addition per conversation (real ones take a tenth)."""
+"""Processor time that a chat template may take: a base, plus a time per conversation (real templates take a tenth)."""
 RENDERING_BYTES = 1 << 29
 """Memory that rendering a batch may take."""
 PLACEHOLDERS = range(0x100000, 0x10FFFE)
@@ -49,8 +49,9 @@ class Rendered(NamedTuple):
 
     text: str
     answers: list[tuple[int, int]] | None
-    """[start, stop) of what the assistant generates, in characters, without the end of its turns. Empty if the template
-    does more to the words than strip, split or drop them, so they cannot be located. None without an assistant."""
+    """[start, stop) of the text that the assistant generates, in characters, without the end of its turns. Empty if the
+    words cannot be located, because the template changes them otherwise than by stripping, splitting or dropping. None
+    if no assistant takes part."""
 
 
 class Templates:
@@ -183,7 +184,7 @@ class _Template:
             return None
 
     def _answers(self, text: str, messages: Sequence[Message]) -> list[tuple[int, int]] | None:
-        """Return what the assistant generates in the text of a conversation, as in `Rendered`."""
+        """Return where the assistant's answers are in the text of a conversation, as in `Rendered`."""
         replaced, edges = list(messages), dict[str, tuple[str, str]]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -211,12 +212,12 @@ class _Template:
         return answers
 
     def _replace(self, content: str, sign: str) -> tuple[str, str, str]:
-        """Return a message with the outer characters of its parts replaced; and patterns of the tags around it."""
+        """Return a message with the outer characters of its parts replaced, and patterns of the outer tags."""
         parts, tags = self.tag.split(content), [*self.tag.findall(content), ""]
-        full = [place for place, part in enumerate(parts) if part.strip()] or [0]
-        edges = tags[: full[0]], tags[full[-1] : -1]
+        filled = [index for index, part in enumerate(parts) if part.strip()] or [0]
+        edges = tags[: filled[0]], tags[filled[-1] : -1]
         replaced = (re.sub(r"\A(\s*)\S|\S(?=\s*\Z)", rf"\g<1>{sign}", part) for part in parts)
-        before, after = (r"\s*".join(map(re.escape, some)) for some in edges)
+        before, after = (r"\s*".join(map(re.escape, outer_tags)) for outer_tags in edges)
         return "".join(itertools.chain.from_iterable(zip(replaced, tags, strict=True))), before, after
 
 
@@ -229,9 +230,9 @@ def _spans(text: str, other: str, signs: Container[str]) -> dict[str, tuple[int,
         return {}
     spans = dict[str, tuple[int, int]]()
     for found in _PLACEHOLDER.finditer(other):
-        sign, place = found[0], found.start()
-        if sign in signs and text[place] != sign:
-            spans[sign] = spans.get(sign, (place, place))[0], place + 1
+        sign, index = found[0], found.start()
+        if sign in signs and text[index] != sign:
+            spans[sign] = spans.get(sign, (index, index))[0], index + 1
     return spans
 
 
@@ -256,7 +257,7 @@ def _replies(requests: Iterator[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Limit what this process may use, up to its hard limit."""
+    """Limit a resource of this process, at most to its hard limit."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

@@ -1,4 +1,4 @@
-"""Documents in, tokens out: the tokenizer of a model, and the loss mask over characters as one over tokens."""
+"""Documents in, tokens out: the tokenizer of a model, and the loss mask converted from characters to tokens."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -9,11 +9,11 @@ import numpy as np
 from ddp_text.documents import Document
 from ddp_vllm.errors import ModelError, is_of_a_library
 
-TEXTS_PER_BATCH = 64  # that are tokenized at a time
+TEXTS_PER_BATCH = 64  # texts that are tokenized at a time
 
 
 class Tokens(NamedTuple):
-    """Tokens in a row."""
+    """Consecutive tokens and their loss mask."""
 
     ids: np.ndarray
     """int32 [num_tokens]"""
@@ -48,7 +48,7 @@ def leading_bos(tokenizer: Any) -> list[int]:
 
 def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int = TEXTS_PER_BATCH) -> Iterator[Tokens]:
     """Yield the tokens of each document, with EOS at the end."""
-    maps_tokens = getattr(tokenizer, "is_fast", False)  # only such tokenizers map tokens to characters
+    maps_tokens = getattr(tokenizer, "is_fast", False)  # only fast tokenizers map tokens to characters
     options = {"add_special_tokens": False, "verbose": False, "return_offsets_mapping": maps_tokens}
     rest = iter(documents)
     while batch := list(itertools.islice(rest, texts_per_batch)):
@@ -57,15 +57,15 @@ def tokenize(documents: Iterable[Document], tokenizer: Any, texts_per_batch: int
             ids = np.asarray([*encoded["input_ids"][number], tokenizer.eos_token_id], np.int32)
             loss_mask = np.ones(len(ids), bool)
             if maps_tokens and document.loss_mask is not None:  # the assistant does not generate the EOS between texts
-                loss_mask[:-1] = _of_tokens(document.loss_mask, encoded["offset_mapping"][number])
+                loss_mask[:-1] = _mask_over_tokens(document.loss_mask, encoded["offset_mapping"][number])
                 loss_mask[-1] = False
             yield Tokens(ids, loss_mask)
 
 
-def _of_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> np.ndarray:
-    """Return the loss mask over tokens for one over characters: tokens that contain a character of an answer, and the
-    token after an answer, which ends the turn.
+def _mask_over_tokens(loss_mask: np.ndarray, offsets: list[tuple[int, int]]) -> np.ndarray:
+    """Convert a loss mask over characters to one over tokens.
 
+    It selects every token that contains a character of an answer, and the token after an answer, which ends the turn.
     offsets: [start, stop) of each token, in characters.
     """
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T

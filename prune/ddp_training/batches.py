@@ -16,7 +16,7 @@ TEACHER_CACHE_BYTES = 4 << 30  # host memory per process for hidden states of te
 
 
 class Settings(Protocol):
-    """The settings that training reads: those of `TrainingSettings`, and the number of steps."""
+    """The settings that training reads: a part of `TrainingSettings`, and the number of steps."""
 
     @property
     def batch_size(self) -> int: ...
@@ -50,17 +50,17 @@ class Batches:
         accelerator: Accelerator,
         loss_mask: torch.Tensor | None = None,
     ) -> None:
-        """Cut steps of `recipe.batch_size` blocks.
+        """Divide the blocks into steps of `recipe.batch_size` blocks.
 
         blocks: int64 [num_blocks, seq_len].
-        loss_mask: bool as `blocks`, the tokens that contribute to the cross-entropy; None means all of them.
+        loss_mask: bool, shaped as `blocks`: the tokens that contribute to the cross-entropy; None means all of them.
         """
         self.blocks, self.size, self.accelerator, self.loss_mask = blocks, recipe.batch_size, accelerator, loss_mask
-        self.micro = sequences_at_once(recipe, accelerator)
+        self.micro_batch_size = sequences_at_once(recipe, accelerator)
         self.repeats = recipe.steps * recipe.batch_size > len(blocks)
 
     def numbers(self, step: int) -> list[int]:
-        """Return the block numbers of a step for all processes together."""
+        """Return the block numbers of a step, over all processes."""
         return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
 
     def loss_mask_of(self, step: int, numbers: list[int]) -> torch.Tensor | None:
@@ -78,8 +78,8 @@ class Batches:
     def step(self, step: int) -> Iterator[list[int]]:
         """Yield the block numbers of this process's micro-batches."""
         mine = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
-        for start in range(0, len(mine), self.micro):
-            yield mine[start : start + self.micro]
+        for start in range(0, len(mine), self.micro_batch_size):
+            yield mine[start : start + self.micro_batch_size]
 
 
 def fit_batches(
@@ -95,11 +95,11 @@ def fit_batches(
     optimizer: of trained weights, if there are any.
     """
     setting = recipe.activation_checkpointing
-    fitting = fit_activations(model, setting, batches.micro, recipe.seq_len, accelerator, optimizer)
-    if fitting < batches.micro and not recipe.micro_batch_size:
+    fitting = fit_activations(model, setting, batches.micro_batch_size, recipe.seq_len, accelerator, optimizer)
+    if fitting < batches.micro_batch_size and not recipe.micro_batch_size:
         if accelerator.is_main_process:
-            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro} sequences")
-        batches.micro = fitting
+            say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences")
+        batches.micro_batch_size = fitting
 
 
 class Teacher:
@@ -110,8 +110,8 @@ class Teacher:
         num_bytes = batches.blocks.numel() * model.config.hidden_size * model.dtype.itemsize
         self.cache: dict[int, torch.Tensor] | None = None
         world = batches.accelerator.num_processes
-        # Only then does a block return to the process that cached it. Sharded weights also require that all processes
-        # hit or miss together.
+        # Otherwise a block would be read by another process than the one that cached it. With sharded weights, all
+        # processes must also hit or miss together.
         divisible = len(batches.blocks) % world == 0 and batches.size % world == 0
         if batches.repeats and divisible and num_bytes <= TEACHER_CACHE_BYTES * world:
             self.cache = {}

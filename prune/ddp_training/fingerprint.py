@@ -1,4 +1,4 @@
-"""What decides the result of a run: its settings, and the training-data fingerprint of text, weights and configs."""
+"""The identity of a run: the settings that decide its result, and the fingerprint of its text, weights and configs."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -13,30 +13,30 @@ INDECISIVE = (  # settings that do not change the result, and settings whose res
     *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "optimizer"),
     *("profile",),
 )
-FROM_MINUTES = ("steps", "batch_size", "seq_len")
-PAGES, PAGE = 64, 4096  # number and bytes of the pages of a weight file, evenly spread, that a fingerprint reads
+DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
+PAGES, PAGE = 64, 4096  # a fingerprint reads so many pages of so many bytes from a weight file, evenly spread
 
 
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe that decide what is learned; minutes instead of what follows from them."""
-    left_out = (*INDECISIVE, *(FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()))
+    """Return the settings of a recipe that decide its result; minutes stand for the settings derived from them."""
+    left_out = (*INDECISIVE, *(DERIVED_FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()))
     return {name: value for name, value in recipe.items() if name not in left_out}
 
 
 def fingerprint(
-    text: Iterable[torch.Tensor], weights: Iterable[Path], companions: Iterable[Path], *, profile: str = ""
+    text: Iterable[torch.Tensor], weights: Iterable[Path], config_files: Iterable[Path], *, profile: str = ""
 ) -> dict[str, Any]:
     """Return the training-data fingerprint: hashes of text blocks, weights, config, tokenizer files and profile.
 
-    The hash of a weight file covers name, size, time and some of its pages, which differ after any training.
-    profile: path of the latency profile that decides the budget, if any.
+    A weight file is identified by name, size, time and some of its pages, which differ after any training.
+    config_files: config and tokenizer files. profile: path of the latency profile that decides the budget, if any.
     """
     digest = hashlib.sha256()
     for blocks in text:
         digest.update(f"{list(blocks.shape)}".encode())
         digest.update(blocks.contiguous().numpy().data)
     files = [(path.name, path.stat(), _hash_of_pages(path)) for path in weights]
-    hashes = [(path.name, sha256(path)) for path in companions]
+    hashes = [(path.name, sha256(path)) for path in config_files]
     return {
         "text": digest.hexdigest(),
         "weights": [[name, status.st_size, status.st_mtime_ns, pages] for name, status, pages in files],

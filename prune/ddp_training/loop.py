@@ -1,4 +1,4 @@
-"""The loop of every run: a step, its metrics, a save now and then; and resuming from a save."""
+"""The loop of every run: take a step, log its metrics, save the run when a save is due, resume from a save."""
 
 import os
 import signal
@@ -16,20 +16,20 @@ from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import RunState, Saved, load_run
 from ddp_vllm.errors import OutputError, TrainingError
 
-SAVE_SECONDS = 120.0  # least time between two saves, and so the most work that a kill costs if a save takes up to 6 s
-SAVE_SHARE = 20  # least time between two saves in multiples of the last save: saving takes at most 5 % of a run
+SAVE_SECONDS = 120.0  # shortest time between two saves: a kill costs at most that much work if a save takes up to 6 s
+SAVE_SHARE = 20  # shortest time between two saves, in multiples of the last save: saving takes at most 5 % of a run
 OUT_OF_MEMORY = 'try a recipe with micro_batch_size = 1 and activation_checkpointing = "on", or --shard on more devices'
 
 Report = Callable[[dict[str, float]], None]
 
 
 class FamilyCheckpoints(NamedTuple):
-    """States of a size family's search, between which one size is trained."""
+    """The saved states of a size family's search before and after the part of one size."""
 
     resume_from: RunState | None = None
-    """End of the search of the size before; None for the smallest cut."""
+    """The end of the previous size's search; None for the smallest cut."""
     save_to: RunState | None = None
-    """Where the end of this size's search is saved for the next size; None for the largest cut."""
+    """The run that saves the end of this size's search for the next size; None for the largest cut."""
     search: int = 0
     """Steps after which the search of this size ends."""
 
@@ -42,7 +42,7 @@ class Learner(Protocol):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Plain data that a saved run requires besides tensors."""
+        """Plain data that a saved run requires in addition to the tensors."""
 
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
@@ -54,7 +54,7 @@ class Learner(Protocol):
         """Return everything the next step depends on, as named tensors; all processes call it together."""
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Take back what `state` and `extra` returned before `step`; all processes call it together."""
+        """Restore the `state` and `extra` that were saved before `step`; all processes call it together."""
 
 
 def take_steps(
@@ -66,11 +66,11 @@ def take_steps(
     report: Report,
     family: FamilyCheckpoints = NO_FAMILY,
 ) -> None:
-    """Do the steps of a run, or those that an interruption has left.
+    """Take the steps of a run, or the remaining ones if it was interrupted.
 
     report: called after every step with its metrics (losses in nats per token, tokens and seconds).
-    family: a size saves its own state at the end of its search, then the state for the next size. A run that resumes
-        from the first save repeats the second.
+    family: at the end of its search, a size saves its own state and then the state for the next size. A run that
+        resumes from the first of these saves repeats the second.
 
     Raises: TrainingError if the loss is not a number or memory runs out; the last save stays in the run's folder.
         KeyboardInterrupt after Ctrl-C, when the step is done and saved.
@@ -96,16 +96,16 @@ def take_steps(
 
 
 def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family: FamilyCheckpoints) -> int:
-    """Restore the saved state of this run, or else that of the size before, and return the first step to do."""
+    """Restore the saved state of this run, or else of the previous size, and return the first step to take."""
     saved: Saved | None = load_run(state, accelerator)
     if saved is None:
         state.start()
-        if (before := family.resume_from) is None:
+        if (shared := family.resume_from) is None:
             return 0
-        if (saved := load_run(before, accelerator)) is None:
+        if (saved := load_run(shared, accelerator)) is None:
             raise OutputError(
-                f"{before.folder} lacks the search of the size before, from which this size resumes; delete "
-                f"{before.folder.parent} and begin anew"
+                f"{shared.folder} lacks the search of the previous size, from which this size resumes; delete "
+                f"{shared.folder.parent} and start again"
             )
     learner.restore(*saved)
     if family.save_to and saved.step == family.search:
@@ -114,7 +114,7 @@ def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family:
 
 
 def _timed_step(learner: Learner, step: int, settings: Settings, state: RunState) -> dict[str, float]:
-    """Do one step and return its metrics with its seconds and tokens. Raises: TrainingError with a remedy."""
+    """Take one step and return its metrics with its seconds and tokens. Raises: TrainingError with a remedy."""
     began = time.perf_counter()
     try:
         metrics = learner.step(step)
@@ -129,7 +129,7 @@ def _timed_step(learner: Learner, step: int, settings: Settings, state: RunState
 
 
 class SaveClock:
-    """Decides when a run is saved: by the main process's clock, as all processes take part in a save together."""
+    """Decides when a run is saved, by the main process's clock: all processes must take part in a save together."""
 
     def __init__(self, save_every: int, accelerator: Accelerator) -> None:
         """save_every: steps between saves; 0 saves by the clock."""
@@ -153,24 +153,24 @@ class SaveClock:
 
 @contextmanager
 def stopping(*, alone: bool) -> Iterator[list[int]]:
-    """Postpone Ctrl-C to the end of a step: it adds to the list that is yielded; a second Ctrl-C stops at once.
+    """Postpone Ctrl-C to the end of a step: the first adds an entry to the yielded list, a second one stops at once.
 
     In the middle of a step there is no consistent state to save. With several processes (alone=False) Ctrl-C stops at
-    once, as they would not all stop at the same step. Only the main thread receives signals.
+    once, because they would not all stop at the same step. Only the main thread receives signals.
     """
-    heard: list[int] = []
+    interrupts: list[int] = []
 
-    def hear(number: int, _frame: Any) -> None:
-        heard.append(number)
+    def postpone(number: int, _frame: Any) -> None:
+        interrupts.append(number)
         signal.signal(number, signal.default_int_handler)
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")  # not amid what is being printed
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")  # print is not safe in a handler
 
-    ours = threading.current_thread() is threading.main_thread()
-    if not (alone and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-        yield heard
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (alone and in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield interrupts
         return
-    signal.signal(signal.SIGINT, hear)
+    signal.signal(signal.SIGINT, postpone)
     try:
-        yield heard
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)

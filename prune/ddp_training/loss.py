@@ -61,7 +61,7 @@ def chunk_tokens(weight_VH: torch.Tensor) -> int:
 
 
 def head_bytes(model: Any) -> int:
-    """Estimate the bytes the head requires on top of its weights: logits, probabilities of two models, and a copy."""
+    """Estimate the bytes that the head requires on top of its weights: logits, probabilities of two models, a copy."""
     weight_VH = OutputHead.of(model).weight
     return 5 * 4 * chunk_tokens(weight_VH) * len(weight_VH)
 

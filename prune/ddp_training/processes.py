@@ -1,4 +1,4 @@
-"""Several processes as one run: who goes first, errors that all raise, and tensors that are sharded over all of them.
+"""Several processes in one run: which runs first, errors that all of them raise, and tensors sharded over them.
 
 Processes are started by accelerate launch or torchrun.
 """
@@ -28,10 +28,10 @@ def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
     if tracker and tracker not in trackers:
         known = ", ".join(trackers) or "none; for example pip install tensorboard"
         raise SettingError(f"tracker is {tracker!r}, which is unknown or not installed; installed: {known}")
-    # Without cpu=True, accelerate takes a CPU process that torchrun started for the only one.
+    # Without cpu=True, accelerate treats a CPU process that torchrun started as the only process.
     device = torch.accelerator.current_accelerator(check_available=True)
     on_cpu = device is None or device.type == "mps"  # Apple GPUs lack float64, in which gradients are summed
-    # Other ranks wait while the first downloads and tokenizes; torch's default timeout is ten minutes.
+    # Other ranks wait while the first one downloads and tokenizes; torch's default timeout is ten minutes.
     timeout = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[timeout])
 
@@ -54,7 +54,7 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
 
 
 def main_process_first(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
-    """Return `find()` of each process; the first process of each machine runs it before the others, and fills caches.
+    """Return `find()` of each process. The first process of each machine runs it before the others, to fill the caches.
 
     Errors are raised as by `raise_on_all_ranks`.
     """
@@ -71,12 +71,12 @@ def broadcast_from_main(accelerator: Accelerator, value: Found) -> Found:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's rows of a tensor that may be sharded."""
+    """Return the rows of a tensor that this process holds: all of them unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a whole tensor in the main process, None in the others, which never hold more than their own rows."""
+    """Return a whole tensor in the main process, and None in the others, which only hold their own rows at any time."""
     main, part = accelerator.is_main_process, local_part(tensor)
     if not isinstance(tensor, DTensor):
         return part if main else None
@@ -94,7 +94,7 @@ def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tens
 
 
 def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, whole: torch.Tensor | None) -> None:
-    """Copy the main process's `whole` into a tensor, or into its rows that this process holds; None in the others."""
+    """Copy `whole` of the main process (None in the others) into the rows of a tensor that each process holds."""
     part = local_part(tensor)
     if whole is not None:
         pieces = whole.chunk(accelerator.num_processes) if isinstance(tensor, DTensor) else [whole]
@@ -108,10 +108,10 @@ def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, whole: tor
 
 
 def gather_pieces(accelerator: Accelerator, piece: Piece, tensor: torch.Tensor) -> list[Piece]:
-    """Return in the main process what every process holds of a sharded `tensor`, in order, and [] in the others.
+    """Return in the main process the `piece` of every process, in the order of ranks; in the others [].
 
-    What belongs to a whole tensor is the same in all processes, so there is one piece of it. Tensors of a piece have
-    any shape; they arrive in host memory.
+    A piece is state that belongs to a process's rows of `tensor`, of any shape. If `tensor` is not sharded, the pieces
+    are equal and one is returned. The result is in host memory.
     """
     host = {name: each.cpu() for name, each in piece.items()}
     if not isinstance(tensor, DTensor):
@@ -122,7 +122,7 @@ def gather_pieces(accelerator: Accelerator, piece: Piece, tensor: torch.Tensor) 
 
 
 def scatter_pieces(accelerator: Accelerator, pieces: list[Piece], tensor: torch.Tensor) -> Piece:
-    """Return in each process its piece of those that the main process has, as `gather_pieces` made them."""
+    """Return in each process its own piece of the list that `gather_pieces` returned in the main process."""
     if not isinstance(tensor, DTensor):
         return broadcast_from_main(accelerator, pieces[0] if pieces else {})
     received: list[Piece] = [{}]

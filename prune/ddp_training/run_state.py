@@ -1,16 +1,16 @@
 """The folder of an interrupted run, `<output>.run`, from which the same command resumes.
 
-It holds the state, the metrics of all steps and the lock of the process that works on it. Another command for the same
-output starts anew and keeps what it finds as `<output>.run.old`. A folder of that name that holds any other file is
-refused.
+It holds the state, the metrics of all steps and the lock of the process that works on it. A different command for the
+same output starts anew and keeps the earlier run as `<output>.run.old`. A folder of either name that holds any other
+file is refused.
 
 1. A run saves its state by time, at the end of its search and after its last step.
-2. The output appears by one rename, then the report is drawn into it.
-3. The run's folder is deleted last, by a rename to `<output>.run.tmp`. Until then the same command finds that its
-   output is written (`output.is_unfinished`), draws the report again and deletes the run.
+2. One rename makes the output appear; then the report is drawn into it.
+3. The run's folder is deleted last, after a rename to `<output>.run.tmp`. If a command is killed before that, the same
+   command finds its output written (`output.is_unfinished`), draws the report again and deletes the run.
 
-A size family has one more run, `FAMILY/.branch.run`: its lock is held for the whole family, and its state is the end of
-the search of the latest size. Each size saves its own state first, so the family's state can be written again from it.
+A size family has one more run, `FAMILY/.branch.run`. Its lock is held until all sizes are written, and its state is the
+end of the search of the latest size. Each size saves its own state first, from which the family's can be restored.
 """
 
 import functools
@@ -46,7 +46,7 @@ from ddp_vllm.remote_code.files import read_bytes
 
 LOCK_FILE = "lock"
 TEMPORARY = f".{RUN_STATE}.*.tmp"  # left by a killed process
-STATE_FORMAT = 6  # of the tensors in a saved state; a state of another format is put aside
+STATE_FORMAT = 6  # of a saved state; a state of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -55,14 +55,14 @@ class Saved(NamedTuple):
     """What a run resumes from."""
 
     step: int
-    """The next one to do."""
+    """The next step."""
     tensors: dict[str, torch.Tensor]
     extra: dict[str, Any]
-    """Plain data."""
+    """Plain data, such as metrics of the rounding."""
 
 
 def _writes(method: Method) -> Method:
-    """Let only the main process run a method, and raise OutputError for what the system does not let it write."""
+    """Decorate a method that only the main process runs; failures to write raise OutputError."""
 
     @functools.wraps(method)
     def write(self: "RunState", *arguments: Any) -> None:
@@ -88,10 +88,11 @@ class RunState:
     ) -> None:
         """Name the run's folder; nothing is written yet.
 
-        resolved: as of `Run.to_dict`. learned_from: the `fingerprint` of text and weights. A saved run is resumed only
-        if both, and the decisive settings of the recipe, are the same.
+        resolved: as `Run.to_dict` returns it.
+        learned_from: the `fingerprint` of text and weights. A saved run is resumed only if `resolved`, `learned_from`
+            and the decisive settings of the recipe are the same.
         writes: False in processes other than the main one.
-        say: takes a line for the user.
+        say: prints a line for the user.
         """
         self.output = output
         self.folder, self.old, self.deleted = run_folders(output)
@@ -103,7 +104,7 @@ class RunState:
     def locked(self) -> Iterator[None]:
         """Keep other processes away from the folder. The system releases the lock when the process ends.
 
-        Raises: OutputError as `check_run_folders`, if another process works on it, or if nothing can be written.
+        Raises: OutputError as `check_run_folders`, if another process works on it, or if it cannot be written to.
         """
         if not self.writes:
             yield
@@ -142,7 +143,7 @@ class RunState:
 
     @_writes
     def _forget_after(self, step: int) -> None:
-        """Cut off the metrics of later steps, and an unfinished line; this takes no space on the disk."""
+        """Cut off the metrics of later steps, and an incomplete line. This also works on a full disk."""
         if os.path.lexists(self.metrics):
             lines = read_bytes(self.metrics, LARGEST_METRICS).splitlines(keepends=True)
             done = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
@@ -163,7 +164,7 @@ class RunState:
 
     @_writes
     def save(self, step: int, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Replace the saved state; `step` is the next one to do. Raises: OutputError if it cannot be written."""
+        """Replace the saved state; `step` is the next step. Raises: OutputError if it cannot be written."""
         text = json.dumps({"format": STATE_FORMAT, "step": step, "extra": extra, **self.made_by})
         contiguous = {name: value.cpu().contiguous() for name, value in tensors.items()}
         _make_private(self.folder)
@@ -180,7 +181,7 @@ class RunState:
 
     @_writes
     def remove(self) -> None:
-        """Delete the run and its lock as the last act of a command; after a kill, the same command deletes the rest."""
+        """Delete the run and its lock at the end of a command. After a kill, the same command deletes the rest."""
         if os.path.lexists(self.folder) and not os.path.lexists(self.deleted):
             os.rename(self.folder, self.deleted)
         _delete(self.folder)
@@ -188,7 +189,7 @@ class RunState:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Raise OutputError for what cannot be written inside the block."""
+        """Raise OutputError if a write inside the block fails."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -199,7 +200,7 @@ class RunState:
 
 @contextmanager
 def locked_run(run: RunState, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the lock of a run, or raise in all processes what the main process raised."""
+    """Hold the lock of a run inside the block; if the main process cannot lock it, all processes raise its error."""
     with ExitStack() as stack:
         with raise_on_all_ranks(accelerator):
             stack.enter_context(run.locked())
@@ -207,23 +208,23 @@ def locked_run(run: RunState, accelerator: Accelerator) -> Iterator[None]:
 
 
 def load_run(run: RunState, accelerator: Accelerator) -> Saved | None:
-    """Return in all processes what `run.load` finds in the main process; the others may not see its disk.
+    """Return the result of `run.load` in the main process in all processes: the others may not see its disk.
 
-    The other processes do not get trained weights, which `TrainedWeights.restore` sends one at a time. In the main
-    process all tensors are views of the mapped file, so they take no memory until they are read.
+    They get no trained weights, which `TrainedWeights.restore` sends one at a time. In the main process all tensors are
+    views of the mapped file, so they take no memory until they are read.
     """
     with raise_on_all_ranks(accelerator):
         saved = run.load() if accelerator.is_main_process else None
-    small = saved
+    without_weights = saved
     if saved:
         kept = {name: value for name, value in saved.tensors.items() if not name.startswith(LEARNED)}
-        small = saved._replace(tensors=kept)
-    received = broadcast_from_main(accelerator, small)
+        without_weights = saved._replace(tensors=kept)
+    received = broadcast_from_main(accelerator, without_weights)
     return saved or received
 
 
 def saved_header(output: Path) -> dict[str, Any]:
-    """Return recipe, step, resolved and learned_from of the interrupted run for an output; {} if there is none."""
+    """Return recipe, step, `resolved` and `learned_from` of the interrupted run for an output; {} if there is none."""
     run, _, deleted = run_folders(output)
     for folder in (run, deleted):
         with suppress(*UNREADABLE):
@@ -232,7 +233,7 @@ def saved_header(output: Path) -> dict[str, Any]:
 
 
 def check_run_folders(output: Path) -> None:
-    """Refuse folders named like those of a run that hold other files, which would be lost. Raises: OutputError."""
+    """Refuse folders that have the name of a run's folder but hold other files. Raises: OutputError."""
     for folder in filter(os.path.lexists, run_folders(output)):
         paths = list(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else [folder]
         foreign = [path.name for path in paths if path.is_symlink() or not (_is_ours(path) or path.name == LOCK_FILE)]
@@ -246,13 +247,13 @@ def check_run_folders(output: Path) -> None:
 def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return header and tensors of a saved state. Raises: one of UNREADABLE if it is damaged or of another version."""
     if not path.is_file():
-        raise OSError(f"{path} is no file")  # a pipe would block
+        raise OSError(f"{path} is not a file")  # a pipe would block
     with safe_open(path, framework="pt") as file:
-        text, seals = file.metadata()["run"], json.loads(file.metadata()["seals"])
+        text, stored = file.metadata()["run"], json.loads(file.metadata()["seals"])
         tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
     found, header = _checksums(text, tensors), json.loads(text)
-    whole = found == seals if with_tensors else found["header"] == seals["header"]
-    if not whole or header["format"] != STATE_FORMAT:
+    intact = found == stored if with_tensors else found["header"] == stored["header"]
+    if not intact or header["format"] != STATE_FORMAT:
         raise ValueError(f"{path} is damaged, or of another format")
     return header, tensors
 
@@ -268,12 +269,12 @@ def _checksums(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def _changed(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return the names of settings and inputs that differ between two runs."""
-    mine, theirs = (decisive(each["recipe"]) | each["resolved"] | each["learned_from"] for each in (ours, saved))
+    mine, theirs = (decisive(run["recipe"]) | run["resolved"] | run["learned_from"] for run in (ours, saved))
     return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that only its owner can read; its parent may be readable by others."""
+    """Make a folder that only its owner can read, and its parents with default permissions."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -289,7 +290,7 @@ def _delete_files(folder: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a run and its lock if there is one; its state, which identifies the run, is the last of its files."""
+    """Delete a run and its lock, if there is one; the state, which identifies the run, is deleted last."""
     if os.path.lexists(folder):
         for path in sorted(folder.iterdir()):
             path.unlink()

@@ -16,7 +16,7 @@ class TrainingSettings(Settings):
     tokens; `NAME:3` gives a text three turns for every turn of the others."""
     text_column: str = ""
     """Column that holds the text, if it is not called text, conversations or messages. Every text of `data` that has
-    columns must have it."""
+    columns must have this one."""
     batch_size: int = setting(16, least=1)
     """Sequences per optimizer step, over all devices."""
     seq_len: int = setting(2048, least=8)
@@ -36,24 +36,24 @@ class TrainingSettings(Settings):
     """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about 8,192 tokens, 1,024 on
     a CPU, and fewer if memory is short."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
-    """Number format of the weights in forward and backward passes; `auto` takes the checkpoint's. For float16, in
-    which small gradients vanish, `auto` takes bfloat16. The written model has the checkpoint's format either way."""
+    """Number format of the weights in forward and backward passes. `auto` is the format of the checkpoint, but bfloat16
+    for float16, in which small gradients vanish. The written model always has the format of the checkpoint."""
     optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"))
     """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit weight on top of the
     weight; `adamw-8bit` moves the weights themselves, rounds them stochastically and keeps 8-bit moments, 4 bytes.
     `auto` is the first that memory holds."""
     learning_rate: float | None = None
-    """AdamW's highest rate for trained weights; without it, pruning finds the rate in a short probe, and recovery
-    chooses it by method and hidden size."""
+    """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials before the run, and
+    recovery chooses it by method and hidden size."""
     activation_checkpointing: str = setting("auto", choices=("auto", "on", "off"))
-    """Recompute layers in the backward pass instead of storing their activations. This takes a third more computation
-    and a small part of the memory; gradients are the same. `auto` turns it on if the activations would fill more than
+    """Recompute layers in the backward pass instead of storing their activations: a third more computation for a small
+    part of the memory, and the same gradients. `auto` turns it on if the activations would fill more than
     half of the free memory."""
     shard: bool = False
     """Shard the weights over all processes (FSDP2), for models that one device cannot hold."""
     save_every: int = setting(0, least=0)
     """Steps between saves of the run, from which an interrupted run resumes; 0 saves by time. Saving by time happens at
-    most every two minutes and takes at most a twentieth of the run. A run is saved after its last step too."""
+    most every two minutes and takes at most a twentieth of the run. A run is also saved after its last step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ def test_the_card_names_each_text_once_and_no_folder(trained: Path) -> None:
     texts = ["/mine/a.jsonl", "/mine/a.jsonl", "owner/b"]
     card = model_card(dataclasses.replace(checkpoint, provenance={"texts": texts, "perplexity": quality}), "pruned")
     assert "(1,024 tokens of a.jsonl, owner/b)" in card and "/mine" not in card
-    assert "\nits dense model with structure removed" in card and "base_model" not in card
+    assert "\nits dense model, pruned by ddp-vllm" in card and "base_model" not in card
 
 
 WIDTHS = {"query_heads_per_kv_head": [2, 2], "intermediate_size": 0, "expert_intermediate_sizes": [8, 3]}
@@ -58,8 +58,8 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("applied", "recovered", "expected"), [
     (False, False, "**weights**: trained together with the masks\n"),
-    (True, False, "**weights**: the dense model's, although the masks were learned while weights were trained\n"),
-    (True, True, "although the masks were learned while weights were trained; then all of them were trained on"),
+    (True, False, "those of the dense model, although the masks were learned together with trained weights\n"),
+    (True, True, "although the masks were learned together with trained weights; then all of them were trained on"),
 ])  # fmt: skip
 def test_the_card_says_whose_weights_a_folder_has(applied: bool, recovered: bool, expected: str, trained: Path) -> None:
     checkpoint = read_checkpoint(trained)

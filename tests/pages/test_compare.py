@@ -226,8 +226,8 @@ def test_damaged_results_are_one_line(case: str, pruned: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tolerance", "0"], "--tolerance 0 is no factor"),
-        (["--tolerance", "nan"], "--tolerance nan is no factor"),
+        (["--tolerance", "0"], "--tolerance 0 is not a factor"),
+        (["--tolerance", "nan"], "--tolerance nan is not a factor"),
         (["-o", "nowhere/page.md"], "call the page"),  # the name of its Markdown
     ],
 )

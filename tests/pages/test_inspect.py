@@ -41,7 +41,7 @@ def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: 
     write_masks(folder, {}, {"rounding": {"[/nope]": change, "\x1b[31mred": change}})
     text = _inspect(folder)
     assert (
-        "out[v2]: what is left" in text
+        "out[v2]: kept units" in text
         and "rounding of [/nope]" in text
         and "rounding of \\x1b[31mred" in text
         and "\x1b" not in text

@@ -89,7 +89,7 @@ def test_bad_input(tmp_path: Path, dense: Path, pruned: Path) -> None:
     with pytest.raises(CheckpointError, match="two folders are called half"):
         collect([pruned, pruned])
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(TextError, match="no results file"):
+    with pytest.raises(TextError, match="not a results file"):
         collect([pruned], results=[tmp_path / "other.json"])
     with pytest.raises(TextError, match="cannot be read"):
         collect([pruned], results=[tmp_path / "missing.json"])

@@ -87,7 +87,7 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: Any, t
     (pruned / "eval").mkdir()
     (pruned / "eval" / "results.json").write_text("{}")
     done = push(pruned, "me/tiny", "--private", "--license", "apache-2.0", endpoint=endpoint)
-    assert done.returncode == 0 and "went to me/tiny" in done.stdout, done.stderr
+    assert done.returncode == 0 and "published to me/tiny" in done.stdout, done.stderr
     asked = received.pop("repository")
     assert (asked["name"], asked["organization"]) == ("tiny", "me")
     assert asked["visibility"] == "private"
@@ -127,4 +127,4 @@ def test_what_is_not_as_it_was_written_stays_here(pruned: Path, name: str, chang
 def test_a_dry_run_says_what_would_go(pruned: Path) -> None:
     """Without a network: nothing listens at the hub's address here."""
     result = CliRunner().invoke(main, ["push", str(pruned), "me/tiny", "--dry-run"])
-    assert result.exit_code == 0 and "would go to me/tiny" in result.stdout and "config.json" in result.stdout
+    assert result.exit_code == 0 and "would be published to me/tiny" in result.stdout and "config.json" in result.stdout

@@ -43,7 +43,7 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
         ([1.0, 1.0, 1.0, 1.0, 1.0], "no measurable difference (1.0000× [1.0000, 1.0000])"),
         ([1.0, 1.1, 0.95, 1.05, 1.15], "cannot tell: 1.05× [0.95, 1.15]; measure more pairs"),
         ([0.99, 1.06], "cannot tell: 1.02× [0.66, 1.58]; measure more pairs"),  # never "no difference" of two pairs
-        ([1.3], "1.30× in one pair, which says nothing about the spread; measure 5 pairs"),
+        ([1.3], "1.30× in one pair, which does not show the spread; measure 5 pairs"),
     ],
 )
 def test_sentences(pruned: list[float], sentence: str) -> None:

@@ -65,7 +65,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "plain"), 5, "exists")
     result = quantize(tmp_path / "plain", "W8A8", tmp_path / "out")
     assert result.exit_code == 1 and "the package llmcompressor is not installed; pip install " in result.stderr
-    assert result.stdout.startswith("layers 1, 4, 5 have widths that are no multiples of 16, ")
+    assert result.stdout.startswith("layers 1, 4, 5 have widths that are not multiples of 16, ")
     make_checkpoint(tmp_path / "int8", "Llama", RAGGED_LAYERS)
     state_quantisation(tmp_path / "int8", ROWS_OF_INT8)
     assert_refused(quantize(tmp_path / "int8", "FP8", tmp_path / "out"), 7, "is quantized already")

@@ -132,7 +132,7 @@ BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, what the
     "missing column": ("a.jsonl", b'{"body": "words", "id": 1}\n', ["no column text", "body", "id", "--text-column"]),
     "column of numbers": ("a.jsonl", b'{"text": 5}\n', ["text"]),
     "malformed turns": ("a.jsonl", b'{"conversations": ["hello", "you"]}\n', ["a.jsonl"]),
-    "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "need 80", "--seq-len"]),
+    "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "require 80", "--seq-len"]),
 }
 
 

@@ -307,7 +307,7 @@ def test_layers_with_experts_are_those_of_the_model(config: Any) -> None:
 def test_masks_of_another_model_are_refused(exported: Path, tiny_model: Path, dense: Any, tmp_path: Path) -> None:
     masks = exported / "qwen3_moe" / MASKS_FILE
     for folder, said in (
-        (tiny_model, r"gates of experts.*needs gates of attn.*another model"),
+        (tiny_model, r"gates of experts.*requires gates of attn.*another model"),
         (dense("olmoe"), r"\[2, 8, 24\].*\[3, 8, 24\].*another model"),
     ):
         with pytest.raises(CheckpointError, match=said):

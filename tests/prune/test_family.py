@@ -167,8 +167,8 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
 @pytest.mark.parametrize(
     ("sizes", "more", "said"),
     [
-        (SIZES, ["--controller", "alm"], "no sizes on its way"),
-        ("0.2,0.2", [], "numbers that differ"),
+        (SIZES, ["--controller", "alm"], "prunes to one size only"),
+        ("0.2,0.2", [], "different numbers"),
         ("0.2,1.5", [], "between 0 and 1"),
         ("0.2,much", [], "several separated by commas"),
     ],

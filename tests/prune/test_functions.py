@@ -64,7 +64,7 @@ def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_t
     with safe_open(masks, framework="numpy") as opened:
         said = dict(opened.metadata())
     save_file({**load_file(masks), "attn.extra": load_file(masks)["attn.z"]}, moved / masks.name, said)
-    with pytest.raises(SettingError, match="no folder here; pass its folder"):
+    with pytest.raises(SettingError, match="not a folder here; pass its folder"):
         ddp_vllm.recover(moved, output=tmp_path / "other", tokens=64)
 
 

@@ -129,7 +129,7 @@ def test_masks_of_joint_training_are_applied_without_what_weights_learned(
     write_report(checkpoint, tmp_path / "again")
     card, page = (unescape((tmp_path / "again" / name).read_text()) for name in ("README.md", "report.html"))
     for text in (card, page):
-        assert "the dense model's, although the masks were learned while weights were trained" in text
+        assert "those of the dense model, although the masks were learned together with trained weights" in text
         assert "trained together with the masks" not in text
     stated = read_checkpoint(tmp_path / "full").provenance["perplexity"]
     assert stated["pruned"] == pytest.approx(math.exp(pruned), rel=1e-3)

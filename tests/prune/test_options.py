@@ -89,10 +89,10 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the re
     "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
     "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
     "target no number": (["--target-params", "many"], ["target is 'many'", "5.5B"]),
-    "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "knows 2,048", "lower --seq-len"]),
+    "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "takes 2,048", "lower --seq-len"]),
     "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
-    "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "no mixture of experts"]),
-    "whole experts of a dense model": (["--whole-experts"], ["no mixture of experts", "no whole experts"]),
+    "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "not a mixture of experts"]),
+    "whole experts of a dense model": (["--whole-experts"], ["not a mixture of experts", "no whole experts"]),
     "shards in one process": (["--shard"], ["there is one", "accelerate launch"]),
 }
 

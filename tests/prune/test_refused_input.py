@@ -205,10 +205,10 @@ def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: 
     masks.write_bytes(content)
     refused("do not match their checksum")
     shutil.copy(pruned / "model.safetensors", masks)
-    refused("no masks file")
+    refused("not a masks file")
     for provenance, words in PROVENANCE.items():
         save_file(gates, masks, {"ddp": provenance})
-        refused("is no masks file (", words, f"pass the {MASKS_FILE} of a pruned folder")
+        refused("is not a masks file (", words, f"pass the {MASKS_FILE} of a pruned folder")
     for value in (float("nan"), float("inf"), -0.5):
         gates["mlp.gates"][2, 3] = value
         save_file(gates, masks, {"ddp": "{}"})

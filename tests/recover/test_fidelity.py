@@ -136,4 +136,4 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         assert_refused(refused, refused.exit_code, reason)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
-    assert_refused(CliRunner().invoke(main, ["eval", *own]), 2, "which is not here; name it with --against")
+    assert_refused(CliRunner().invoke(main, ["eval", *own]), 2, "which is not on this machine; pass it with --against")
