@@ -73,7 +73,7 @@ def resolve_training_mode(
     """Return the training mode: that of the interrupted run for this output, or the first that memory holds now.
 
     say: gets a line with what was chosen, and what the mode above it would require.
-    Raises: SettingError if memory does not hold the only mode that the recipe allows, or if torchao is missing.
+    Raises: SettingError if memory does not hold a mode that was asked for, or if torchao is missing.
     """
     modes = allowed_modes(recipe)
     for saved in (saved_header(output), provenance_of(output)):
@@ -85,16 +85,16 @@ def resolve_training_mode(
     free = free_memory(accelerator)
     needed = {each: mode_bytes(recipe, source, each, accelerator.num_processes) for each in MODES}
     needs = {each: f"{each} requires {gigabytes(number)}" for each, number in needed.items()}
-    if len(modes) == 1:  # asked for by name: a larger share of memory may do
-        if fits(needed[modes[0]], accelerator, 1.0):
-            return modes[0]
+    usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
+    if not usable:
+        raise SettingError("optimizer adamw-8bit requires torchao; install it with: pip install torchao")
+    chosen = next((each for each in usable if fits(needed[each], accelerator)), usable[-1])
+    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # asked for: all memory may do
         fitting = "; ".join(needs[each] for each in MODES if needed[each] <= TRAINING_SHARE * free)
         raise SettingError(
-            f"{needs[modes[0]]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
+            f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
             + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
         )
-    usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
-    chosen = next((each for each in usable if fits(needed[each], accelerator)), modes[-1])
     above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
     say(
         f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"

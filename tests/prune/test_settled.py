@@ -94,7 +94,7 @@ def test_the_highest_harmless_rate_is_taken(harmful_from: float, chosen: float, 
         (0.8, [], ("weights", "adamw-8bit"), ["masks and weights with adamw requires"]),
         (0.3, [], ("masks", ""), ["masks and weights with adamw-8bit requires"]),
         (0.8, ["--train", "weights", "--optimizer", "adamw"], None, ["adamw-8bit requires", "masks only requires"]),
-        (0.3, ["--train", "weights", "--optimizer", "adamw-8bit"], None, ["are free; what fits: masks only requires"]),
+        (0.3, ["--train", "weights"], None, ["adamw-8bit requires", "are free; what fits: masks only requires"]),
     ],
     ids=["everything fits", "8 bytes fit", "only masks fit", "not what was asked for", "no joint training"],
 )
