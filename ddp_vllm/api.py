@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_recover.verbs import evaluate_text, quantize, recover
     from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
+    from ddp_vllm.convert.verb import convert_model
     from ddp_vllm.errors import DdpError
     from ddp_vllm.folder import read, verify
     from ddp_vllm.gguf.export import export_gguf
@@ -29,8 +30,8 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_vllm.pages.verbs import compare, inspect, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "export_gguf", "read", "inspect",
-    "verify", "publish", "report", "profile", "bench", "evaluate", "evaluate_text", "compare", "fetch_model",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert_model", "export_gguf", "read",
+    "inspect", "verify", "publish", "report", "profile", "bench", "evaluate", "evaluate_text", "compare", "fetch_model",
     "fetch_conversations", "Checkpoint", "DdpError",
 ]  # fmt: skip
 
@@ -41,6 +42,7 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_benchmarks.verbs": ("profile", "bench", "evaluate"),
     "ddp_vllm.folder": ("read", "verify"),
     "ddp_vllm.pages.verbs": ("inspect", "report", "compare"),
+    "ddp_vllm.convert.verb": ("convert_model",),
     "ddp_vllm.gguf.export": ("export_gguf",),
     "ddp_vllm.hub.push": ("publish",),
     "ddp_vllm.hub.fetch": ("fetch_model", "fetch_conversations"),
@@ -54,6 +56,7 @@ COMMANDS = {  # command -> (module that defines it, line in the list of commands
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
     "quantize": ("ddp_recover.cli", "Quantize a pruned or dense model with llm-compressor."),
     "study": ("ddp_study.cli", "Reproduce a table of the paper with a model of your own."),
+    "convert": ("ddp_vllm.convert.verb", "Write a model that another tool pruned as a folder that vLLM serves."),
     "export": ("ddp_vllm.gguf.export", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "verify": ("ddp_vllm.pages.cli", "Compare the files of a pruned checkpoint with the hashes of its manifest."),

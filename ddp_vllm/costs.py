@@ -117,7 +117,7 @@ def attended(config: Mapping[str, Any], context: int) -> list[int]:
 
 
 def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    ours = ("ddp_layers", "auto_map", "architectures")
+    ours = ("ddp_layers", "auto_map", "architectures", "per_layer_config", "base_architecture")
     return {key: value for key, value in config.items() if key not in ours} | {"model_type": model_type}
 
 

@@ -136,10 +136,32 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
             "AutoModelForCausalLM": f"{family.modeling_file}.{family.pruned_architecture}",
         },
     }
-    rest = {key: value for key, value in config.items() if key not in head and key != "_name_or_path"}
+    dropped = (*head, "_name_or_path", "per_layer_config", "base_architecture")
+    rest = {key: value for key, value in config.items() if key not in dropped}
     if "kv_lora_rank" not in config:  # latent attention has several head sizes and computes them itself
         rest.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]}
+    own = per_layer_config(rest, widths)
+    upstream = {"base_architecture": f"{family.name}ForCausalLM", "per_layer_config": own} if own else {}
+    return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]} | upstream
+
+
+def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
+    """Return the widths as transformers and NVIDIA's AnyModel state them: layer -> fields that differ, and `skip`.
+
+    {} if all layers are dense, and where the format has no place for the widths: of experts and of uneven groups.
+    """
+    if any(
+        len({*layer.query_heads_per_kv_head}) > 1 or layer.expert_intermediate_sizes is not None for layer in widths
+    ):
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for index, layer in enumerate(widths):
+        own = {"num_attention_heads": layer.num_query_heads, "num_key_value_heads": layer.num_kv_heads}
+        own |= {"intermediate_size": layer.intermediate_size}
+        skip = [*["attention"] * (not layer.num_kv_heads), *["mlp"] * (not layer.intermediate_size)]
+        found[str(index)] = {key: value for key, value in own.items() if value not in (0, config.get(key))}
+        found[str(index)] |= {"skip": skip} if skip else {}
+    return {index: own for index, own in found.items() if own}
 
 
 def fewer_experts(config: Mapping[str, Any], kept: int) -> dict[str, Any]:

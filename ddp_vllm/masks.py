@@ -35,7 +35,7 @@ _RECIPE = {
 _SAMPLES = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
 PROVENANCE = _SAMPLES | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
-    "run?": {"train?": NAME},
+    "run?": {"train?": NAME}, "converted?": {"from": NAME, "format": NAME},
     "texts?": [TEXT], "learned_from?": {"text?": NAME},
     "perplexity?": (None, QUALITY),
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},

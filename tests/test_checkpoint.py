@@ -102,7 +102,8 @@ UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 DOWN_PROJ = "model.layers.2.mlp.down_proj.weight"
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # what is broken, what the line must name
     "negative width": (_first("intermediate_size", -1), ["ddp_layers[0].intermediate_size", "-1", "0…12"]),
-    "too many query heads": (_first("query_heads_per_kv_head", [3, 1]), ["query_heads_per_kv_head[0]", "3", "1…2"]),
+    "too many query heads": (_first("query_heads_per_kv_head", [4, 1]), ["5 query heads", "dense model 4"]),
+    "too many KV heads": (_first("query_heads_per_kv_head", [1, 1, 1]), ["3 KV heads", "dense model 2"]),
     "entry no object": (lambda f: _edit(f, lambda c: c["ddp_layers"].__setitem__(1, 5)), ["ddp_layers[1]", "5"]),
     "no widths": (lambda f: _edit(f, lambda c: c.pop("ddp_layers")), ["not a pruned checkpoint"]),
     "too few layer types": (

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ddp_models.loading import load, load_teacher
-from ddp_models.source import Source, open_source, tokenizer_and_config_files, weight_files
+from ddp_models.source import Source, open_source, weight_files
 from ddp_prune.budget import suited_pools
 from ddp_prune.export import layer_widths
 from ddp_prune.gates import GatedModel, Masks, block_losses
@@ -45,6 +45,7 @@ from ddp_training.weights import TrainedWeights
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
+from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import locked, make_folder, write_text
 
 DENSE = "dense"

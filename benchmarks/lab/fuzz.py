@@ -45,7 +45,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from ddp_benchmarks.protocol import result_line, script_parser
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import main
+from ddp_vllm.convert.formats import opened_in_place
 from ddp_vllm.errors import DdpError
 from ddp_vllm.families import register_pruned
 from ddp_vllm.manifest import MANIFEST
@@ -100,6 +102,10 @@ class Readers:
         masks = str(self.folder / "ddp_masks.safetensors")
         applied = {"apply": lambda: self.cli("apply", dense, "--masks", masks, "-o", str(self.out))}
         exported = {"export": lambda: self.cli("export", folder, "-o", f"{self.out}.gguf", "--overwrite")}
+        converted = {
+            "convert": lambda: self.cli("convert", folder, "-o", str(self.out)),
+            "open in place": lambda: opened_in_place(read_config(self.folder)),
+        }
         every: dict[str, dict[str, Callable[[], Any]]] = {
             "checkpoint": of_pruned | {"tokenizer": self.tokenizer} | exported,
             "experts": of_pruned,
@@ -112,6 +118,7 @@ class Readers:
                 "bench": self.bench_reads,
                 "eval": lambda: _describe(folder),
             },
+            **dict.fromkeys(("blocks", "per-layer"), converted),
             "state": {"resume": self.resume},
             "tokens": {"tokens": self.tokens},
             "results": {"compare": of_pruned["compare"], "bench": self.read_bench},
@@ -262,6 +269,7 @@ TARGETS = {  # target -> (share of the cases, files to damage)
     "experts": (8, ("config.json", "model*.safetensors", "ddp_masks.safetensors")),
     "masks": (14, ("ddp_masks.safetensors",)),
     "dense": (14, (*OF_A_MODEL, "model.safetensors")),
+    **dict.fromkeys(("blocks", "per-layer"), (5, ("config.json", "config.json", "model*.safetensors", WRITTEN[0]))),
     "state": (10, ("out.run/state.safetensors", "out.run/state.safetensors", "out.run/metrics.jsonl")),
     "tokens": (4, ("blocks.tokens",)),
     "results": (14, ("sharegpt.json", "eval/results.json")),

@@ -83,6 +83,7 @@ def write_sound(folder: Path) -> Sound:
         shutil.rmtree(one / "report")
         (one / "report.html").unlink()
         (one / MANIFEST).write_text(manifest_of(one))
+    _write_foreign(sound)
     _write_results(sound)
     _write_runs(sound)
     return sound
@@ -94,6 +95,29 @@ def _write_dense(sound: Sound) -> None:
         **SIZES, intermediate_size=16, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
     )
     write_models({sound.folder_of("dense"): llama, sound.folder_of("dense-experts"): mixtral})
+
+
+def _write_foreign(sound: Sound) -> None:
+    """Write the pruned model as NVIDIA's tools would: their formats in the dense model's config, no code, no masks."""
+    config = json.loads((sound.pruned / "config.json").read_text())
+    layers = [(len(each["query_heads_per_kv_head"]), each["intermediate_size"]) for each in config["ddp_layers"]]
+    blocks = [
+        {"attention": {"no_op": not heads, "num_key_value_heads": heads, "num_query_heads": 2 * heads},
+         "ffn": {"no_op": not width, "intermediate_size": width, "hidden_act": "silu", "sparsify": None}}
+        for heads, width in layers
+    ]  # fmt: skip
+    own = {
+        str(index): {"num_attention_heads": 2 * heads, "num_key_value_heads": heads, "intermediate_size": width}
+        | {"skip": [*["attention"] * (not heads), *["mlp"] * (not width)]}
+        for index, (heads, width) in enumerate(layers)
+    }
+    dense = json.loads((sound.dense / "config.json").read_text())
+    for target, keys in (("blocks", {"block_configs": blocks}), ("per-layer", {"per_layer_config": own})):
+        folder = sound.folder_of(target)
+        folder.mkdir(parents=True)
+        for path in (*sound.pruned.glob("tokenizer*"), *sound.pruned.glob("model*")):
+            shutil.copy(path, folder)
+        (folder / "config.json").write_text(json.dumps({**dense, **keys}))
 
 
 def _write_results(sound: Sound) -> None:

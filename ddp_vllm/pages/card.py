@@ -3,10 +3,12 @@
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.pages.page import Page, to_markdown
 from ddp_vllm.pages.summary import dense_name, has_experts, lead, sections
@@ -15,8 +17,7 @@ from ddp_vllm.remote_code.tensors import dense_type
 
 TEXT = """# {name}
 
-{dense}, pruned by ddp-vllm: {units} whose learned masks closed (Deterministic Differentiable Pruning,
-arXiv:2603.08065) were removed, and the scales of the kept units are folded into the weights.
+{made}
 
 ## Load it
 
@@ -26,6 +27,9 @@ arXiv:2603.08065) were removed, and the scales of the kept units are folded into
 
 {statements}"""
 
+LEARNED = """{dense}, pruned by ddp-vllm: {units} whose learned masks closed (Deterministic Differentiable Pruning,
+arXiv:2603.08065) were removed, and the scales of the kept units are folded into the weights."""
+CONVERTED = "Another tool pruned {dense}. ddp-vllm converted its folder {source} and copied the tensors."
 ORDINARY = """This is a stock checkpoint with fewer experts. Every program that runs the dense model also runs it,
 without ddp-vllm:
 
@@ -73,12 +77,25 @@ def model_card(
     page = Page(title=name, lead=[*lead(checkpoint)], sections=[*sections(checkpoint)], footer=[])
     text = TEXT.format(
         name=name,
-        dense=bare_name(dense),
-        units=_removed_units(checkpoint),
+        made=_made(checkpoint, bare_name(dense)),
         loading="\n\n".join(_loading(checkpoint)).format(name=name, place=place or f"./{name}", install=_install()),
         statements=to_markdown(page),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _made(checkpoint: Checkpoint, dense: str) -> str:
+    """Return how the model was made."""
+    if converted := checkpoint.provenance.get("converted"):
+        return CONVERTED.format(dense=dense, source=converted["from"])
+    return LEARNED.format(dense=dense, units=_removed_units(checkpoint))
+
+
+def write_card(folder: Path, output: Path) -> Checkpoint:
+    """Check a folder that will become `output`, write its model card, and return it as the checkpoint at `output`."""
+    checkpoint = read_checkpoint(folder)
+    (folder / "README.md").write_text(model_card(checkpoint, output.name), encoding="utf-8")
+    return replace(checkpoint, folder=output)
 
 
 def _install() -> str:

@@ -41,10 +41,11 @@ def page_of(checkpoint: Checkpoint, drawn: Sequence[Picture]) -> Page:
     *tables, widths = sections(checkpoint)
     shown = [Section(heading="Pictures", pictures=drawn)] if drawn else []
     dense, learned_on = dense_name(checkpoint), provenance.get("recipe", {}).get("model", "its dense model")
+    learned = f"{dense}; masks learned on {learned_on}"
     version = provenance.get("ddp_vllm", "of an unknown version")
     return Page(
         title=f"{checkpoint.folder.resolve().name}: what was removed",
-        lead=[*lead(checkpoint), ("dense model", f"{dense}; masks learned on {learned_on}")],
+        lead=[*lead(checkpoint), ("dense model", dense if "converted" in provenance else learned)],
         sections=[*_answers(provenance), *tables, *shown, widths, *_recipes(provenance)],
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
     )

@@ -87,6 +87,9 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     for kind, change in provenance.get("rounding", {}).items():
         changed = f"{change['dropped']:,} more units dropped, {change['revived']:,} revived"
         yield f"rounding of {kind}", f"sparsity was {change['raw_sparsity']:.1%} before; {changed}"
+    if converted := provenance.get("converted"):
+        sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
+        yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"
     devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
     yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
     if quantized := checkpoint.config.get("quantization_config"):
@@ -285,6 +288,8 @@ def weight_training(provenance: Mapping[str, Any]) -> str:
     training = (
         "trained together with the masks" if trained_together(provenance) else "frozen while the masks were learned"
     )
+    if converted := provenance.get("converted"):
+        training = f"those of {converted['from']}, which another tool pruned"
     if trained_together(provenance) and "applied_to" in provenance:
         training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.get("recovery"):

@@ -74,6 +74,10 @@ class NonUniformConfig:
             configs.append(own)
         return configs
 
+    @per_layer_config.setter
+    def per_layer_config(self, stated: Any) -> None:
+        """Ignore the copy of the widths in config.json, which is for programs that do not read `ddp_layers`."""
+
     def _update_heterogeneous_to_dict_output(self, saved: dict[str, Any]) -> None:
         """Save only `ddp_layers`, from which the configs per layer are derived."""
 

@@ -297,11 +297,10 @@ def _parse_layer(index: int, entry: Any, config: Mapping[str, Any]) -> LayerWidt
         raise WidthsError(f"{where} has the unknown key {min(map(str, unknown))!r}; update ddp-vllm")
     num_heads = config["num_attention_heads"]
     num_kv_heads = dense_kv_heads(config)
-    heads = _integers(
-        entry.get("query_heads_per_kv_head"), f"{where}.query_heads_per_kv_head", 1, num_heads // num_kv_heads
-    )
-    if len(heads) > num_kv_heads:
-        raise WidthsError(f"{where}.query_heads_per_kv_head has {len(heads)} KV heads, the dense model {num_kv_heads}")
+    heads = _integers(entry.get("query_heads_per_kv_head"), f"{where}.query_heads_per_kv_head", 1, num_heads)
+    for kind, count, limit in (("KV", len(heads), num_kv_heads), ("query", sum(heads), num_heads)):
+        if count > limit:
+            raise WidthsError(f"{where}.query_heads_per_kv_head has {count} {kind} heads, the dense model {limit}")
     dense_width = config["intermediate_size"]
     width = _integer(entry.get("intermediate_size"), f"{where}.intermediate_size", 0, dense_width)
     experts = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 
 from ddp_plugins.limits import warn_of_new_vllm
+from ddp_vllm.convert.formats import IN_PLACE, SUBBLOCKS
+from ddp_vllm.convert.shapes import is_leftover
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import is_mask
 from ddp_vllm.remote_code.widths import ModelWidths
@@ -24,12 +27,17 @@ class CheckedLoading:
     is_loaded: bool
     """Whether the whole model was loaded once; later loads may be partial, as in reinforcement learning."""
     is_quantized = False
+    in_place: bool
+    """Whether another tool wrote the folder, and vLLM opens it as it is."""
 
     def expect_weights(self, vllm_config: VllmConfig, widths: ModelWidths, projections: Iterable[str]) -> None:
         """Set the widths `load_weights` checks against. projections: names on disk of the modules pruning may cut."""
         warn_of_new_vllm()
         unknown = [name for name in projections if widths.expected(f"{name}.weight") is None]
         assert not unknown, f"{unknown[0]} is not in the family's table in tensors.py: neither checked nor padded"
+        self.in_place = hasattr(vllm_config.model_config.hf_config, IN_PLACE)
+        if (Path(vllm_config.model_config.model) / SUBBLOCKS).is_dir():  # of a folder that is served as it is
+            self.allow_patterns_overrides = [f"{SUBBLOCKS}/*.safetensors"]
         self.widths = replace(widths, is_quantized=widths.is_quantized or vllm_config.quant_config is not None)
         self.is_loaded = vllm_config.load_config.load_format == "dummy"  # reads nothing at the start
 
@@ -76,6 +84,8 @@ class CheckedLoading:
         """Check each tensor before vLLM's loaders receive it, and add its name to `names`."""
         for name, tensor in weights:
             if is_mask(name):  # --load-format runai_streamer reads every safetensors file of the folder
+                continue
+            if self.in_place and is_leftover(self.widths, name, tensor.shape):
                 continue
             if name in names and not self.is_loaded:
                 raise CheckpointError(f"tensor {name} occurs twice; remove the file that is not part of the model")

@@ -52,6 +52,7 @@ def register_models() -> None:
         ModelArchConfigConvertorBase,
     )
 
+    from ddp_plugins.in_place import register_parser
     from ddp_plugins.limits import Limits
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS, register_deepseek_config
     from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
@@ -78,3 +79,4 @@ def register_models() -> None:
         if path.startswith("ddp_plugins.dense:"):
             MODELS_CONFIG_MAP[architecture] = Limits
         ModelRegistry.register_model(architecture, path)  # last, so that no model is served without its limits
+    register_parser()

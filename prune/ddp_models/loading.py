@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ddp_models.source import AGAIN, Source, weight_files
@@ -48,9 +48,14 @@ def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> 
 def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelerator, student: Any) -> Any:
     """Load the dense model again, as a teacher that shares the frozen embeddings and output head with `student`."""
     teacher = load(source, recipe, accelerator)
+    share_frozen_weights(teacher, student)
+    return teacher
+
+
+def share_frozen_weights(teacher: Any, student: Any) -> None:
+    """Let a model use the embeddings and the output head of another one."""
     teacher.set_input_embeddings(student.get_input_embeddings())
     teacher.set_output_embeddings(student.get_output_embeddings())
-    return teacher
 
 
 def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
         model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.requires_grad_(False)
-    shard_layers(model, device, num_processes, options["dtype"])
+    shard_layers(model, init_device_mesh(device.type, (num_processes,)), options["dtype"])
     settings = LoadStateDictConfig(
         device_map={"": device}, dtype=options["dtype"], weight_mapping=get_model_conversion_mapping(model)
     )
@@ -149,9 +154,8 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     return model.eval()
 
 
-def shard_layers(model: Any, device: torch.device, num_processes: int, dtype: torch.dtype) -> None:
+def shard_layers(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard every decoder layer by rows. Layers compute in `dtype`, and gradients are summed in float32."""
-    mesh = init_device_mesh(device.type, (num_processes,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sharded: set[torch.nn.Parameter] = set()
     for layer in model.get_submodule(LAYERS).children():

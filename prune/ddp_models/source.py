@@ -20,17 +20,11 @@ from ddp_vllm.families import (
     pruned_config,
     register_pruned,
 )
+from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
 
-TOKENIZER_AND_CONFIG_FILES = (  # copied along with the weights: data files known by name, never code
-    *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENSE-CODE", "LICENSE-MODEL", "NOTICE", "NOTICE.md", "NOTICE.txt"),
-)
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 FORMATS = ("BF16", "F16", "F32")
 AGAIN = "download the model again, or update transformers"
@@ -97,11 +91,6 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         return open_source(str(folder))
     register_pruned(config)
     return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=checkpoint.shapes)
-
-
-def tokenizer_and_config_files(folder: Path) -> list[Path]:
-    """Return the files that are copied along with a model's weights. `check_links` must have checked the folder."""
-    return [file for pattern in TOKENIZER_AND_CONFIG_FILES for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def check_spares_source(output: Path, source: Source) -> None:

@@ -59,6 +59,7 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
 @click.option(
     "--dry-run", is_flag=True, help="Print what would be removed and the estimated memory and time, then exit."
 )
+@click.option("--on", help="With --dry-run: estimate for these GPUs, for example h100-80gb or 2xh100-80gb.")
 def prune(
     model: str,
     output: Path,
@@ -66,6 +67,7 @@ def prune(
     tracker: str | None,
     overwrite: bool,
     dry_run: bool,
+    on: str | None,
     **settings: Any,
 ) -> None:
     """Prune MODEL and write the smaller checkpoint.
@@ -77,8 +79,10 @@ def prune(
     """
     settings = _with_target(given(settings))
     if dry_run:
-        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, **settings)))
+        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings)))
         return
+    if on:
+        raise SettingError("on estimates for other GPUs and trains nothing; add --dry-run")
     settings |= {"overwrite": overwrite, "tracker": tracker}
     verbs.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
 

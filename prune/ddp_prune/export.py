@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddp_models.source import Source, check_spares_source, open_source
-from ddp_models.writing import state_tokenizer_class, stored_tensors, write_card, write_model
+from ddp_models.writing import stored_tensors, write_model
 from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.selection import realign
@@ -18,7 +18,9 @@ from ddp_vllm.checkpoint import Checkpoint, check_links
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import WHOLE_EXPERT, Dimensions, fewer_experts, pruned_config, unit_shapes
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_files import state_tokenizer_class
 from ddp_vllm.output import atomic_folder
+from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection
 from ddp_vllm.remote_code.widths import LayerWidths

@@ -14,6 +14,7 @@ from ddp_prune.budget import Pool, suited_pools
 from ddp_prune.pipeline import find_model, latency_profile
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Mode, Run, make_runs
+from ddp_prune.sizing import describe, parse_cards
 from ddp_prune.timing import seconds_a_step, settle
 from ddp_prune.train import mode_bytes, resolve_training_mode
 from ddp_training.batches import sequences_at_once
@@ -25,15 +26,19 @@ from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Profile
 
 
-def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
-    """Return the lines that describe what `prune` would do. Raises: as `prune` before it loads the model."""
+def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> list[str]:
+    """Return the lines that describe what `prune` would do. Raises: as `prune` before it loads the model.
+
+    on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not for this machine.
+    """
     first, last = recipes[0], recipes[-1]
+    if on:
+        parse_cards(on)
     accelerator = make_accelerator(output, None)
     check_sharding(first, accelerator.num_processes)
     source = find_model(first, output)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, pools_of = list[str](), []
-    mode = resolve_training_mode(first, source, output, accelerator, lines.append)
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
@@ -41,6 +46,11 @@ def plan(recipes: Sequence[Recipe], output: Path) -> list[str]:
         pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
         lines += _removed_of_model(recipe, source, pools)
+    if on:
+        tokens = last.steps * last.batch_size * last.seq_len
+        distilled = last.distillation > 0
+        return [*lines, *describe(source.config, on, seq_len=last.seq_len, tokens=tokens, distillation=distilled)]
+    mode = resolve_training_mode(first, source, output, accelerator, lines.append)
     recipes = settle(recipes, output, mode, source, pools, head_unit, accelerator, lines.append)
     runs, last = make_runs(recipes, pools_of, mode, profile), recipes[-1]
     needed, memory = _memory(runs[-1], source, accelerator)

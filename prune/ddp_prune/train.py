@@ -1,6 +1,5 @@
 """Trains one size: the dense model and text in, its gates, their evaluation and the updated weights out."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -18,13 +17,13 @@ from rich.console import Console
 
 from ddp_models.evaluation import Evaluation, bos_warning
 from ddp_models.loading import load, load_teacher
-from ddp_models.source import Source, tokenizer_and_config_files, weight_files
+from ddp_models.source import Source, weight_files
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
 from ddp_prune.gates import GatedModel
 from ddp_prune.masks_file import provenance_of
-from ddp_prune.rate import TRIAL_STEPS, divergence, find_rate
+from ddp_prune.rate import run_trials
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import MODES, Mode, Run
 from ddp_prune.trainer import Learned, Trainer
@@ -38,6 +37,7 @@ from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import RunState, saved_header
 from ddp_training.weights import TrainedWeights, highest_rate
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
+from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.provenance import published_recipe
 
@@ -240,31 +240,18 @@ class Joint(NamedTuple):
 
 def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the highest rate of the weights, as asked or found by trials, in the form of `Learned.rate`."""
-    gated, batches, run = trainer.gated, trainer.batches, trainer.run
-    if rate := run.recipe.learning_rate:
-        return {"highest": rate}
-    if joint.heldout is None or joint.teacher is None:
-        return {"highest": highest_rate("full", gated.sizes.hidden_size)}
-    weights, teacher, heldout = joint.weights, joint.teacher, joint.heldout
-
-    def trial(rate: float) -> float:
-        recipe = dataclasses.replace(run.recipe, steps=TRIAL_STEPS, masks_every=0)
-        short = Run.alone(recipe, train=run.train, optimizer=run.optimizer)
-        tried = Trainer(gated, batches, short, trainer.pools, trainer.accelerator)
-        tried.train_weights(weights, teacher, lambda: {"highest": rate})
-        try:
-            for step in range(TRIAL_STEPS):
-                tried.step(step)
-            gates = {kind: each.to(trainer.accelerator.device) for kind, each in tried.learned().gates.items()}
-            return divergence(gated, gates, teacher, heldout, trainer.accelerator)
-        except TrainingError:  # the loss is not a number
-            return math.inf
-        finally:
-            weights.reset(teacher)
-
-    found = find_rate(trial)
+    recipe, model = trainer.run.recipe, trainer.gated.model
+    if recipe.learning_rate:
+        return {"highest": recipe.learning_rate}
+    if joint.heldout is None or trainer.teacher is None:
+        return {"highest": highest_rate("full", trainer.gated.sizes.hidden_size)}
+    found = run_trials(model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation)
     say(str(found))
-    return {"highest": found.rate, "trials": {f"{rate:g}": kl for rate, kl in found.divergences.items()}}
+    return {
+        "highest": found.rate,
+        "dense": found.dense,
+        "trials": {f"{rate:g}": loss for rate, loss in found.losses.items()},
+    }
 
 
 def _phase(run: Run, wanted: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:

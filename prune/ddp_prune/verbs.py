@@ -85,13 +85,21 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpo
 
 
 def plan(
-    model: str | Path, *, output: str | Path = "pruned", recipe: str | Path | None = None, **settings: Any
+    model: str | Path,
+    *,
+    output: str | Path = "pruned",
+    recipe: str | Path | None = None,
+    on: str | None = None,
+    **settings: Any,
 ) -> list[str]:
-    """Return lines on what `prune` would remove and on the memory and time it would take; nothing is written."""
+    """Return lines on what `prune` would remove and on the memory and time it would take; nothing is written.
+
+    on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead of for this machine.
+    """
     recipes = _recipes(model, recipe, settings)
     from ddp_prune import plan as planning
 
-    return planning.plan(recipes, Path(output))
+    return planning.plan(recipes, Path(output), on)
 
 
 def _recipes(model: str | Path, recipe: str | Path | None, settings: Mapping[str, Any]) -> list[Recipe]:

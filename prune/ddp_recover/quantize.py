@@ -14,13 +14,14 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from ddp_models.source import open_source
-from ddp_models.writing import config_of, stored_tensors, write_card, write_model
+from ddp_models.writing import config_of, stored_tensors, write_model
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint, read_json
 from ddp_vllm.errors import CheckpointError, DdpError, SettingError
 from ddp_vllm.families import register_pruned
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_folder, check_output
+from ddp_vllm.pages.card import write_card
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 
 UNQUANTIZED = "lm_head"  # the output head keeps its dtype, like the embedding it may be tied to

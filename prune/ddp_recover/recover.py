@@ -24,10 +24,9 @@ from ddp_models.source import (
     check_spares_source,
     open_pruned,
     open_source,
-    tokenizer_and_config_files,
     weight_files,
 )
-from ddp_models.writing import config_of, stored_tensors, write_card, write_model
+from ddp_models.writing import config_of, stored_tensors, write_model
 from ddp_prune.export import Transform
 from ddp_prune.masks_file import provenance_of, read_masks, read_scores, write_masks
 from ddp_recover.recipe import RecoveryRecipe
@@ -52,7 +51,9 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
+from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
+from ddp_vllm.pages.card import write_card
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import show
 from ddp_vllm.provenance import local_provenance
@@ -312,7 +313,8 @@ def _write(
     """
     source = checkpoint.folder
     tensors = ((name, transform(name, tensor).to(tensor.dtype)) for name, tensor in stored_tensors(source))
-    gates, scores = read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)
+    has_masks = "converted" not in provenance  # of a model that another tool pruned only the widths are known
+    gates, scores = (read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
     with atomic_folder(run.output, overwrite=overwrite) as folder:

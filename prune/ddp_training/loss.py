@@ -145,7 +145,25 @@ def distilled_loss(
     teacher_head: OutputHead | None = None,
     loss_mask_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float, float]:
-    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats per token (Eq. 16 and 17).
+    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats per token (Eq. 16 and 17), the last two as numbers.
+
+    Arguments are those of `distill`.
+    """
+    loss, metrics = distill(student_NH, teacher_NH, head, labels_N, eta, teacher_head, loss_mask_N)
+    cross_entropy, divergence = metrics.tolist()
+    return loss, cross_entropy, divergence
+
+
+def distill(
+    student_NH: torch.Tensor,
+    teacher_NH: torch.Tensor | None,
+    head: OutputHead,
+    labels_N: torch.Tensor,
+    eta: float,
+    teacher_head: OutputHead | None = None,
+    loss_mask_N: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean w·CE + η·KL in nats per token, and the tensor [mean w·CE, mean KL].
 
     student_NH, teacher_NH: final hidden states after the last norm; without a teacher, η is 0.
     labels_N: int64.
@@ -154,10 +172,10 @@ def distilled_loss(
     The first value is differentiable in `student_NH` only. The KL is exact, over the whole vocabulary.
     """
     eta = 0.0 if teacher_NH is None else eta
-    arguments = (student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, loss_mask_N)
-    loss, metrics = _DistilledHead.apply(*arguments)
-    cross_entropy, divergence = metrics.tolist()
-    return loss, cross_entropy, divergence
+    found: tuple[torch.Tensor, torch.Tensor] = _DistilledHead.apply(
+        student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, loss_mask_N
+    )
+    return found
 
 
 @torch.no_grad()

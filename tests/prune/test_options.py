@@ -30,6 +30,8 @@ TAKEN: dict[str, str] = {  # options of prune: a value other than the default; w
     "target_params": "70K --sparsity 0", "target_flops": "250K --sparsity 0", "target_kv_bytes": "192 --sparsity 0",
     "speedup": "1.2 --sparsity 0 --profile PROFILE --other-machine --context-length 1024",
     "profile": "PROFILE --budget latency --other-machine --context-length 1024",
+    "optimizer": "adamw", "learning_rate": "1e-4", "on": "h100-80gb",
+    "minutes": "0.2 --seq-len 16 --batch-size 2 --train masks",
     "other_machine": " --budget latency --profile PROFILE --context-length 1024",
 }  # fmt: skip
 UNTRIED = ("--output", "--dry-run", "--shard")  # in all other cases; the last one takes several processes
@@ -37,9 +39,9 @@ FLAGS = {
     cli.prune: sorted(["-o", *UNTRIED, *(f"--{each.replace('_', '-')}" for each in TAKEN)]),
     recovery.recover: [
         "--activation-checkpointing", "--batch-size", "--data", "--distillation", "--dtype", "--heldout-blocks",
-        "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--output", "--overwrite",
-        "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher", "--text-column",
-        "--tokens", "--warmup", "--watch", "-o",
+        "--learn-from", "--learning-rate", "--method", "--micro-batch-size", "--minutes", "--optimizer", "--output",
+        "--overwrite", "--rank", "--recipe", "--save-every", "--seed", "--seq-len", "--shard", "--teacher",
+        "--text-column", "--tokens", "--warmup", "--watch", "-o",
     ],
     study: [
         "--batch-size", "--data", "--detokenize", "--methods", "--output", "--polish", "--recipe", "--samples",

@@ -40,6 +40,8 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("tp", 0, "at least 1"),
     ("context_length", 0, "at least 1"),
     ("dtype", "int8", "auto, float32, bfloat16, float16"),
+    ("learning_rate", 0, "above 0"),
+    ("learning_rate", float("nan"), "finite"),
     ("model", None, "must be a str"),
 ]
 ALM_OUT_OF_RANGE: list[tuple[str, Any, str]] = [
@@ -85,7 +87,7 @@ def test_the_papers_file_changes_what_the_authors_code_does_otherwise() -> None:
 
 def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
     values: dict[str, Any] = {**GIVEN, "steps": 7, "controller": "alm", "alm": AlmSettings(mu_end=0.1)}
-    recipe = Recipe(**values, attention_sparsity=0.0)
+    recipe = Recipe(**values, attention_sparsity=0.0, learning_rate=1e-4)
     settings = recipe.to_dict()
     table = settings.pop("alm")
     lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
@@ -106,7 +108,7 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
         (f"steps = {'9' * 5000}\n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
         ('model = "m"\n', ["sparsity is missing", "--target-params"]),
-        ("learning_rate = 0.1\n", ["'learning_rate'", "unknown"]),  # it stands in [alm]
+        ("mu_end = 0.1\n", ["'mu_end'", "unknown"]),  # it stands in [alm]
         ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
         ('model = "m"\nsparsity = 0.2\nalm = 0.1\n', ["alm is 0.1", "a table, [alm]"]),
         ('model = "m"\nsparsity = 0.2\n[alm]\nwarmup = 0.1\n', ["[alm] of", 'r.toml is for controller = "alm"']),

@@ -1,0 +1,1 @@
+"""The verb convert: checkpoints that other tools pruned."""

@@ -1,0 +1,192 @@
+"""Reads the widths of layers from the shapes of their tensors, and plans what a converted folder holds.
+
+Query heads, KV heads and channels follow from the lengths that `tensors.py` says they have. A block without tensors is
+a removed one. Biases that only the pruner added are kept; a family's class has a bias on all projections of a block or
+on none, so the others get zeros.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddp_vllm.convert.formats import groups
+from ddp_vllm.errors import ModelError
+from ddp_vllm.families import dense_layers
+from ddp_vllm.remote_code.files import short
+from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
+from ddp_vllm.remote_code.widths import (
+    EXPERT_COUNT_KEYS,
+    LayerWidths,
+    ModelWidths,
+    head_dim,
+)
+
+Shapes = Mapping[str, list[int]]
+_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
+_PARTS = {"attn": "self_attn", "mlp": "mlp"}
+_BIASED = {"attn": ("attention_bias", ("llama", "granite", "smollm3", "gemma2", "gemma3_text")),
+           "mlp": ("mlp_bias", ("llama", "granite", "smollm3"))}  # fmt: skip
+"""Block -> the flag that gives all its projections a bias, and the families that have it in transformers and vLLM."""
+AGAIN = "copy the whole folder again, or write it again with the tool that made it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The modules of one decoder layer on disk, relative to it."""
+
+    index: int
+    weights: Shapes
+    biases: Shapes
+
+    @classmethod
+    def all_of(cls, shapes: Shapes, number: int) -> "list[Layer]":
+        """Return all layers. Raises: ModelError if there are tensors of more than `number` layers."""
+        found: list[tuple[dict[str, list[int]], dict[str, list[int]]]] = [({}, {}) for _ in range(number)]
+        for name, shape in shapes.items():
+            if match := _TENSOR.fullmatch(name):
+                if int(match[1]) >= number:
+                    raise ModelError(f"tensor {name} is of layer {match[1]}, but config.json has {number} layers")
+                found[int(match[1])][match[3] == "bias"][match[2]] = shape
+        return [cls(index=index, weights=parts[0], biases=parts[1]) for index, parts in enumerate(found)]
+
+
+def read_layers(dense: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], list[LayerWidths]]:
+    """Return the widths of all layers, and the config with the head size and number of experts that tensors have.
+
+    Raises: ModelError for tensors that fit no widths, or whose widths have two readings.
+    """
+    table, layers = TABLES[dense["model_type"]], Layer.all_of(shapes, dense["num_hidden_layers"])
+    if not any(layer.weights for layer in layers):
+        raise ModelError(f"its tensors have names like {short(min(shapes, default=''))}, not {LAYERS}.0.…; {AGAIN}")
+    if table.has_experts:
+        found = dict(dense) | dict.fromkeys([k for k in EXPERT_COUNT_KEYS if dense.get(k)], _num_routed(table, layers))
+        return found, [_of_experts(layer, table, kept) for layer, kept in zip(layers, dense_layers(found), strict=True)]
+    size = _head_size(dense, table, layers)
+    return {**dense, "head_dim": size}, [_of_blocks(layer, table, size) for layer in layers]
+
+
+def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Layer]) -> int:
+    """Return the size of a head. Raises: ModelError if only a number of heads that pruning may change tells it."""
+    size, heads = head_dim(dense), dense["num_attention_heads"]
+    lengths = {layer.weights.get(table.output("attn").name, [0, 0])[-1] for layer in layers} - {0}
+    if dense.get("head_dim") or not lengths or heads * size in lengths:
+        return size
+    length = max(lengths)
+    raise ModelError(
+        f"no layer has {heads} heads of {size}, and config.json has no head_dim: {length} columns of o_proj could be "
+        f"{length / size:g} heads of {size} or {heads} heads of {length / heads:g}; add head_dim to config.json, or "
+        "pass --dense"
+    )
+
+
+def _of_blocks(layer: Layer, table: TensorTable, size: int) -> LayerWidths:
+    """Return the widths of a layer of a dense family. Raises: ModelError."""
+    heads, channels = _units(layer, table, "attn", size), _units(layer, table, "mlp", size)
+    kv_heads, queries = heads.get("kv_head", 0), heads.get("query_head", 0)
+    return LayerWidths(
+        query_heads_per_kv_head=groups(queries, kv_heads, f"layer {layer.index}") if heads else (),
+        intermediate_size=channels.get("channel", 0),
+    )
+
+
+def _units(layer: Layer, table: TensorTable, block: str, size: int, expert: str = "") -> dict[str, int]:
+    """Return how many units of each kind a block has; {} if it is removed. expert: its number. Raises: ModelError."""
+    projections = (table.output(block), *table.inputs(block))
+    lengths = {each: _length(layer, each, expert) for each in projections}
+    if not any(lengths.values()):
+        return {}
+    units: dict[str, int] = {}
+    for projection, length in lengths.items():
+        name, unit = projection.name.format(expert), projection.unit_size(size)
+        if length is None:
+            raise ModelError(f"layer {layer.index} lacks {name}.weight, but has other tensors of that block; {AGAIN}")
+        unknown = [kind for kind in projection.units if kind not in units]
+        known = unit * sum(units.get(kind, 0) for kind in projection.units)
+        count = (length - known) / (unit * len(unknown)) if unknown else 0
+        if (unknown and (count < 1 or count % 1)) or (not unknown and length != known):
+            what = (
+                f"{count:g} heads of {unit}" if unknown and unit > 1 else f"not the {known} of the same units elsewhere"
+            )
+            axis = "columns" if projection.axis else "rows"
+            raise ModelError(f"layer {layer.index}: {name} has {length} {axis}, {what}; {AGAIN}")
+        units |= {kind: int(count) for kind in unknown}
+    return units
+
+
+def _length(layer: Layer, projection: Projection, expert: str) -> int | None:
+    """Return the length of a projection's weight along the axis that pruning shortens; None if there is none."""
+    shape = layer.weights.get(projection.name.format(expert))
+    return shape[projection.axis] if shape is not None and len(shape) == 2 else None
+
+
+def _num_routed(table: TensorTable, layers: Sequence[Layer]) -> int:
+    """Return how many experts the routers choose from. Raises: ModelError if layers differ."""
+    rows = {layer.weights[table.router[0]][0]: layer.index for layer in layers if layer.weights.get(table.router[0])}
+    if len(rows) == 1:
+        return next(iter(rows))
+    (few, first), (many, second) = [*sorted(rows.items()), (0, 0), (0, 0)][:2]
+    raise ModelError(
+        f"layers {first} and {second} have routers of {few} and {many} experts; a family's class has equally many in "
+        "every layer: keep the router whole and leave out the tensors of removed experts"
+    )
+
+
+def _of_experts(layer: Layer, table: TensorTable, dense: LayerWidths) -> LayerWidths:
+    """Return the widths of a layer of a mixture of experts, in which only routed experts differ. Raises: ModelError."""
+    if dense.expert_intermediate_sizes is None:
+        return dense
+    sizes = (
+        _units(layer, table, "experts", 1, str(expert)).get("expert_channel", 0)
+        for expert in range(len(dense.expert_intermediate_sizes))
+    )
+    return replace(dense, expert_intermediate_sizes=tuple(sizes))
+
+
+def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """Return the config with the flags of the biases that are on disk. Raises: ModelError if the class has none."""
+    found, model_type = dict(dense), dense["model_type"]
+    own = ModelWidths.of({**dense, "ddp_layers": [layer.to_json() for layer in dense_layers(dense)]}).biased
+    for layer in Layer.all_of(shapes, dense["num_hidden_layers"]):
+        for module in (module for module in layer.biases if module not in own):
+            flag, families = _BIASED["attn" if module.startswith("self_attn.") else "mlp"]
+            if model_type not in families:
+                raise ModelError(
+                    f"layer {layer.index} has {module}.bias, for which models of type {model_type} have no place in "
+                    "transformers or vLLM; prune without added biases"
+                )
+            found[flag] = True
+    return found
+
+
+def zeros(widths: ModelWidths, shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """Yield each bias of zeros to add, with the weight whose rows and dtype it has.
+
+    A block gets them only if the folder has some bias of such blocks.
+    """
+    layers = Layer.all_of(shapes, len(widths.layers))
+    parts = {module.partition(".")[0] for layer in layers for module in layer.biases}
+    modules = [module for module in widths.biased if module.partition(".")[0] in parts]
+    for layer in layers:
+        for module in (module for module in modules if module in layer.weights and module not in layer.biases):
+            yield f"{LAYERS}.{layer.index}.{module}.bias", f"{LAYERS}.{layer.index}.{module}.weight"
+
+
+def is_leftover(widths: ModelWidths, name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of length 0.
+
+    Raises: ModelError for a bias that a removed block would still add.
+    """
+    match = _TENSOR.fullmatch(name)
+    layer = widths.layers[int(match[1])] if match and int(match[1]) < len(widths.layers) else None
+    if match is None or layer is None:
+        return False
+    counts = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
+    parts = [(*norms, f"{_PARTS[block]}.") for block, norms in widths.table.norms.items() if not counts[block]]
+    of_block = any(match[2].startswith(part) for part in parts)
+    if of_block and match[3] == "bias" and 0 not in shape:
+        raise ModelError(
+            f"layer {match[1]} has {match[2]}.bias, but no unit of that block: a constant that no supported class "
+            "adds; keep one head or channel there"
+        )
+    return of_block or 0 in shape

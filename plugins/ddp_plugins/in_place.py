@@ -1,0 +1,42 @@
+"""Opens models that other tools pruned as they are: vLLM gets the config of a pruned model for theirs.
+
+vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's in one case: where
+`per_layer_config` or `block_configs` states that layers of a supported family differ.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from transformers import PreTrainedConfig
+from vllm.logger import init_logger
+from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
+
+from ddp_vllm.convert.formats import opened_in_place
+from ddp_vllm.errors import DdpError
+from ddp_vllm.remote_code import configuration_ddp
+
+logger = init_logger("vllm.ddp_plugins.in_place")
+
+
+class ConfigParser(HFConfigParser):
+    """vLLM's parser of config.json, for models whose layers differ too."""
+
+    def parse(
+        self, model: str | Path, trust_remote_code: bool, revision: str | None = None, **kwargs: Any
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        pruned = None
+        try:
+            raw, _ = PreTrainedConfig.get_config_dict(model, revision=revision, local_files_only=HF_HUB_OFFLINE)
+            pruned = opened_in_place(raw)
+        except (OSError, ValueError, DdpError) as error:  # vLLM says what is wrong, or has a class of its own for it
+            logger.warning_once("ddp-vllm does not open %s: %s", str(model), " ".join(str(error).split()))
+        if pruned is None:
+            return super().parse(model, trust_remote_code, revision=revision, **kwargs)
+        kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2])
+        return pruned, kind.from_dict(pruned)
+
+
+def register_parser() -> None:
+    """Let vLLM read config.json by our parser; safe to call again."""
+    _CONFIG_FORMAT_TO_CONFIG_PARSER["hf"] = ConfigParser

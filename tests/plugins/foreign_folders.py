@@ -1,0 +1,210 @@
+"""Small random models that other tools pruned and saved in their own ways, with the forward pass that those tools have.
+
+Torch-Pruning prunes by its own code, as its examples/LLMs/prune_llm.py does. FLAP's scores are those of our study; its
+slicing, biases and folder are as in its lib/prune.py. Folders of Puzzletron, Nemotron-NAS and AnyModel follow the
+schemas in NVIDIA's Model-Optimizer (block_config.py, utils/vllm_adapter.py) and in vllm#36512.
+"""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from ddp_prune.gates import GatedModel
+from ddp_study.activation_scores import flap
+from ddp_study.scores import observe_projections
+from ddp_vllm.families import dimensions_of, family_of
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.15,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+WEIGHTS = "model.safetensors"
+BLOCKS = [  # query heads, KV heads, channels; 0: the block is gone. Puzzletron keeps query heads and merges KV heads
+    (12, 4, 40), (12, 2, 64), (0, 0, 33), (12, 4, 0)
+]  # fmt: skip
+
+
+def llama(**settings: Any) -> Any:
+    """Return a random Llama in float32."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **settings})).float().eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def torch_pruning(folder: Path) -> Any:
+    """Prune heads and channels by Torch-Pruning with one threshold for all layers, and save with save_pretrained."""
+    import torch_pruning as tp
+
+    model = llama(num_key_value_heads=12, use_cache=False)
+    layers = model.model.layers
+    for index, layer in enumerate(layers):  # else all layers of a random model keep alike
+        layer.mlp.up_proj.weight.data *= 1 + index / 4
+    heads = {getattr(layer.self_attn, f"{name}_proj"): 12 for layer in layers for name in "qkv"}
+    outputs = [part for layer in layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    warnings.simplefilter("ignore")  # it warns of norms, which nothing here prunes; pytest restores the filters
+    pruner = tp.pruner.BasePruner(
+        model, torch.arange(1, 9)[None], importance=tp.importance.GroupMagnitudeImportance(p=2), global_pruning=True,
+        pruning_ratio=0.4, head_pruning_ratio=0.4, num_heads=heads, prune_num_heads=True, prune_head_dims=False,
+        ignored_layers=[model.lm_head, model.model.embed_tokens, *outputs], output_transform=lambda out: out.logits,
+    )  # fmt: skip
+    for group in pruner.step(interactive=True):
+        group.prune()
+    for layer in layers:  # as in its example: the config is true of the last layer alone
+        model.config.intermediate_size = layer.mlp.gate_proj.out_features
+        heads = layer.self_attn.q_proj.out_features // layer.self_attn.head_dim
+        if SIZES["hidden_size"] % heads == 0:  # else transformers does not save it
+            model.config.num_attention_heads = model.config.num_key_value_heads = heads
+    model.config.use_cache = True
+    model.save_pretrained(folder)
+    return model
+
+
+def of_flap(folder: Path) -> Any:
+    """Prune heads and channels by FLAP's scores, add its biases, and save with the config of the dense model."""
+    model = llama(num_key_value_heads=12)
+    config, text = model.config.to_dict(), torch.randint(1, 300, (4, 16), generator=torch.Generator().manual_seed(1))
+    gated = GatedModel(model.requires_grad_(False), family_of(config), dimensions_of(config), "query-head")
+    sums: dict[Any, torch.Tensor] = {}
+
+    def note(location: Any, x_TI: torch.Tensor, _y_TO: torch.Tensor) -> None:
+        sums[location] = sums.get(location, 0.0) + x_TI.sum(0)
+
+    scores = flap(gated, text)
+    observe_projections(gated, text, note)
+    for block, output in (("attn", "self_attn.o_proj"), ("mlp", "mlp.down_proj")):
+        kept = scores[block] >= scores[block].flatten().quantile(0.4)
+        for index, layer in enumerate(model.model.layers):
+            mask = kept[index].repeat_interleave(32 if block == "attn" else 1)
+            write, mean = layer.get_submodule(output), sums[index, output] / text.numel()
+            names = ("q_proj", "k_proj", "v_proj") if block == "attn" else ("gate_proj", "up_proj")
+            for linear in (getattr(layer.get_submodule(output.partition(".")[0]), name) for name in names):
+                linear.weight = nn.Parameter(linear.weight[mask])
+            write.bias = nn.Parameter((mean * ~mask) @ write.weight.T)
+            write.weight = nn.Parameter(write.weight[:, mask].contiguous())
+    for module, hooks in ((each, each._forward_pre_hooks) for each in model.modules()):
+        hooks.clear() if module is not model else None  # of the gates
+    model.save_pretrained(folder)
+    return model
+
+
+class NoAttention(nn.Module):
+    """What NVIDIA's patcher puts in the place of attention."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+class NoMLP(nn.Module):
+    """The same for an MLP."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+def of_blocks() -> Any:
+    """Return a Llama with the layers of BLOCKS, each built from its own config, as NVIDIA's patcher does."""
+    model = llama()
+    model.config.layer_types = None
+    for index, (_, kv_heads, width) in enumerate(BLOCKS):
+        own = copy.copy(model.config)
+        own.num_key_value_heads, own.intermediate_size = kv_heads or 4, width or 1
+        layer = LlamaDecoderLayer(own, index)
+        for name, parameter in layer.named_parameters():
+            nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
+        if not kv_heads:
+            layer.self_attn, layer.input_layernorm = NoAttention(), nn.Identity()
+        if not width:
+            layer.mlp, layer.post_attention_layernorm = NoMLP(), nn.Identity()
+        model.model.layers[index] = layer
+    return model.float().eval()
+
+
+def _write_config(folder: Path, **keys: Any) -> None:
+    config = {**LlamaConfig(**SIZES).to_dict(), "model_type": "llama", "dtype": "float32", **keys}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def puzzletron(folder: Path, **keys: Any) -> Any:
+    """Save BLOCKS as Puzzletron does: block_configs, and a file for every block in a folder of their own."""
+    model, parts, weight_map = of_blocks(), dict[str, dict[str, torch.Tensor]](), dict[str, str]()
+    blocks = [
+        {"attention": {"no_op": not kv_heads, "num_key_value_heads": kv_heads or None},
+         "ffn": {"no_op": not width, "intermediate_size": width or None}}
+        for _, kv_heads, width in BLOCKS
+    ]  # fmt: skip
+    _write_config(folder, **{"architectures": ["LlamaForCausalLM"], "block_configs": blocks, **keys})
+    for name, tensor in model.state_dict().items():
+        words = name.split(".")
+        part = f"block_{words[2]}_{'attention' if 'attn' in name else 'ffn'}" if words[1] == "layers" else words[-2]
+        parts.setdefault(part, {})[name] = tensor.contiguous()
+        weight_map[name] = f"subblocks_safetensors/{part}.safetensors"
+    (folder / "subblocks_safetensors").mkdir()
+    for part, tensors in parts.items():
+        save_file(tensors, folder / "subblocks_safetensors" / f"{part}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return model
+
+
+def nemotron_nas(folder: Path) -> Any:
+    """Save BLOCKS as Nemotron-NAS has them: sizes in `block_configs` alone, and a type that transformers lacks."""
+    blocks = [
+        {"attention": {"no_op": not kv_heads, "replace_with_linear": False, "n_heads_in_group": 12 // (kv_heads or 12)},
+         "ffn": {"no_op": not width, "replace_with_linear": False, "intermediate_size": width or None}}
+        for _, kv_heads, width in BLOCKS
+    ]  # fmt: skip
+    model = of_blocks()
+    _write_config(
+        folder, model_type="nemotron-nas", architectures=["DeciLMForCausalLM"], block_configs=blocks,
+        num_key_value_heads=None, intermediate_size=None, auto_map={"AutoConfig": "configuration_decilm.DeciLMConfig"},
+    )  # fmt: skip
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / WEIGHTS)
+    return model
+
+
+def anymodel(folder: Path) -> Any:
+    """Save BLOCKS as AnyModel reads them: the layers that differ in `per_layer_config`; norms of all blocks remain."""
+    layers: dict[str, dict[str, Any]] = {}
+    for index, (_, kv_heads, width) in enumerate(BLOCKS):
+        own = {"num_key_value_heads": kv_heads, "intermediate_size": width}
+        own = {key: value for key, value in own.items() if value not in (0, SIZES[key])}
+        skip = [*["attention"] * (not kv_heads), *["mlp"] * (not width)]
+        layers[str(index)] = {**own, **({"skip": skip} if skip else {})}
+    model = of_blocks()
+    _write_config(
+        folder, architectures=["AnyModel"], base_architecture="LlamaForCausalLM",
+        per_layer_config={index: own for index, own in layers.items() if own},
+    )  # fmt: skip
+    norms = {name: torch.ones(48) for name in LlamaForCausalLM(LlamaConfig(**SIZES)).state_dict() if "norm" in name}
+    save_file({**norms, **{name: each.contiguous() for name, each in model.state_dict().items()}}, folder / WEIGHTS)
+    return model
+
+
+def pruned(folder: Path, **sizes: Any) -> None:
+    """Save a Llama of which one layer has lost 24 of 64 channels, with the config of the dense model."""
+    model = llama(**sizes)
+    mlp = model.model.layers[1].mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight[:40].detach())
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight[:, :40].detach().contiguous())
+    model.save_pretrained(folder)
+
+
+FOLDERS: dict[str, Callable[[Path], Any]] = {
+    "Torch-Pruning": torch_pruning,
+    "FLAP": of_flap,
+    "Puzzletron": puzzletron,
+    "Nemotron-NAS": nemotron_nas,
+    "AnyModel": anymodel,
+}
