@@ -1,4 +1,4 @@
-"""What a run takes on a machine that is not at hand: the memory of a training step, and hours for its tokens.
+"""Estimates for other machines: the memory of a training step, and the hours for its tokens.
 
 Memory is found by running the real step of the model at its real size on fake tensors, which have shapes but no data.
 This requires neither weights nor a GPU. Hours are an estimate: counted FLOPs at an assumed utilization.
