@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from runs import die_at, weights
 
 from ddp_models.source import open_source
-from ddp_prune import train
+from ddp_prune import timing, train
 from ddp_prune.rate import RATES, find_rate
 from ddp_prune.recipe import load_recipe
 from ddp_prune.run import MODES, Run
@@ -47,16 +47,21 @@ def test_the_rate_is_found_by_trials_which_leave_no_trace(tiny_model: Path, tiny
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_minutes_become_steps_that_a_resumed_run_keeps(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+def test_minutes_become_steps_that_a_resumed_run_keeps(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose clock tells 0.05 seconds per step; a resumed run does not look at it again."""
+    monkeypatch.setattr(timing, "seconds_a_step", lambda *_: 0.05)
     options = [*of(tiny_model, tiny_text), "--train", "masks", "--minutes", "0.05", "--save-every", "1"]
     options += ["-o", str(tmp_path / "out")]
     run = partial(CliRunner().invoke, main, ["prune", *options])
     die_at(4, run)
+    monkeypatch.setattr(timing, "seconds_a_step", lambda *_: 9.0)
     result = run()
     assert "resuming after step 4" in result.output, result.output
     recipe = read_checkpoint(tmp_path / "out").provenance["recipe"]
     line = f"0.05 minutes: {recipe['steps']:,} steps of {recipe['batch_size']} × {recipe['seq_len']} tokens"
-    assert recipe["steps"] >= 50 and line in result.output.replace("\n", " ")
+    assert recipe["steps"] == 60 and line in result.output.replace("\n", " ")
     both = CliRunner().invoke(main, ["prune", *options, "--overwrite", "--steps", "9"])
     assert both.exit_code == 2 and "steps and minutes are given" in both.output
 
