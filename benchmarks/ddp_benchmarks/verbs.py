@@ -20,11 +20,13 @@ def profile(
 ) -> Profile:
     """Measure in vLLM how long a step of a model takes here by the widths of its layers, for `prune(speedup=…)`.
 
-    settings: any field of `ProfileSettings` (`batches`, `contexts`, `steps`, `rounds`, `engine_arguments`). Returns the
-    `Profile` that was written.
+    settings: any field of `ProfileSettings` (`concurrency` and `context_length`, each one number or several,
+    `steps`, `rounds`, `engine_arguments`). Returns the `Profile` that was written.
     """
     from ddp_benchmarks.profile import ProfileSettings, run_profile
 
+    for name in {"concurrency", "context_length"} & settings.keys():
+        settings[name] = (settings[name],) if isinstance(settings[name], int) else tuple(settings[name])
     chosen, file = ProfileSettings(model=str(model), **settings), Path(output)
     run_profile(chosen, file, overwrite=overwrite, say=line_printer(verbose))
     return read_profile(file)
@@ -65,15 +67,15 @@ def evaluate(
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's results.
 
     tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`. output: a folder, by default `eval`
-    in the model's. settings: any field of `EvalSettings` (`limit`, `data`, `backend`, …).
+    in the model's. settings: any field of `EvalSettings` (`limit`, `rows`, `backend`, …).
     `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     from ddp_benchmarks import evaluate as evaluating
     from ddp_benchmarks.tasks import choose_tasks
 
     folder = Path(output) if output else default_output(str(model))
-    data = tuple(map(Path, _several(settings.pop("data", ()))))
-    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, data=data, **settings)
+    rows = tuple(map(Path, _several(settings.pop("rows", ()))))
+    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, rows=rows, **settings)
     chosen.check()
     with results_folder(folder):
         return dict(evaluating.evaluate(chosen, say=line_printer(verbose)))

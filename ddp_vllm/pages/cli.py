@@ -8,6 +8,7 @@ import click
 from ddp_vllm.cli import echo
 from ddp_vllm.folder import read
 from ddp_vllm.folder import verify as verify_folder
+from ddp_vllm.options import list_option
 from ddp_vllm.pages import verbs
 
 
@@ -50,12 +51,7 @@ def report(folder: Path, output: Path | None) -> None:
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
-@click.option(
-    "--results",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A results file outside the folders, or a folder that eval -o wrote; may be repeated.",
-)
+@list_option("--results", of=Path, help="Results files outside the folders, or folders that eval -o wrote.")
 @click.option("--dense", metavar="MODEL", show_default="that of the recipe", help="The dense model.")
 @click.option(
     "--tolerance",

@@ -26,6 +26,7 @@ INSTEAD = {  # field -> the options in its place: an argument, one per budget, a
     "target": [click.option(f"--target-{budget}", metavar="N", help=text) for budget, text in TARGETS.items()],
 }  # fmt: skip
 SIZES = {"sparsity", "speedup"}  # may have several values
+LISTS = {"data", "watch"}  # text with commas
 HEADINGS = {  # heading -> its fields and options; the last heading has all others
     "Budget": (
         *("sparsity", "attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes", "speedup"),
@@ -51,7 +52,7 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(cls=Grouped, headings=HEADINGS)
 @click.argument("model")
-@settings_options(Recipe, instead=INSTEAD, sizes=SIZES)
+@settings_options(Recipe, instead=INSTEAD, sizes=SIZES, lists=LISTS)
 @recipe_option
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 @output_option

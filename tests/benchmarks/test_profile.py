@@ -75,7 +75,9 @@ def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setattr(profile, "shapes_of", only("attention once"))
     engine = ("--enforce-eager", "--dtype", "float32")
-    settings = ProfileSettings(model=str(tiny), batches=(3,), contexts=(32,), steps=12, engine_arguments=engine)
+    settings = ProfileSettings(
+        model=str(tiny), concurrency=(3,), context_length=(32,), steps=12, engine_arguments=engine
+    )
     run_profile(settings, tmp_path / "machine.json", overwrite=False, say=lambda line: None)
     found = json.loads((tmp_path / "machine.json").read_text())
     assert found["complete"] and not found["compiled"]
@@ -86,7 +88,7 @@ def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("known")
 def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "shapes_of", only("mlp 0", "attention once"))
-    settings = ProfileSettings(model=str(tiny), batches=(1, 3), contexts=(32,), steps=24, rounds=2)
+    settings = ProfileSettings(model=str(tiny), concurrency=(1, 3), context_length=(32,), steps=24, rounds=2)
     said: list[str] = []
 
     def interrupt(line: str) -> None:
@@ -137,11 +139,11 @@ def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
     arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
     for more, said in (
-        (["--batch", "0"], "--batch 0 has a value below 1"),
-        (["--context", "10"], "--context 10 has a value below 96"),
+        (["--concurrency", "0"], "--concurrency 0 has a value below 1"),
+        (["--context-length", "10"], "--context-length 10 has a value below 96"),
         (["--rounds", "0"], "--rounds 0 is below 1"),
         (["--steps", "8"], "--steps 8 is below 12"),
-        (["--batch", "many"], "not a list of numbers"),
+        (["--concurrency", "many"], "neither a number nor several"),
     ):
         result = CliRunner().invoke(main, [*arguments, *more])
         assert result.exit_code == SettingError.exit_code and said in result.stderr, result.stderr

@@ -44,8 +44,8 @@ FLAGS = {
         "--text-column", "--tokens", "--warmup", "--watch", "-o",
     ],
     study: [
-        "--batch-size", "--data", "--detokenize", "--methods", "--output", "--polish", "--recipe", "--samples",
-        "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
+        "--batch-size", "--data", "--detokenize", "--methods", "--other-data", "--output", "--polish", "--recipe",
+        "--samples", "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
     recovery.quantize: ["--output", "--overwrite", "--scheme", "-o"],
@@ -120,7 +120,8 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
     "attention": (["--sparsity", "30%", "--attention-sparsity", "0.5"], r"^budget: keep 6 of 12 attn units \(50.0%\)$"),
     "MLPs only": (["--sparsity", "30%", "--attention-sparsity", "0"],
                   r"^budget: keep 12 of 12 attn units .*\n(.*\n)*removed: 17.9% .* = 14.6% of the model"),
-    "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
+    "several sizes": (["--sparsity", "10%,0.2", "--sparsity", "0.3"],
+                      r"^sparsity 0.1:\n(.*\n)*sparsity 0.2:\n(.*\n)*sparsity 0.3:$"),
     "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
     "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *PREFILL],
                             r"^budget: keep .* µs per step of attn, mlp \(80.0%\)"),
@@ -168,7 +169,7 @@ def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_dry_run_takes_every_option(option: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
     model = tiny_experts if option == "whole_experts" else tiny_model
     words = [f"--{option.replace('_', '-')}", *TAKEN[option].split()]
-    text = dry_run(model, tmp_path, "--sparsity", "0.4", *words)
+    text = dry_run(model, tmp_path, *["--sparsity", "0.4"] * ("--sparsity" not in words), *words)
     assert re.search(r"^budget: keep ", text, re.MULTILINE)
 
 
