@@ -44,7 +44,7 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
         card = model_card(dataclasses.replace(checkpoint, config={**checkpoint.config, **changed}), "p")
         return [command in card for command in (
             "vllm serve ./p\n", "vllm serve ./p --trust-remote-code --model-impl transformers\n",
-            'from_pretrained("./p", trust_remote_code=True)', "ddp-vllm export ./p --type Q8_0 -o p.gguf\n",
+            'from_pretrained("./p", trust_remote_code=True)', "ddp-vllm export ./p --outtype q8_0 -o p.gguf\n",
         )]  # fmt: skip
 
     llama = read_checkpoint(write_model(tmp_path / "llama", widths=[(1, 5), (2, 16)], origin="owner/llama"))
