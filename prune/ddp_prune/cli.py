@@ -75,8 +75,9 @@ def prune(
 
     MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel on text; units whose
     gates close are removed. The remaining weights are distilled from the dense model at the same time, and for longer
-    with --recover. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to one folder
-    each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
+    with --recover-minutes. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to one
+    folder each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm
+    prune …
     """
     settings = _with_target(given(settings))
     if dry_run:

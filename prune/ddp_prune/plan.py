@@ -68,7 +68,7 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> list
         f"time: about {_duration(steps * seconds)}: {steps:,} steps of {_duration(seconds)}, measured now on random "
         "tokens with all gates open; steps get faster as gates close"
     )
-    return [*lines, f"      plus {first.recover:g} minutes of recovery"] if first.recover else lines
+    return [*lines, f"      plus {first.recover_minutes:g} minutes of recovery"] if first.recover_minutes else lines
 
 
 def _refuse_to_measure(*_: Any, **__: Any) -> Profile:

@@ -122,7 +122,7 @@ class Recipe(TrainingSettings):
     also distills the remaining weights, except embeddings, from the dense model. With its teacher, a second copy of the
     model, `weights` requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`. `auto` is `weights` if
     memory holds one of them, and `masks` for the controller `alm`."""
-    recover: float = setting(0.0, least=0)
+    recover_minutes: float = setting(0.0, least=0)
     """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ def prune_sizes(
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
-    resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
+    resumes = output.is_dir() and (recipes[0].recover_minutes or len(recipes) > 1 or is_unfinished(output))
     if not resumes:
         check_output(output, overwrite=overwrite)
     from ddp_prune import pipeline
@@ -75,12 +75,12 @@ def prune_sizes(
 
 def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
     """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered."""
-    if not recipe.recover or "recovery" in checkpoint.provenance:
+    if not recipe.recover_minutes or "recovery" in checkpoint.provenance:
         return checkpoint
     shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
     return ddp_vllm.recover(
         checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
-        minutes=recipe.recover, **shared,
+        minutes=recipe.recover_minutes, **shared,
     )  # fmt: skip
 
 
