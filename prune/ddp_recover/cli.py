@@ -30,8 +30,8 @@ def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool,
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
-    "--scheme", type=click.Choice(["W8A8", "FP8", "W4A16"]), required=True,
-    help="8-bit integers, 8-bit floats, or 4-bit weights alone.",
+    "--scheme", type=click.Choice(["W8A8", "FP8_DYNAMIC", "W4A16"]), required=True,
+    help="8-bit integers, 8-bit floats, or 4-bit weights alone, by llm-compressor's names.",
 )  # fmt: skip
 @output_option
 @overwrite_option

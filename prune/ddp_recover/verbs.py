@@ -51,8 +51,8 @@ def quantize(
 ) -> Path:
     """Quantize a pruned or dense folder with llm-compressor into a folder that vLLM serves, and return that folder.
 
-    scheme: `W8A8` (8-bit integers), `FP8` or `W4A16` (4-bit weights). verbose: print which layers have widths that
-    vLLM's faster kernels do not support. The other arguments are those of `prune`.
+    scheme: `W8A8` (8-bit integers), `FP8_DYNAMIC` or `W4A16` (4-bit weights), as llm-compressor names them. verbose:
+    print which layers have widths that vLLM's faster kernels do not support. The other arguments are those of `prune`.
     """
     from ddp_recover import quantize as quantizing
 
