@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same functions, for editors and mypy
-    from ddp_benchmarks.verbs import bench, evaluate, profile
+    from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
     from ddp_prune.verbs import apply, plan, prune, prune_sizes
     from ddp_recover.verbs import evaluate_text, quantize, recover
     from ddp_study.verbs import study
@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_vllm.pages.verbs import compare, inspect, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read",
-    "inspect", "verify", "push", "report", "profile", "bench", "evaluate", "evaluate_text", "compare", "fetch",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read", "inspect",
+    "verify", "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare", "fetch",
     "Checkpoint", "DdpError",
 ]  # fmt: skip
 
@@ -39,7 +39,7 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply"),
     "ddp_recover.verbs": ("recover", "quantize", "evaluate_text"),
     "ddp_study.verbs": ("study",),
-    "ddp_benchmarks.verbs": ("profile", "bench", "evaluate"),
+    "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
     "ddp_vllm.folder": ("read", "verify"),
     "ddp_vllm.pages.verbs": ("inspect", "report", "compare"),
     "ddp_vllm.conversion.verb": ("convert",),

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ddp_benchmarks import verbs
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import PHASES, Workload
@@ -182,10 +182,7 @@ def kernel(
 @_overwrite
 @_json
 @click.argument("engine_arguments", nargs=-1)
-def steps(
-    phase: str, concurrency: int, context_length: int, output: Path | None, overwrite: bool, as_json: bool,
-    **options: Any,
-) -> None:  # fmt: skip
+def steps(as_json: bool, **options: Any) -> None:
     """Compare a step of vLLM's engine on the dense and the pruned model, and with the speedup the budget predicted.
 
     \b
@@ -195,29 +192,17 @@ def steps(
     every vLLM engine.
     """
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.side_by_side import StepSettings, compare_steps
     from ddp_benchmarks.tables import plain_console
-    from ddp_vllm.checkpoint import read_checkpoint
-    from ddp_vllm.output import check_file
-    from ddp_vllm.results import write_results
 
-    if output:
-        check_file(output, overwrite=overwrite)
-    console = plain_console()
-    workload = Workload(phase=phase, batch=concurrency, context=context_length)
-    settings = StepSettings(workload=workload, **options)
-    predictions = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in settings.pruned]
     with terminable():
-        found = compare_steps(settings, say=partial(console.print, style="dim"))
-    console.print(f"{workload}:")
-    for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
-        name = f"{Path(verdict['pruned']).name}: " if len(predictions) > 1 else ""
+        found = verbs.bench_steps(verbose=True, **options)
+    console = plain_console()
+    console.print(f"{Workload(**found['settings']['workload'])}:")
+    for verdict in found["verdicts"]:
+        name = f"{Path(verdict['pruned']).name}: " if len(found["verdicts"]) > 1 else ""
         console.print(f"{name}{verdict['sentence']}")
-        if prediction.get("workload") == asdict(workload):
-            console.print(f"{name}predicted {prediction['speedup']:.2f}×")
-            verdict["predicted"] = prediction["speedup"]
-    if output:
-        write_results(found, output)
+        if "predicted" in verdict:
+            console.print(f"{name}predicted {verdict['predicted']:.2f}×")
     if as_json:
         echo(json.dumps(found))
 

@@ -1,12 +1,13 @@
-"""The verbs profile, bench and evaluate as functions of `ddp_vllm`. Each imports what it needs when it is called."""
+"""The verbs profile, bench, bench_steps and evaluate as functions. Each imports what it needs when it is called."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
-from ddp_vllm.latency import Profile, read_profile
+from ddp_vllm.latency import Profile, Workload, read_profile
 from ddp_vllm.results import results_folder
 
 
@@ -54,6 +55,43 @@ def bench(
     chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **settings)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
     return dict(run_benchmark(chosen, file, say=line_printer(verbose)))
+
+
+def bench_steps(
+    dense: str | Path,
+    pruned: str | Path | Iterable[str | Path],
+    *,
+    phase: str = "decode",
+    concurrency: int = 8,
+    context_length: int = 2048,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Compare a step of vLLM's engine on the dense model and the pruned ones, which run at once and take turns.
+
+    phase: `decode` or `prefill`. concurrency: sequences served at once. context_length: tokens per sequence. settings:
+    `rounds`, `steps`, `engine_arguments`. Returns the results as they are written to `output`, if that is given;
+    `["verdicts"]` states how much faster each pruned model is, and was predicted to be if this workload was its budget.
+    """
+    from ddp_benchmarks.side_by_side import StepSettings, compare_steps
+    from ddp_vllm.checkpoint import read_checkpoint
+    from ddp_vllm.output import check_file
+    from ddp_vllm.results import write_results
+
+    if output:
+        check_file(Path(output), overwrite=overwrite)
+    workload = Workload(phase=phase, batch=concurrency, context=context_length)
+    chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
+    predictions = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in chosen.pruned]
+    found = compare_steps(chosen, say=line_printer(verbose))
+    for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
+        if prediction.get("workload") == asdict(workload):
+            verdict["predicted"] = prediction["speedup"]
+    if output:
+        write_results(found, Path(output))
+    return found
 
 
 def evaluate(

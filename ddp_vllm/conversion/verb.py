@@ -67,7 +67,7 @@ def convert(
     folder: str | Path,
     *,
     output: str | Path,
-    dense: str | None = None,
+    dense: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
 ) -> Checkpoint:
@@ -82,7 +82,7 @@ def convert(
     if any(each.exists() and each.resolve().is_relative_to(target.resolve()) for each in (source, Path(dense or ""))):
         raise OutputError(f"{target} holds the model to convert, or its dense model; choose another folder")
     try:
-        plan = plan_of(source, dense)
+        plan = plan_of(source, str(dense) if dense else None)
     except (WidthsError, ModelError) as error:
         raise ModelError(f"{source}: {error}") from error
     for note in plan.notes:

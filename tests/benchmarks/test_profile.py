@@ -10,6 +10,7 @@ from typing import Any, Self
 import pytest
 from click.testing import CliRunner
 
+import ddp_vllm
 from ddp_benchmarks import profile, side_by_side
 from ddp_benchmarks.profile import ProfileSettings, run_profile
 from ddp_benchmarks.side_by_side import StepSettings, compare_steps
@@ -123,6 +124,19 @@ def test_steps_of_two_models_are_compared_side_by_side(tiny: Path, tmp_path: Pat
     assert found["verdicts"][0]["ratio"] == pytest.approx(2) and found["settings"]["workload"]["context"] == 48
     with pytest.raises(SettingError, match="name each once"):
         compare_steps(dataclasses.replace(settings, pruned=(str(tiny),)), say=lambda line: None)
+
+
+@pytest.mark.usefixtures("known")
+def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: Path, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"concurrency": 2, "context_length": 48, "rounds": 3, "steps": 24}
+    found = ddp_vllm.bench_steps(tiny, [halved], output=str(tmp_path / "steps.json"), **sizes)
+    assert found["verdicts"][0]["ratio"] == pytest.approx(2)
+    assert json.loads((tmp_path / "steps.json").read_text())["verdicts"] == found["verdicts"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    result = CliRunner().invoke(main, ["bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options])
+    heading, sentence, line = result.stdout.splitlines()[-3:]
+    assert heading == "decode, 2 sequences of 48 tokens:" and sentence == found["verdicts"][0]["sentence"]
+    assert json.loads(line)["verdicts"] == found["verdicts"]
 
 
 @pytest.mark.vllm
