@@ -81,7 +81,7 @@ def prune(
     """
     settings = _with_target(given(settings))
     if dry_run:
-        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings)))
+        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings).lines))
         return
     if on:
         raise SettingError("on estimates for other GPUs and trains nothing; add --dry-run")

@@ -5,9 +5,9 @@ Each function imports what it needs when it is called, so that importing this mo
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from ddp_recover.recipe import load_recovery
+from ddp_recover.recipe import RecoveryKeywords, load_recovery
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
@@ -25,7 +25,7 @@ def recover(
     recipe: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[RecoveryKeywords],
 ) -> Checkpoint:
     """Train a pruned model on the dense model's outputs to recover quality, and write the better model.
 
