@@ -38,7 +38,7 @@ EXPERTS = {"num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1, "
 
 
 def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> None:
-    """A llama goes everywhere; what is quantised not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
+    """A llama goes everywhere; what is quantized not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
 
     def named(checkpoint: Checkpoint, **changed: Any) -> list[bool]:
         card = model_card(dataclasses.replace(checkpoint, config={**checkpoint.config, **changed}), "p")
