@@ -1,5 +1,6 @@
 """The commands `bench`, `profile` and `eval`. torch and vLLM are imported when a command runs, not before."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -60,14 +61,7 @@ def bench() -> None:
 @click.option("--port", type=int, show_default="a free one", help="Port of the server.")
 @click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Time limit of a server's start.")
 @click.argument("engine_arguments", nargs=-1)
-def sharegpt(
-    output: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    request_rate: tuple[float, ...],
-    max_concurrency: tuple[int | None, ...],
-    **options: Any,
-) -> None:
+def sharegpt(output: Path | None, overwrite: bool, as_json: bool, **options: Any) -> None:
     """Replay ShareGPT prompts through real vLLM and report how much faster the pruned model is.
 
     \b
@@ -84,7 +78,8 @@ def sharegpt(
 
     if options["mode"] == "offline":
         _refuse_without("--mode serve", "request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
-    loads = tuple(Load(request_rate=rate, max_concurrency=limit) for rate in request_rate for limit in max_concurrency)
+    rates_and_limits = itertools.product(options.pop("request_rate"), options.pop("max_concurrency"))
+    loads = tuple(Load(request_rate=rate, max_concurrency=limit) for rate, limit in rates_and_limits)
     settings = Settings(warmup_round=not options.pop("no_warmup_round"), loads=loads, **options)
     settings.check()
     output = results_file(settings, output, overwrite=overwrite)

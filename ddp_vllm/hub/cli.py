@@ -1,6 +1,7 @@
 """The commands push and fetch."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,15 +20,7 @@ from ddp_vllm.hub import push as publishing
     "--base-model", show_default="the model it was pruned from, if on the hub", help="The dense model on the hub."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be published, without using the network.")
-def push(
-    folder: Path,
-    repository: str,
-    private: bool,
-    revision: str | None,
-    license_name: str | None,
-    base_model: str | None,
-    dry_run: bool,
-) -> None:
+def push(folder: Path, repository: str, dry_run: bool, **options: Any) -> None:
     """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
 
     \b
@@ -36,10 +29,7 @@ def push(
     Every file is compared with the manifest first, and no other file is sent. Log in first with `hf auth login`, or set
     HF_TOKEN.
     """
-    sizes = publishing.push(
-        folder, repository, private=private, revision=revision, license_name=license_name, base_model=base_model,
-        dry_run=dry_run,
-    )  # fmt: skip
+    sizes = publishing.push(folder, repository, dry_run=dry_run, **options)
     for name, size in sizes.items():
         echo(f"{size:>15,}  {name}")
     total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -59,14 +60,7 @@ def report(folder: Path, output: Path | None) -> None:
     help="Name the fastest model whose perplexity is at most this many times the dense model's.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
-def compare(
-    folders: tuple[Path, ...],
-    output: Path,
-    results: tuple[Path, ...],
-    dense: str | None,
-    tolerance: float | None,
-    overwrite: bool,
-) -> None:
+def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, **options: Any) -> None:
     """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
 
     \b
@@ -74,9 +68,7 @@ def compare(
 
     Results of bench and eval are found in each folder and its eval folder, or passed with --results.
     """
-    comparison = verbs.compare(
-        folders, output=output, results=results, dense=dense, tolerance=tolerance, overwrite=overwrite
-    )
+    comparison = verbs.compare(folders, output=output, tolerance=tolerance, **options)
     if tolerance is not None:
         from ddp_vllm.pages.compare import choice
 

@@ -105,18 +105,18 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
     """Return which share of the whole model is removed, and lines about it and the option that removes that share."""
     config, layers = source.config, dense_layers(source.config)
     if recipe.budget not in ("units", "params"):
-        share, lines = None, ["parameters: how many are removed depends on which units the search removes"]
+        share: float | None = None
+        lines: list[str] = []
         if recipe.budget != "latency":
             (pool,) = pools
             whole = whole_model(recipe.budget, config, layers, source.shapes, recipe.context_length)
             left = whole - pool.total + pool.kept
             share = 1 - left / whole
-            lines.insert(
-                0,
-                f"removed: {1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the "
-                f"model: {whole:,.0f} → {left:,.0f} per token",
-            )
-        return share, lines
+            lines = [
+                f"removed: {1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the model: "
+                f"{whole:,.0f} → {left:,.0f} per token"
+            ]
+        return share, [*lines, "parameters: how many are removed depends on which units the search removes"]
     whole = whole_model("params", config, layers, source.shapes, recipe.context_length)
     prunable = {"attn": 0.0, "mlp": 0.0, "experts": 0.0}
     for price, layer in zip(prices("params", config, source.shapes, recipe.context_length), layers, strict=True):
