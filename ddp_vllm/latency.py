@@ -293,10 +293,12 @@ def seconds_of(cells: Sequence[Mapping[str, Any]], workload: Workload) -> float:
     """
     seconds = {(cell["batch"], cell["context"]): cell[workload.phase] for cell in cells}
     batches, contexts = (sorted({cell[axis] for cell in seconds}) for axis in (0, 1))
-    for name, value, known in (("batch", workload.batch, batches), ("context", workload.context, contexts)):
+    for name, value, known in (
+        ("concurrency", workload.batch, batches), ("context-length", workload.context, contexts),
+    ):  # fmt: skip
         if not known[0] <= value <= known[-1]:
             raise SettingError(
-                f"the profile was measured with a {name} of {' to '.join(map(str, sorted({known[0], known[-1]})))}, "
+                f"the profile was measured with --{name} {' to '.join(map(str, sorted({known[0], known[-1]})))}, "
                 f"not {value}; measure that too: "
                 f"ddp-vllm profile MODEL --{name} {','.join(map(str, sorted({*known, value})))}"
             )

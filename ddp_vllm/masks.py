@@ -68,7 +68,7 @@ def checksums(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]
 def masks_metadata(provenance: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a masks file; tensors: numpy arrays by name."""
     text = json.dumps(provenance)
-    return {"ddp": json.dumps({**provenance, "seals": checksums(text, _labelled(tensors))})}
+    return {"ddp": json.dumps({**provenance, "seals": checksums(text, _labeled(tensors))})}
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
         provenance = parse_json(metadata.get("ddp", "{}"))
         check(provenance, {"seals?": {"header": NAME, "tensors": NAME}}, "its provenance")
         if stored := provenance.pop("seals", None):
-            found = checksums(json.dumps(provenance), _labelled(tensors))
+            found = checksums(json.dumps(provenance), _labeled(tensors))
             if stored["header"] != found["header"]:
                 raise ValueError("its provenance does not match its checksum")
             if with_tensors and stored["tensors"] != found["tensors"]:
@@ -130,5 +130,5 @@ def check_provenance(provenance: Any) -> None:
         raise SchemaError("its routing names a layer that is not a number")
 
 
-def _labelled(tensors: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+def _labeled(tensors: Mapping[str, Any]) -> list[tuple[str, bytes]]:
     return [(f"{name} {value.dtype} {list(value.shape)}", value.tobytes()) for name, value in sorted(tensors.items())]

@@ -4,6 +4,7 @@ The field gives the option its name, type and default; the first sentence of the
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,43 @@ def heading_of(name: str, headings: Mapping[str, Collection[str]]) -> str:
     return next((heading for heading, names in headings.items() if name in names), [*headings][-1])
 
 
-class Sizes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
-    """A number, or several separated by commas; 20% is 0.2."""
+class Several(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
+    """One or several values, separated by commas."""
 
-    name = "numbers"
+    def __init__(self, of: Callable[[str], Any]) -> None:
+        """of: makes a value of its text, or raises ValueError."""
+        self.of, self.name = of, f"{click.types.convert_type(of).name},…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            sizes = [float(part.rstrip("%")) / (100.0 if "%" in part else 1.0) for part in str(value).split(",")]
+            return [self.of(part) for part in str(value).split(",")]
         except ValueError:
-            self.fail(f"{value!r} is neither a number nor several separated by commas", param, ctx)
-        return sizes[0] if len(sizes) == 1 else sizes
+            self.fail(f"{value!r} is neither a number nor several separated by commas, such as 1,16", param, ctx)
+
+
+def list_option(
+    *names: str, of: Callable[[str], Any] = str, whole: Callable[[tuple[Any, ...]], Any] = tuple, **shown: Any
+) -> Decorator:
+    """Return an option that takes a list: values separated by commas, or the option repeated, or both.
+
+    of: as for `Several`. whole: makes the value of the option of its parts. default: a text with commas.
+    """
+
+    def joined(_ctx: click.Context, _param: click.Parameter, values: Sequence[Sequence[Any]]) -> Any:
+        return whole(tuple(itertools.chain.from_iterable(values)))
+
+    if shown.get("default"):
+        shown |= {"default": [shown["default"]], "show_default": True}
+    return click.option(*names, **shown | {"type": Several(of), "multiple": True, "callback": joined})
+
+
+def one_or_several(parts: tuple[Any, ...]) -> Any:
+    return parts[0] if len(parts) == 1 else parts
+
+
+def fraction(text: str) -> float:
+    """Read a number; 20% is 0.2."""
+    return float(text.rstrip("%")) / (100.0 if "%" in text else 1.0)
 
 
 def settings_options(
@@ -69,19 +96,20 @@ def settings_options(
     *,
     instead: Mapping[str, Sequence[Decorator]],
     sizes: Collection[str] = (),
+    lists: Collection[str] = (),
     inherited: Collection[str] = (),
 ) -> Decorator:
     """Return a decorator that gives a command an option for each field.
 
     instead: field -> the options that replace its own, possibly none.
-    sizes: fields that may have several values.
+    sizes: fields that may have several numbers. lists: fields of text that hold a list separated by commas.
     inherited: fields whose default comes from the pruning run.
     """
     docs = field_docs(settings)
 
     def option(field: "dataclasses.Field[Any]") -> Decorator:
         name, kind, choices = field.name, kind_of(field), field.metadata.get("choices")
-        shown: dict[str, Any] = {"type": Sizes() if name in sizes else click.Choice(choices) if choices else kind}
+        flag, shown = f"--{name.replace('_', '-')}", dict[str, Any](type=click.Choice(choices) if choices else kind)
         if kind is bool:
             shown = {"is_flag": True}
         elif name in inherited:
@@ -89,7 +117,12 @@ def settings_options(
         elif name not in sizes and field.default not in ("", dataclasses.MISSING):
             shown |= {"default": field.default, "show_default": True}
         sentence = docs.get(name, "").partition(". ")[0].removesuffix(".").replace("`", "")
-        return click.option(f"--{name.replace('_', '-')}", name, help=f"{sentence}.", **shown)
+        shown["help"] = f"{sentence}."
+        if name in sizes:
+            return list_option(flag, name, of=fraction, whole=one_or_several, **shown)
+        if name in lists:
+            return list_option(flag, name, whole=",".join, **shown)
+        return click.option(flag, name, **shown)
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         for field in reversed(dataclasses.fields(settings)):

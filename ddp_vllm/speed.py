@@ -52,7 +52,7 @@ def _cached_profile(model: Path, config: Mapping[str, Any], workload: Workload, 
         return read_profile(path)
     except SettingError:  # not measured yet, or not to its end
         make_folder(path.parent)
-        grid = {"batches": (workload.batch,), "contexts": (workload.context,)}
+        grid = {"concurrency": (workload.batch,), "context_length": (workload.context,)}
         return measure(model, output=path, overwrite=True, **grid)
 
 

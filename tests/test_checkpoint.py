@@ -232,7 +232,7 @@ def test_packed_weights_may_have_any_shape_but_in_a_removed_block(folder: Path) 
         read_checkpoint(folder)
 
 
-def test_what_a_quantiser_adds_to_some_layers_is_none_of_ours(folder: Path) -> None:
+def test_what_a_quantizer_adds_to_some_layers_is_none_of_ours(folder: Path) -> None:
     """It leaves a layer as it is, and gives another more tensors: bitsandbytes' states, scales of the KV cache."""
     _edit(folder, lambda config: config.update(quantization_config={"quant_method": "bitsandbytes"}))
     more = ("model.layers.2.mlp.down_proj.weight.absmax", "model.layers.2.self_attn.attn.k_scale")

@@ -165,7 +165,7 @@ def furthest(model: Any, server: Server) -> float:
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     family, layers, settings = MODELS.get(case, ("Qwen2", [([], 0)], {}))
     model = save_model(tmp_path, family, layers, **settings) if case in MODELS else save_dense(tmp_path, "qwen2")
-    file = exported(tmp_path, "--type", "F32")
+    file = exported(tmp_path, "--outtype", "F32")
     graph = gguf.GGUFReader(file).fields["general.architecture"].contents()
     assert graph == ("llama" if len({str(layer) for layer in layers}) == 1 else "deci")
     assert furthest(model, serve(file)) < 1e-3
@@ -181,12 +181,12 @@ def test_types(kind: str, tolerance: float, tmp_path: Path) -> None:
     model.bfloat16().save_pretrained(tmp_path, max_shard_size="50KB")
     (tmp_path / "model.safetensors").unlink()
     model = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert tolerance / 1000 < furthest(model, serve(exported(tmp_path, "--type", kind.lower()))) < tolerance
+    assert tolerance / 1000 < furthest(model, serve(exported(tmp_path, "--outtype", kind.lower()))) < tolerance
 
 
 def test_what_is_filled_up_is_said(tmp_path: Path) -> None:
     save_model(tmp_path, "Llama", RAGGED, head_dim=20)
-    result = run(tmp_path, "--type", "Q4_1")
+    result = run(tmp_path, "--outtype", "Q4_1")
     *notes, written = result.stdout.splitlines()
     assert notes == [
         "zero-padded: 197 MLP channels in 7 layers, because layers require a multiple of 32, not 0",
@@ -278,7 +278,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_is_in_the_way_and_what_is_missing(sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound, tmp_path / "model"))
-    refused(folder, 2, "llama-quantize", "model.gguf Q4_K_M", options=("--type", "q4_k_m"))
+    refused(folder, 2, "llama-quantize", "model.gguf Q4_K_M", options=("--outtype", "q4_k_m"))
     (folder / "model.gguf").write_text("mine")
     refused(folder, 5, "exists")
     assert (folder / "model.gguf").read_text() == "mine"
@@ -341,7 +341,7 @@ def test_a_pruned_smollm2_writes_the_same_text(smollm2: Path, tmp_path: Path) ->
     gates["mlp"][[12, 27]] = 0
     export(source, gates, folder, head_unit="query-head", provenance={})
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-    tokenizer, server = AutoTokenizer.from_pretrained(folder), serve(exported(folder, "--type", "F32"))
+    tokenizer, server = AutoTokenizer.from_pretrained(folder), serve(exported(folder, "--outtype", "F32"))
     assert_same_tokens(tokenizer, server)
     for text in ("Once upon a time there was a fox who", "def fibonacci(n):"):
         batch = tokenizer(text, return_tensors="pt")

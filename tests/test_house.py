@@ -33,7 +33,7 @@ ARROWS = {
 }
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
 BORROWED = {  # package -> the verbs of other packages that it calls through that table
-    "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover
+    "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover-minutes
     "ddp_benchmarks": {"evaluate_text"},  # eval --text
 }
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "lm_eval", "matplotlib", "rich", "numpy")
@@ -41,7 +41,7 @@ LIGHT = {  # code -> the libraries that it must not load
     "from ddp_vllm.cli import main; main(['--help'], standalone_mode=False)": HEAVY,
     "import ddp_vllm; ddp_vllm.prune": (*HEAVY, "click"),
     "import ddp_benchmarks.cli": HEAVY,
-    "import ddp_vllm.convert.verb": ("torch", "vllm", "transformers", "matplotlib", "rich"),
+    "import ddp_vllm.conversion.verb": ("torch", "vllm", "transformers", "matplotlib", "rich"),
     "import ddp_plugins.register": ("torch", "vllm", "transformers"),
     "import ddp_vllm.remote_code.widths": ("torch",),
 }
@@ -99,7 +99,7 @@ def test_an_arrow_is_seen(arrow: str, tmp_path: Path) -> None:
 ABOVE = {  # package -> its files, all or those of its top folder, and the modules of ours that they do not import
     "ddp_vllm": (
         "*.py",
-        ("ddp_vllm.pages", "ddp_vllm.gguf", "ddp_vllm.hub", "ddp_vllm.convert"),
+        ("ddp_vllm.pages", "ddp_vllm.gguf", "ddp_vllm.hub", "ddp_vllm.conversion"),
     ),  # these build on what a checkpoint is
     "ddp_prune": ("**/*.py", ("ddp_vllm.pages.report", "ddp_vllm.pages.pictures")),  # callers hand in what draws
 }

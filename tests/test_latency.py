@@ -64,7 +64,7 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
 
 
 def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
-    with pytest.raises(SettingError, match="batch of 1 to 8, not 16"):
+    with pytest.raises(SettingError, match="--concurrency 1 to 8, not 16"):
         profile.times(Workload(phase="decode", batch=16, context=256))
     with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
         profile.check_suits(CONFIG | {"hidden_size": 128})

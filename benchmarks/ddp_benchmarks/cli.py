@@ -1,9 +1,9 @@
 """The commands `bench`, `profile` and `eval`. torch and vLLM are imported when a command runs, not before."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,13 +12,23 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ddp_benchmarks import verbs
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import PHASES, Workload
+from ddp_vllm.options import list_option
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the results as one line of JSON at the end.")
 _seed = click.option("--seed", type=int, default=0, show_default=True)
+_dense = click.option(
+    "--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a Hub name."
+)
+_pruned = list_option("--pruned", required=True, metavar="DIR,…", help="Pruned checkpoints.")
+
+
+def _limit(text: str) -> int | None:
+    return None if text == "none" else int(text)
 
 
 @click.group()
@@ -27,8 +37,8 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a Hub name.")
-@click.option("--pruned", required=True, multiple=True, metavar="DIR", help="A pruned checkpoint; may be repeated.")
+@_dense
+@_pruned
 @click.option("--mode", type=click.Choice(["offline", "serve"]), default="offline", show_default=True)
 @click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
@@ -41,9 +51,9 @@ def bench() -> None:
 @_json
 @_seed
 @click.option("--max-model-len", type=int, default=2048, show_default=True, help="Context of the engines, in tokens.")
-@click.option("--request-rate", default="inf", show_default=True, help="Requests/s, comma-separated.")
-@click.option("--max-concurrency", default="none", show_default=True, help="Requests in flight, comma-separated.")
-@click.option("--goodput", multiple=True, metavar="NAME:MS", help="Service level such as ttft:500; may be repeated.")
+@list_option("--request-rate", of=float, default="inf", help="Requests/s.")
+@list_option("--max-concurrency", of=_limit, default="none", metavar="N,…", help="Requests in flight.")
+@list_option("--goodput", metavar="NAME:MS,…", help="Service levels such as ttft:500.")
 @click.option(
     "--num-warmups", "--warmups", "warmups", default=2, show_default=True, help="Requests before an engine is measured."
 )
@@ -51,9 +61,7 @@ def bench() -> None:
 @click.option("--port", type=int, show_default="a free one", help="Port of the server.")
 @click.option("--startup-seconds", type=float, default=1800, show_default=True, help="Time limit of a server's start.")
 @click.argument("engine_arguments", nargs=-1)
-def sharegpt(
-    output: Path | None, overwrite: bool, as_json: bool, request_rate: str, max_concurrency: str, **options: Any
-) -> None:
+def sharegpt(output: Path | None, overwrite: bool, as_json: bool, **options: Any) -> None:
     """Replay ShareGPT prompts through real vLLM and report how much faster the pruned model is.
 
     \b
@@ -70,11 +78,8 @@ def sharegpt(
 
     if options["mode"] == "offline":
         _refuse_without("--mode serve", "request_rate", "max_concurrency", "goodput", "port", "startup_seconds")
-    loads = tuple(
-        Load(request_rate=rate, max_concurrency=limit)
-        for rate in _numbers("--request-rate", request_rate)
-        for limit in _limits("--max-concurrency", max_concurrency)
-    )
+    rates_and_limits = itertools.product(options.pop("request_rate"), options.pop("max_concurrency"))
+    loads = tuple(Load(request_rate=rate, max_concurrency=limit) for rate, limit in rates_and_limits)
     settings = Settings(warmup_round=not options.pop("no_warmup_round"), loads=loads, **options)
     settings.check()
     output = results_file(settings, output, overwrite=overwrite)
@@ -104,9 +109,9 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 
 
 @bench.command()
-@click.option("--shape", "shapes", default="qwen3-30b-a3b", show_default=True, help="Models, comma-separated, or all.")
-@click.option("--tokens", default="1,4,16,64,256,1024,4096", show_default=True, help="Batch sizes, by commas.")
-@click.option("--sparsity", "sparsities", default="0,20,40,60", show_default=True, help="Percent removed, by commas.")
+@list_option("--shape", "shapes", default="qwen3-30b-a3b", metavar="MODEL,…", help="Models, or all.")
+@list_option("--tokens", of=int, default="1,4,16,64,256,1024,4096", help="Batch sizes.")
+@list_option("--sparsity", "sparsities", of=int, default="0,20,40,60", help="Percent removed.")
 @click.option("--rounds", type=int, default=9, show_default=True, help="Interleaved measurements of each kernel.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda if available")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
@@ -119,9 +124,8 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 @_overwrite
 @_json
 def kernel(
-    shapes: str, tokens: str, sparsities: str, device: str | None, output: Path, overwrite: bool, as_json: bool,
-    **options: Any,
-) -> None:  # fmt: skip
+    shapes: tuple[str, ...], device: str | None, output: Path, overwrite: bool, as_json: bool, **options: Any
+) -> None:
     """Compare one layer's experts of different widths with vLLM's fused experts and with equal widths.
 
     \b
@@ -139,9 +143,7 @@ def kernel(
     from ddp_vllm.results import write_results
 
     settings = KernelSettings(
-        shapes=tuple(SHAPES) if shapes == "all" else tuple(shapes.split(",")),
-        tokens=_whole_numbers("--tokens", tokens),
-        sparsities=_whole_numbers("--sparsity", sparsities),
+        shapes=tuple(SHAPES) if shapes == ("all",) else shapes,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
         **options,
     )
@@ -164,67 +166,52 @@ def kernel(
 
 
 @bench.command()
-@click.option("--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a Hub name.")
-@click.option("--pruned", required=True, metavar="DIR", help="Pruned checkpoints, comma-separated.")
+@_dense
+@_pruned
 @click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
-@click.option("--batch", type=int, default=8, show_default=True, help="Sequences served at once.")
-@click.option("--context", type=int, default=2048, show_default=True, help="Tokens per sequence.")
+@click.option("--concurrency", type=int, default=8, show_default=True, help="Sequences served at once.")
+@click.option("--context-length", type=int, default=2048, show_default=True, help="Tokens per sequence.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option("--steps", type=int, default=96, show_default=True, help="Decode steps per round, in turns.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), show_default="not saved", help="Results.")
 @_overwrite
 @_json
 @click.argument("engine_arguments", nargs=-1)
-def steps(
-    pruned: str, phase: str, batch: int, context: int, output: Path | None, overwrite: bool, as_json: bool,
-    **options: Any,
-) -> None:  # fmt: skip
+def steps(as_json: bool, **options: Any) -> None:
     """Compare a step of vLLM's engine on the dense and the pruned model, and with the speedup the budget predicted.
 
     \b
-    ddp-vllm bench steps --dense MODEL --pruned ./pruned --batch 8 --context 1024
+    ddp-vllm bench steps --dense MODEL --pruned ./pruned --concurrency 8 --context-length 1024
 
     All engines run at once and take turns, so memory must hold all of them. ENGINE_ARGUMENTS after -- are passed to
     every vLLM engine.
     """
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.side_by_side import StepSettings, compare_steps
     from ddp_benchmarks.tables import plain_console
-    from ddp_vllm.checkpoint import read_checkpoint
-    from ddp_vllm.output import check_file
-    from ddp_vllm.results import write_results
 
-    if output:
-        check_file(output, overwrite=overwrite)
-    console = plain_console()
-    workload = Workload(phase=phase, batch=batch, context=context)
-    settings = StepSettings(workload=workload, pruned=tuple(pruned.split(",")), **options)
-    predictions = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in settings.pruned]
     with terminable():
-        found = compare_steps(settings, say=partial(console.print, style="dim"))
-    console.print(f"{workload}:")
-    for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
-        name = f"{Path(verdict['pruned']).name}: " if len(predictions) > 1 else ""
+        found = verbs.bench_steps(verbose=True, **options)
+    console = plain_console()
+    console.print(f"{Workload(**found['settings']['workload'])}:")
+    for verdict in found["verdicts"]:
+        name = f"{Path(verdict['pruned']).name}: " if len(found["verdicts"]) > 1 else ""
         console.print(f"{name}{verdict['sentence']}")
-        if prediction.get("workload") == asdict(workload):
-            console.print(f"{name}predicted {prediction['speedup']:.2f}×")
-            verdict["predicted"] = prediction["speedup"]
-    if output:
-        write_results(found, output)
+        if "predicted" in verdict:
+            console.print(f"{name}predicted {verdict['predicted']:.2f}×")
     if as_json:
         echo(json.dumps(found))
 
 
 @click.command()
 @click.argument("model")
-@click.option("--batch", "batches", default="8", show_default=True, help="Sequences served at once, by commas.")
-@click.option("--context", "contexts", default="2048", show_default=True, help="Tokens per sequence, by commas.")
+@list_option("--concurrency", of=int, default="8", help="Sequences served at once.")
+@list_option("--context-length", of=int, default="2048", help="Tokens per sequence.")
 @click.option("--rounds", type=int, default=2, show_default=True, help="Measurements of each shape.")
 @click.option("--steps", type=int, default=96, show_default=True, help="Decode steps per round, in turns.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True)
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
-def profile(model: str, batches: str, contexts: str, output: Path, overwrite: bool, **options: Any) -> None:
+def profile(output: Path, overwrite: bool, **options: Any) -> None:
     """Measure the time of a step of MODEL on this machine by the widths of its layers, for prune --speedup.
 
     \b
@@ -239,15 +226,9 @@ def profile(model: str, batches: str, contexts: str, output: Path, overwrite: bo
     from ddp_benchmarks.profile import ProfileSettings, describe, run_profile
     from ddp_benchmarks.tables import plain_console
 
-    settings = ProfileSettings(
-        model=model,
-        batches=_whole_numbers("--batch", batches),
-        contexts=_whole_numbers("--context", contexts),
-        **options,
-    )
     console = plain_console()
     with terminable():
-        run_profile(settings, output, overwrite=overwrite, say=partial(console.print, style="dim"))
+        run_profile(ProfileSettings(**options), output, overwrite=overwrite, say=partial(console.print, style="dim"))
     for line in describe(output):
         console.print(line)
     console.print(f"{output} has every measurement")
@@ -261,40 +242,18 @@ def _refuse_without(needed: str, *names: str) -> None:
             raise SettingError(f"--{name.replace('_', '-')} has no effect without {needed}; add {needed} or omit it")
 
 
-def _limits(option: str, text: str) -> list[int | None]:
-    return [None if part == "none" else _whole_numbers(option, part)[0] for part in text.split(",")]
-
-
-def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    numbers = _numbers(option, text)
-    if not all(number.is_integer() for number in numbers):
-        raise SettingError(f"{option} {text!r} is not a list of integers; pass, for example, 1,16,256")
-    return tuple(int(number) for number in numbers)
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    try:
-        return [float(value) for value in text.split(",")]
-    except ValueError:
-        raise SettingError(f"{option} {text!r} is not a list of numbers; pass, for example, 1,4,inf") from None
-
-
 @click.command()
 @click.argument("model")
-@click.option(
-    "--tasks", default="paper", show_default=True, help="Names by commas, or a suite: paper, nine, llama, generative."
-)
+@list_option("--tasks", default="paper", metavar="TASK,…", help="Tasks or suites: paper, nine, llama, generative.")
 @click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
-@click.option(
-    "--data", multiple=True, type=click.Path(path_type=Path), help="Folder or file with local rows; repeatable."
-)
-@click.option("--text", "texts", multiple=True, help="Compare with the dense model on this text; repeatable.")
+@list_option("--rows", of=Path, help="Folders or files with the rows of the tasks, instead of the Hub's.")
+@list_option("--text", "texts", help="Compare with the dense model on these texts.")
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
 @click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
-@click.option("--model-args", default="", metavar="K=V,…", help="Further arguments of lm-eval's model class.")
+@list_option("--model-args", metavar="K=V,…", help="Further arguments of lm-eval's model class.")
 @click.option(
     "--output",
     "-o",
@@ -303,17 +262,17 @@ def _numbers(option: str, text: str) -> list[float]:
     help="Folder for the results; --against uses its subfolder against-NAME.",
 )
 def eval(
-    model: str, tasks: str, texts: tuple[str, ...], against: str | None, output: Path | None, **options: Any
+    model: str, tasks: tuple[str, ...], texts: tuple[str, ...], against: str | None, output: Path | None, **options: Any
 ) -> None:
     """Evaluate MODEL, a folder or a Hub name, on the paper's tasks through lm-eval.
 
     \b
     ddp-vllm eval ./pruned --against MODEL
-    ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --data ./bench
+    ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --rows ./bench
     ddp-vllm eval ./pruned --text my_chats.jsonl
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense model or --against;
-    tasks run only if --tasks is passed too. With --data no rows come from the Hub: it has one file per task, such as
+    tasks run only if --tasks is passed too. With --rows no rows come from the Hub: it has one file per task, such as
     piqa_val.jsonl, and missing files are an error. Finished tasks are cached and reused.
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
@@ -326,14 +285,14 @@ def eval(
     with_tasks = click.get_current_context().get_parameter_source("tasks") is ParameterSource.COMMANDLINE
     if texts:
         if not with_tasks:
-            _refuse_without("--tasks together with --text", "backend", "data", "limit", "batch_size", "model_args")
+            _refuse_without("--tasks together with --text", "backend", "rows", "limit", "batch_size", "model_args")
         _evaluate_text(model, texts, against, output, options)
         if not with_tasks:
             return
-    pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args").split(",") if part]
+    pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args")]
     if any(len(pair) != 2 for pair in pairs):
         raise SettingError("--model-args requires name=value pairs, comma-separated, such as max_model_len=2048")
-    names = choose_tasks(tasks)
+    names = choose_tasks(",".join(tasks))
     settings = []
     for each in filter(None, (against, model)):
         chosen = output if output is None or each == model else against_output(each, output)

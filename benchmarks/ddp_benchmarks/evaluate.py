@@ -45,7 +45,7 @@ class EvalSettings:
     tasks: tuple[str, ...]
     backend: str = "hf"
     """`hf` (transformers) or `vllm`."""
-    data: tuple[Path, ...] = ()
+    rows: tuple[Path, ...] = ()
     """Local files and folders; if not empty, no rows are taken from the Hub."""
     limit: int | None = None
     """Evaluate only the first rows of each task; None: all."""
@@ -74,10 +74,10 @@ class EvalSettings:
 
     def files(self) -> dict[str, Path]:
         """Return the local file of each task; {} if rows come from the Hub. Raises: TextError if one is missing."""
-        files = find_files(self.tasks, self.data)
-        if self.data and (missing := [name for name in self.tasks if name not in files]):
+        files = find_files(self.tasks, self.rows)
+        if self.rows and (missing := [name for name in self.tasks if name not in files]):
             names = ", ".join(f"{TASKS[name].file}.jsonl" for name in missing)
-            folders = ", ".join(map(str, self.data))
+            folders = ", ".join(map(str, self.rows))
             raise TextError(
                 f"no local file for {', '.join(missing)} ({names}) in {folders}; add it, or choose other --tasks"
             )
@@ -181,7 +181,7 @@ def _call(connection: Connection, function: Callable[..., None], arguments: tupl
 
 def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str, Path]) -> None:
     """Load the model once and run lm-eval's tasks in turn; each result is saved before the next task starts."""
-    if settings.data:  # set before the first import that reads them
+    if settings.rows:  # set before the first import that reads them
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
     os.environ.update(engine_environment())
     from lm_eval import evaluator
@@ -192,9 +192,9 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
     evaluator.get_git_commit_hash = lambda: None  # it describes the working folder, not this program
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="ddp-vllm-tasks-") as temporary:
-        for name in names if settings.data else ():
+        for name in names if settings.rows else ():
             write_task(name, files[name], Path(temporary))
-        manager = TaskManager(include_path=temporary, include_defaults=False) if settings.data else TaskManager()
+        manager = TaskManager(include_path=temporary, include_defaults=False) if settings.rows else TaskManager()
         model, arguments = _load_model(settings)
         for number, name in enumerate(names, 1):
             console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")

@@ -35,9 +35,9 @@ class ProfileSettings:
     """Every setting of a profile; saved in it."""
 
     model: str
-    batches: tuple[int, ...] = (8,)
+    concurrency: tuple[int, ...] = (8,)
     """Sequences served at once."""
-    contexts: tuple[int, ...] = (2048,)
+    context_length: tuple[int, ...] = (2048,)
     """Tokens per sequence."""
     steps: int = 96
     """Decode steps per round, in turns with the dense model."""
@@ -48,9 +48,10 @@ class ProfileSettings:
     def check(self) -> None:
         """Check all settings. Raises: SettingError naming the value and its range."""
         check_lowest(self, steps=TURN, rounds=1)
-        for name, values, low in (("batch", self.batches, 1), ("context", self.contexts, self.steps)):
-            if not values or min(values) < low:
-                raise SettingError(f"--{name} {','.join(map(str, values))} has a value below {low}")
+        for name, low in (("concurrency", 1), ("context_length", self.steps)):
+            if not (values := getattr(self, name)) or min(values) < low:
+                flag = f"--{name.replace('_', '-')}"
+                raise SettingError(f"{flag} {','.join(map(str, values))} has a value below {low}")
 
 
 def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, say: Callable[[str], None]) -> None:
@@ -69,7 +70,7 @@ def run_profile(settings: ProfileSettings, output: Path, *, overwrite: bool, say
     if missing := [name for name in shapes if name not in done]:
         scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-profile-"))
         arguments = ["--load-format", "dummy", *settings.engine_arguments]
-        largest = largest_of(settings.batches, settings.contexts, settings.steps)
+        largest = largest_of(settings.concurrency, settings.context_length, settings.steps)
         say("starting the engine of the dense model")
         model = _without_weights(folder, config, None, scratch / "dense")
         with StepEngine(model, arguments, largest=largest, log=scratch / "dense.log") as dense:
@@ -90,8 +91,8 @@ def _rounds(name: str, engines: Mapping[str, StepEngine], settings: ProfileSetti
     for turn in range(-1, settings.rounds):
         cells = [
             take_turns(engines, Workload(phase="decode", batch=batch, context=context), settings.steps, max(turn, 0))
-            for batch in settings.batches
-            for context in settings.contexts
+            for batch in settings.concurrency
+            for context in settings.context_length
         ]
         dense, own = ([each[one] for each in cells] for one in engines)
         found.append({"round": turn, "shape": name, "cells": own, "beside": dense})

@@ -89,13 +89,13 @@ class StepEngine(Engine):
         if limits["max_num_seqs"] < batch:
             raise SettingError(
                 f"the engine arguments limit vLLM to {limits['max_num_seqs']} sequences, below the batch of {batch} to "
-                "be timed; omit --max-num-seqs, or choose a smaller batch"
+                "be timed; omit --max-num-seqs, or pass a lower --concurrency"
             )
         if limits["kv_cache"] < batch:
             raise SettingError(
                 f"the KV cache of {self.describe()} holds {limits['kv_cache']} sequences of {tokens} tokens, below the "
-                f"batch of {batch} to be timed; choose a smaller batch or context, or a larger cache "
-                "(VLLM_CPU_KVCACHE_SPACE in GiB on a CPU, --gpu-memory-utilization on a GPU)"
+                f"batch of {batch} to be timed; pass a lower --concurrency or --context-length, or a "
+                "larger cache (VLLM_CPU_KVCACHE_SPACE in GiB on a CPU, --gpu-memory-utilization on a GPU)"
             )
 
     def stop(self) -> None:

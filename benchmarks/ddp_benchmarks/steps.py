@@ -94,7 +94,7 @@ class Batch:
             if len(outputs) != len(self.names):
                 raise RuntimeError(
                     f"a decode step ran {len(outputs)} of {len(self.names)} sequences, so it does not time the batch; "
-                    "choose a smaller batch or context, or omit the engine arguments that split a batch"
+                    "pass a lower --concurrency or --context-length, or omit the engine arguments that split a batch"
                 )
         return seconds
 
@@ -125,7 +125,7 @@ def prefill_before_decode(scheduler: Any) -> None:
         if not output.total_num_scheduled_tokens:
             raise RuntimeError(
                 f"the KV cache is full with {len(scheduler.running)} sequences while {len(scheduler.waiting)} wait; "
-                "choose a smaller batch or context, or a larger KV cache"
+                "pass a lower --concurrency or --context-length, or a larger KV cache"
             )
         return output
 

@@ -1,12 +1,13 @@
-"""The verbs profile, bench and evaluate as functions of `ddp_vllm`. Each imports what it needs when it is called."""
+"""The verbs profile, bench, bench_steps and evaluate as functions. Each imports what it needs when it is called."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
-from ddp_vllm.latency import Profile, read_profile
+from ddp_vllm.latency import Profile, Workload, read_profile
 from ddp_vllm.results import results_folder
 
 
@@ -20,11 +21,13 @@ def profile(
 ) -> Profile:
     """Measure in vLLM how long a step of a model takes here by the widths of its layers, for `prune(speedup=…)`.
 
-    settings: any field of `ProfileSettings` (`batches`, `contexts`, `steps`, `rounds`, `engine_arguments`). Returns the
-    `Profile` that was written.
+    settings: any field of `ProfileSettings` (`concurrency` and `context_length`, each one number or several,
+    `steps`, `rounds`, `engine_arguments`). Returns the `Profile` that was written.
     """
     from ddp_benchmarks.profile import ProfileSettings, run_profile
 
+    for name in {"concurrency", "context_length"} & settings.keys():
+        settings[name] = (settings[name],) if isinstance(settings[name], int) else tuple(settings[name])
     chosen, file = ProfileSettings(model=str(model), **settings), Path(output)
     run_profile(chosen, file, overwrite=overwrite, say=line_printer(verbose))
     return read_profile(file)
@@ -54,6 +57,43 @@ def bench(
     return dict(run_benchmark(chosen, file, say=line_printer(verbose)))
 
 
+def bench_steps(
+    dense: str | Path,
+    pruned: str | Path | Iterable[str | Path],
+    *,
+    phase: str = "decode",
+    concurrency: int = 8,
+    context_length: int = 2048,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    verbose: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Compare a step of vLLM's engine on the dense model and the pruned ones, which run at once and take turns.
+
+    phase: `decode` or `prefill`. concurrency: sequences served at once. context_length: tokens per sequence. settings:
+    `rounds`, `steps`, `engine_arguments`. Returns the results as they are written to `output`, if that is given;
+    `["verdicts"]` states how much faster each pruned model is, and was predicted to be if this workload was its budget.
+    """
+    from ddp_benchmarks.side_by_side import StepSettings, compare_steps
+    from ddp_vllm.checkpoint import read_checkpoint
+    from ddp_vllm.output import check_file
+    from ddp_vllm.results import write_results
+
+    if output:
+        check_file(Path(output), overwrite=overwrite)
+    workload = Workload(phase=phase, batch=concurrency, context=context_length)
+    chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
+    predictions = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in chosen.pruned]
+    found = compare_steps(chosen, say=line_printer(verbose))
+    for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
+        if prediction.get("workload") == asdict(workload):
+            verdict["predicted"] = prediction["speedup"]
+    if output:
+        write_results(found, Path(output))
+    return found
+
+
 def evaluate(
     model: str | Path,
     *,
@@ -65,15 +105,15 @@ def evaluate(
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's results.
 
     tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`. output: a folder, by default `eval`
-    in the model's. settings: any field of `EvalSettings` (`limit`, `data`, `backend`, …).
+    in the model's. settings: any field of `EvalSettings` (`limit`, `rows`, `backend`, …).
     `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     from ddp_benchmarks import evaluate as evaluating
     from ddp_benchmarks.tasks import choose_tasks
 
     folder = Path(output) if output else default_output(str(model))
-    data = tuple(map(Path, _several(settings.pop("data", ()))))
-    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, data=data, **settings)
+    rows = tuple(map(Path, _several(settings.pop("rows", ()))))
+    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, rows=rows, **settings)
     chosen.check()
     with results_folder(folder):
         return dict(evaluating.evaluate(chosen, say=line_printer(verbose)))

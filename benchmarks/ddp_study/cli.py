@@ -8,22 +8,18 @@ import click
 from ddp_study import verbs
 from ddp_study.tables import TABLES
 from ddp_vllm.cli import echo
-from ddp_vllm.options import Sizes
+from ddp_vllm.options import fraction, list_option
 
 
 @click.command()
 @click.argument("table", type=click.Choice([*TABLES]))
 @click.argument("model")
-@click.option(
-    "--data",
-    "texts",
-    multiple=True,
-    help="Training text, named as for prune; each further text adds rows of its own. [default: as prune]",
-)
+@list_option("--data", whole=",".join, help="Training text, named as for prune. [default: as prune]")
+@list_option("--other-data", metavar="TEXT,…", help="Further texts; each adds rows that are trained on it instead.")
 @click.option("--test", type=click.Path(path_type=Path), required=True, help="Text file to evaluate on.")
-@click.option("--methods", "names", help="Rows, separated by commas. [default: all rows of the table]")
-@click.option("--sparsity", type=Sizes(), default="0.2,0.5", show_default=True, help="Fractions to remove, by commas.")
-@click.option("--seeds", default="0", show_default=True, help="Seeds of the order of the text, comma-separated.")
+@list_option("--methods", metavar="ROW,…", help="Rows of the table. [default: all]")
+@list_option("--sparsity", of=fraction, default="0.2,0.5", help="Fractions to remove.")
+@list_option("--seeds", of=int, default="0", help="Seeds of the order of the text.")
 @click.option("--steps", type=int, help="Optimizer steps of a method that trains. [default: 1000]")
 @click.option("--batch-size", type=int, help="Sequences per optimizer step. [default: 16]")
 @click.option("--seq-len", type=int, help="Tokens per sequence. [default: 2048]")
@@ -35,10 +31,7 @@ from ddp_vllm.options import Sizes
 )
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML file with settings of a run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-def study(
-    table: str, model: str, output: Path, recipe_file: Path | None, names: str | None, texts: tuple[str, ...],
-    **settings: Any,
-) -> None:  # fmt: skip
+def study(table: str, model: str, output: Path, recipe_file: Path | None, data: str, **settings: Any) -> None:
     """Reproduce a TABLE of the paper for MODEL, every row at the same exact budget.
 
     \b
@@ -50,9 +43,5 @@ def study(
     weights are trained once the masks are final: wanda-sp+scales, lorap+recovered. After an interruption, or with more
     rows, sparsities, seeds or tables, the same command computes only the missing cells.
     """
-    if names:
-        settings["methods"] = names.split(",")
-    if texts:
-        settings |= {"data": texts[0], "other_data": texts[1:]}
-    page = verbs.study(table, model, output=output, recipe=recipe_file, verbose=True, **settings)
+    page = verbs.study(table, model, output=output, recipe=recipe_file, verbose=True, data=data or None, **settings)
     echo(f"written: {page}")

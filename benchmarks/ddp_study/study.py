@@ -129,7 +129,7 @@ class Study:
             if (value := getattr(self.recipe, name)) != required:
                 raise SettingError(f"{name} is {value!r}; a study compares equal numbers of units: set {required!r}")
         if self.table == "data" and not self.methods and not self.other_data:
-            raise SettingError(f"data is only {self.recipe.data}; pass --data several times, once for each text")
+            raise SettingError(f"data is only {self.recipe.data}; pass others with --other-data")
         self._check_rows()
 
     def _check_rows(self) -> None:

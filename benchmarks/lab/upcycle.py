@@ -321,7 +321,7 @@ A Qwen2-MoE made of {parent} by `benchmarks/lab/upcycle.py` of ddp-vllm. Of each
 most energy are a shared expert; the others are dealt out to {plan.num_experts} routed experts, each to one, of which
 a token sees {plan.num_chosen}. MLPs and routers then learned {plan.steps} steps of {plan.batch_size}×{SEQ_LEN} tokens
 from the parent. It is for testing the pruning and serving of mixtures of experts. It knows no more than its parent and
-was hardly trained as a mixture, so what pruning does to it says little about pretrained ones. The parent's licence
+was hardly trained as a mixture, so what pruning does to it says little about pretrained ones. The parent's license
 applies.
 
 | perplexity on | parent | this | this, every token given to the experts beside its own |

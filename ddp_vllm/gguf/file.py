@@ -69,8 +69,8 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
     if type_name not in TYPES:
         whole = output.with_name(f"{output.stem}-F16.gguf")
         raise SettingError(
-            f"--type {type_name} is none of {', '.join(TYPES)}, but llama.cpp may make it from F16: "
-            f"ddp-vllm export {folder} --type F16 -o {whole} && llama-quantize {whole} {output} {type_name}"
+            f"--outtype {type_name.lower()} is none of {', '.join(TYPES).lower()}, but llama.cpp may make it from F16: "
+            f"ddp-vllm export {folder} --outtype f16 -o {whole} && llama-quantize {whole} {output} {type_name}"
         )
     check_file(output, overwrite=overwrite)
     checkpoint = read_checkpoint(folder, dense=True)

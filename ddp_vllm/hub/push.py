@@ -4,10 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-import click
-
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import echo
 from ddp_vllm.errors import OutputError, SettingError
 from ddp_vllm.manifest import MANIFEST, check_manifest, to_text
 from ddp_vllm.pages.card import model_card
@@ -17,44 +14,7 @@ _PART = r"\w[\w.-]{0,95}(?<![.-])"
 REPOSITORY = re.compile(rf"(?!.*(--|\.\.|\.git$)){_PART}/{_PART}", re.ASCII)  # as the hub's own client checks
 
 
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.argument("repository")
-@click.option("--private", is_flag=True, help="Make a new repository private.")
-@click.option("--revision", show_default="main", help="Branch to push to.")
-@click.option("--license", "license_name", help="License of the dense model in the hub's spelling, e.g. apache-2.0.")
-@click.option(
-    "--base-model", show_default="the model it was pruned from, if on the hub", help="The dense model on the hub."
-)
-@click.option("--dry-run", is_flag=True, help="Print what would be published, without using the network.")
 def push(
-    folder: Path,
-    repository: str,
-    private: bool,
-    revision: str | None,
-    license_name: str | None,
-    base_model: str | None,
-    dry_run: bool,
-) -> None:
-    """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
-
-    \b
-    ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
-
-    Every file is compared with the manifest first, and no other file is sent. Log in first with `hf auth login`, or set
-    HF_TOKEN.
-    """
-    sizes = publish(
-        folder, repository, private=private, revision=revision, license_name=license_name, base_model=base_model,
-        dry_run=dry_run,
-    )  # fmt: skip
-    for name, size in sizes.items():
-        echo(f"{size:>15,}  {name}")
-    total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
-    echo(f"{total} {'would be published' if dry_run else 'published'} to {repository}")
-
-
-def publish(
     folder: str | Path,
     repository: str,
     *,

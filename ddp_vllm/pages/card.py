@@ -52,7 +52,7 @@ loads the config first, and the config class is part of this folder."""
 LLAMA_CPP = """In llama.cpp, from a file that ddp-vllm makes from the downloaded folder:
 
 ```bash
-ddp-vllm export {place} --type Q8_0 -o {name}.gguf
+ddp-vllm export {place} --outtype q8_0 -o {name}.gguf
 llama-server -m {name}.gguf
 ```"""
 

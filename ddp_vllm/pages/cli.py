@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ddp_vllm.cli import echo
 from ddp_vllm.folder import read
 from ddp_vllm.folder import verify as verify_folder
+from ddp_vllm.options import list_option
 from ddp_vllm.pages import verbs
 
 
@@ -50,12 +52,7 @@ def report(folder: Path, output: Path | None) -> None:
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
-@click.option(
-    "--results",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="A results file outside the folders, or a folder that eval -o wrote; may be repeated.",
-)
+@list_option("--results", of=Path, help="Results files outside the folders, or folders that eval -o wrote.")
 @click.option("--dense", metavar="MODEL", show_default="that of the recipe", help="The dense model.")
 @click.option(
     "--tolerance",
@@ -63,14 +60,7 @@ def report(folder: Path, output: Path | None) -> None:
     help="Name the fastest model whose perplexity is at most this many times the dense model's.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
-def compare(
-    folders: tuple[Path, ...],
-    output: Path,
-    results: tuple[Path, ...],
-    dense: str | None,
-    tolerance: float | None,
-    overwrite: bool,
-) -> None:
+def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, **options: Any) -> None:
     """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
 
     \b
@@ -78,9 +68,7 @@ def compare(
 
     Results of bench and eval are found in each folder and its eval folder, or passed with --results.
     """
-    comparison = verbs.compare(
-        folders, output=output, results=results, dense=dense, tolerance=tolerance, overwrite=overwrite
-    )
+    comparison = verbs.compare(folders, output=output, tolerance=tolerance, **options)
     if tolerance is not None:
         from ddp_vllm.pages.compare import choice
 

@@ -1,4 +1,4 @@
-"""The pictures of the pages: black, grey and shapes only, narrow enough that their text can be read on a phone.
+"""The pictures of the pages: black, gray and shapes only, narrow enough that their text can be read on a phone.
 
 Each `draw_` function draws into a figure of matplotlib, and `render` makes a picture of the figure. Legend: L layers,
 U units of a layer.

@@ -87,14 +87,14 @@ def draw(metrics: Metrics) -> list[Picture]:
         drawn.append(_scales(metrics))
     if metrics.pruning:
         caption = (
-            "Losses: each step in light grey, and a running mean over a twentieth of the steps. At the vertical line "
+            "Losses: each step in light gray, and a running mean over a twentieth of the steps. At the vertical line "
             "the kept units are fixed; after it only their scales are trained."
         )
         target = provenance.get("recipe", {}).get("sparsity") or None
         steps = provenance.get("search_steps")
         drawn.append(_curves("curves", "Training", caption, metrics.pruning, target=target, rounded_after=steps))
     if metrics.recovery:
-        caption = "The weights are trained on the dense model's outputs. Each step in light grey, and a running mean."
+        caption = "The weights are trained on the dense model's outputs. Each step in light gray, and a running mean."
         drawn.append(_curves("recovery", "Recovery", caption, metrics.recovery, target=None, rounded_after=None))
     return drawn
 

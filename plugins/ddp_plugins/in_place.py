@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
 
-from ddp_vllm.convert.formats import opened_in_place
+from ddp_vllm.conversion.formats import opened_in_place
 from ddp_vllm.errors import DdpError
 from ddp_vllm.remote_code import configuration_ddp
 

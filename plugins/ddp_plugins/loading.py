@@ -10,8 +10,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 
 from ddp_plugins.limits import warn_of_new_vllm
-from ddp_vllm.convert.formats import IN_PLACE, SUBBLOCKS
-from ddp_vllm.convert.shapes import is_leftover
+from ddp_vllm.conversion.formats import IN_PLACE, SUBBLOCKS
+from ddp_vllm.conversion.shapes import is_leftover
 from ddp_vllm.errors import CheckpointError
 from ddp_vllm.masks import is_mask
 from ddp_vllm.remote_code.widths import ModelWidths

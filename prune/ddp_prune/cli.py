@@ -26,6 +26,7 @@ INSTEAD = {  # field -> the options in its place: an argument, one per budget, a
     "target": [click.option(f"--target-{budget}", metavar="N", help=text) for budget, text in TARGETS.items()],
 }  # fmt: skip
 SIZES = {"sparsity", "speedup"}  # may have several values
+LISTS = {"data", "watch"}  # text with commas
 HEADINGS = {  # heading -> its fields and options; the last heading has all others
     "Budget": (
         *("sparsity", "attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes", "speedup"),
@@ -51,7 +52,7 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
 
 @click.command(cls=Grouped, headings=HEADINGS)
 @click.argument("model")
-@settings_options(Recipe, instead=INSTEAD, sizes=SIZES)
+@settings_options(Recipe, instead=INSTEAD, sizes=SIZES, lists=LISTS)
 @recipe_option
 @click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
 @output_option
@@ -74,12 +75,13 @@ def prune(
 
     MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel on text; units whose
     gates close are removed. The remaining weights are distilled from the dense model at the same time, and for longer
-    with --recover. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to one folder
-    each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm prune …
+    with --recover-minutes. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to one
+    folder each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm
+    prune …
     """
     settings = _with_target(given(settings))
     if dry_run:
-        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings)))
+        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings).lines))
         return
     if on:
         raise SettingError("on estimates for other GPUs and trains nothing; add --dry-run")

@@ -28,7 +28,7 @@ DENSE_BLOCKS = ("attn", "mlp")
 
 
 class _Scale(torch.autograd.Function):
-    """x[t] · mask, where each entry of the mask scales `columns` neighbours; backward also squares per-token gradients.
+    """x[t] · mask, where each entry of the mask scales `columns` neighbors; backward also squares per-token gradients.
 
     The gradient of a mask is a sum over tokens, and its terms exist only in backward, which adds their squares to
     `squares_U`: the diagonal of the empirical Fisher. `kept` are the units that x has; None means all units.

@@ -147,7 +147,7 @@ def prune_size(
                 write(inputs, run, result, state, overwrite=overwrite)
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                if not run.recipe.recover or "recovery" in provenance_of(output):
+                if not run.recipe.recover_minutes or "recovery" in provenance_of(output):
                     show(read_checkpoint(output), run.recipe.model, inputs.console)
                 if is_unfinished(output):
                     state.remove()
@@ -156,7 +156,9 @@ def prune_size(
 def is_written(inputs: Inputs, run: Run, output: Path) -> bool:
     """Tell whether an interrupted command with this run, text and weights has already written `output`."""
     found, recipe = provenance_of(output), run.recipe
-    lacks_recovery = recipe.recover and found.get("recipe", {}).get("recover") and "recovery" not in found
+    lacks_recovery = (
+        recipe.recover_minutes and found.get("recipe", {}).get("recover_minutes") and "recovery" not in found
+    )
     was_interrupted = run.in_family or lacks_recovery or is_unfinished(output)
     same_run = found.get("run") == run.to_dict() and found.get("learned_from") == inputs.learned_from
     return bool(was_interrupted and same_run and is_same_recipe(found.get("recipe", {}), recipe))

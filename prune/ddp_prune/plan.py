@@ -1,6 +1,7 @@
 """The dry run, `prune --dry-run`: what a run would remove, and the memory and time it would take. Text is not read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,8 +27,23 @@ from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Profile
 
 
-def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> list[str]:
-    """Return the lines that describe what `prune` would do. Raises: as `prune` before it loads the model.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `prune` would do."""
+
+    lines: tuple[str, ...]
+    """Description, as `prune --dry-run` prints it."""
+    removed: tuple[float | None, ...]
+    """Removed share of the whole model, one per size: of its FLOPs or KV cache with these budgets, else of its
+    parameters. None for the budget `latency`, where it depends on the search."""
+    peak_bytes: float | None = None
+    """Memory of training; None if it was estimated for other GPUs, where it is in `lines` per training mode."""
+    seconds: float | None = None
+    """Time of training and of recovery; None if it was not measured."""
+
+
+def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan:
+    """Describe what `prune` would do. Raises: as `prune` before it loads the model.
 
     on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not for this machine.
     """
@@ -38,18 +54,21 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> list
     check_sharding(first, accelerator.num_processes)
     source = find_model(first, output)
     profile = latency_profile(first, source, _refuse_to_measure)
-    lines, pools_of = list[str](), []
+    lines, removed, pools_of = list[str](), list[float | None](), []
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
         head_unit, pools = suited_pools(recipe, source, source.shapes, profile)
         pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
-        lines += _removed_of_model(recipe, source, pools)
+        share, described = _removed_of_model(recipe, source, pools)
+        removed.append(share)
+        lines += described
     if on:
         tokens = last.steps * last.batch_size * last.seq_len
         distilled = last.distillation > 0
-        return [*lines, *describe(source.config, on, seq_len=last.seq_len, tokens=tokens, distillation=distilled)]
+        lines += describe(source.config, on, seq_len=last.seq_len, tokens=tokens, distillation=distilled)
+        return Plan(lines=tuple(lines), removed=tuple(removed))
     mode = resolve_training_mode(first, source, output, accelerator, lines.append)
     recipes = settle(recipes, output, mode, source, pools, head_unit, accelerator, lines.append)
     runs, last = make_runs(recipes, pools_of, mode, profile), recipes[-1]
@@ -61,14 +80,18 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> list
     )
     lines += [memory, text]
     if needed > USABLE * free_memory(accelerator):
-        return [*lines, "time: not measured, because memory is short"]
+        lines.append("time: not measured, because memory is short")
+        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed)
     seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     steps = sum(each.steps.last - each.steps.first for each in runs)
     lines.append(
         f"time: about {_duration(steps * seconds)}: {steps:,} steps of {_duration(seconds)}, measured now on random "
         "tokens with all gates open; steps get faster as gates close"
     )
-    return [*lines, f"      plus {first.recover:g} minutes of recovery"] if first.recover else lines
+    if first.recover_minutes:
+        lines.append(f"      plus {first.recover_minutes:g} minutes of recovery")
+    whole = steps * seconds + 60 * first.recover_minutes * len(recipes)
+    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed, seconds=whole)
 
 
 def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
@@ -78,20 +101,22 @@ def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
     )
 
 
-def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> Iterator[str]:
-    """Yield which share of the whole model is removed, and which option removes that share of the whole."""
+def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> tuple[float | None, list[str]]:
+    """Return which share of the whole model is removed, and lines about it and the option that removes that share."""
     config, layers = source.config, dense_layers(source.config)
-    if recipe.budget in ("flops", "kv-bytes"):
-        (pool,) = pools
-        whole = whole_model(recipe.budget, config, layers, source.shapes, recipe.context_length)
-        left = whole - pool.total + pool.kept
-        yield (
-            f"removed: {1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {1 - left / whole:.1%} of the "
-            f"model: {whole:,.0f} → {left:,.0f} per token"
-        )
     if recipe.budget not in ("units", "params"):
-        yield "parameters: how many are removed depends on which units the search removes"
-        return
+        share: float | None = None
+        lines: list[str] = []
+        if recipe.budget != "latency":
+            (pool,) = pools
+            whole = whole_model(recipe.budget, config, layers, source.shapes, recipe.context_length)
+            left = whole - pool.total + pool.kept
+            share = 1 - left / whole
+            lines = [
+                f"removed: {1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the model: "
+                f"{whole:,.0f} → {left:,.0f} per token"
+            ]
+        return share, [*lines, "parameters: how many are removed depends on which units the search removes"]
     whole = whole_model("params", config, layers, source.shapes, recipe.context_length)
     prunable = {"attn": 0.0, "mlp": 0.0, "experts": 0.0}
     for price, layer in zip(prices("params", config, source.shapes, recipe.context_length), layers, strict=True):
@@ -107,7 +132,7 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
     wanted = (1.0 - recipe.sparsity) * whole
     if recipe.sparsity and wanted > whole - total:
         line += f"; to remove {recipe.sparsity:.0%} of the model: --target-params {short(wanted)}"
-    yield line
+    return removed / whole, [line]
 
 
 def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, str]:

@@ -6,12 +6,12 @@ resolved from them. Both are saved inside the run and inside the checkpoint, so 
 of the command line, their help texts and defaults are made from these fields.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ddp_training.settings import TrainingSettings
+from ddp_training.settings import TrainingKeywords, TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import PHASES, Workload
 from ddp_vllm.settings import Settings, check_known, read_settings, setting
@@ -122,7 +122,7 @@ class Recipe(TrainingSettings):
     also distills the remaining weights, except embeddings, from the dense model. With its teacher, a second copy of the
     model, `weights` requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`. `auto` is `weights` if
     memory holds one of them, and `masks` for the controller `alm`."""
-    recover: float = setting(0.0, least=0)
+    recover_minutes: float = setting(0.0, least=0)
     """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
     def __post_init__(self) -> None:
@@ -172,10 +172,43 @@ class Recipe(TrainingSettings):
         own = self.attention_sparsity if module_type == "attn" else None
         return self.sparsity if own is None else own
 
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, as a recipe file would state them."""
+        values = self.to_dict()
+        return {each.name: values[each.name] for each in fields(self) if getattr(self, each.name) != each.default}
+
     @property
     def workload(self) -> Workload:
         """Workload whose time the budget `latency` limits."""
         return Workload(phase=self.phase, batch=self.concurrency, context=self.context_length)
+
+
+class RecipeKeywords(TrainingKeywords, total=False):
+    """The settings of a recipe, without its model, as keywords of `prune`, `prune_sizes` and `plan`."""
+
+    sparsity: float | Sequence[float]
+    attention_sparsity: float | None
+    target: float | str
+    speedup: float | Sequence[float]
+    budget: str
+    context_length: int
+    concurrency: int
+    phase: str
+    profile: str | Path
+    other_machine: bool
+    scope: str
+    whole_experts: bool
+    head_unit: str
+    align: int
+    tp: int
+    steps: int
+    minutes: float
+    controller: str
+    polish: float
+    alm: Mapping[str, Any]
+    masks_every: int
+    train: str
+    recover_minutes: float
 
 
 def load_recipes(path: Path | None, settings: Mapping[str, Any]) -> list[Recipe]:

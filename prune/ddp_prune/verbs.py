@@ -7,35 +7,38 @@ import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import ddp_vllm
-from ddp_prune.recipe import Recipe, load_recipes
+from ddp_prune.recipe import Recipe, RecipeKeywords, load_recipes
 from ddp_prune.run import schedule
 from ddp_training.settings import TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import check_output, clear, is_unfinished
 
+if TYPE_CHECKING:
+    from ddp_prune.plan import Plan
+
 
 def prune(
     model: str | Path,
     *,
     output: str | Path,
-    recipe: str | Path | None = None,
+    recipe: str | Path | Recipe | None = None,
     overwrite: bool = False,
     tracker: str | None = None,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[RecipeKeywords],
 ) -> Checkpoint:
     """Find the units a model needs least, remove them and write the pruned checkpoint.
 
     If the call is interrupted, the same call resumes it.
 
-    model: a folder or a hub name. recipe: a TOML file with settings. overwrite: replace an existing pruned folder.
-    tracker: also log to this tracker, such as `tensorboard`. verbose: print what the command line prints. settings: any
-    field of a `Recipe` (`sparsity`, `data`, `steps`, …); these are the options of
-    [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
+    model: a folder or a hub name. recipe: a TOML file with settings, or a `Recipe`, whose model is not used. overwrite:
+    replace an existing pruned folder. tracker: also log to this tracker, such as `tensorboard`. verbose: print what the
+    command line prints. settings: any field of a `Recipe` (`sparsity`, `data`, `steps`, …), which overrides that of
+    `recipe`; these are the options of [`ddp-vllm prune`](commands.md#ddp-vllm-prune).
     """
     if (count := len(_recipes(model, recipe, settings))) > 1:
         raise SettingError(f"{count} sizes are given, but prune makes one; prune_sizes makes several")
@@ -47,11 +50,11 @@ def prune_sizes(
     model: str | Path,
     *,
     output: str | Path,
-    recipe: str | Path | None = None,
+    recipe: str | Path | Recipe | None = None,
     overwrite: bool = False,
     tracker: str | None = None,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[RecipeKeywords],
 ) -> list[Checkpoint]:
     """Prune a model to several sizes in one search, such as `sparsity=[0.1, 0.2, 0.3]`.
 
@@ -59,7 +62,7 @@ def prune_sizes(
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
-    resumes = output.is_dir() and (recipes[0].recover or len(recipes) > 1 or is_unfinished(output))
+    resumes = output.is_dir() and (recipes[0].recover_minutes or len(recipes) > 1 or is_unfinished(output))
     if not resumes:
         check_output(output, overwrite=overwrite)
     from ddp_prune import pipeline
@@ -75,12 +78,12 @@ def prune_sizes(
 
 def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
     """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered."""
-    if not recipe.recover or "recovery" in checkpoint.provenance:
+    if not recipe.recover_minutes or "recovery" in checkpoint.provenance:
         return checkpoint
     shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
     return ddp_vllm.recover(
         checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
-        minutes=recipe.recover, **shared,
+        minutes=recipe.recover_minutes, **shared,
     )  # fmt: skip
 
 
@@ -88,11 +91,13 @@ def plan(
     model: str | Path,
     *,
     output: str | Path = "pruned",
-    recipe: str | Path | None = None,
+    recipe: str | Path | Recipe | None = None,
     on: str | None = None,
-    **settings: Any,
-) -> list[str]:
-    """Return lines on what `prune` would remove and on the memory and time it would take; nothing is written.
+    **settings: Unpack[RecipeKeywords],
+) -> "Plan":
+    """Return what `prune` would remove and the memory and time it would take; nothing is written.
+
+    The result has `lines`, which `prune --dry-run` prints, and the numbers `removed`, `peak_bytes` and `seconds`.
 
     on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead of for this machine.
     """
@@ -102,8 +107,10 @@ def plan(
     return planning.plan(recipes, Path(output), on)
 
 
-def _recipes(model: str | Path, recipe: str | Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
+def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Mapping[str, Any]) -> list[Recipe]:
     """Return the recipe of each size. Raises: SettingError before anything expensive."""
+    if isinstance(recipe, Recipe):
+        settings, recipe = recipe.changed() | settings, None
     recipes = load_recipes(Path(recipe) if recipe else None, {**settings, "model": model})
     schedule(recipes)
     return recipes

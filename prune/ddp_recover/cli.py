@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ddp_prune.cli import HEADINGS
+from ddp_prune.cli import HEADINGS, LISTS
 from ddp_recover import verbs
 from ddp_recover.recipe import INHERITED, RecoveryRecipe
 from ddp_vllm.cli import echo
@@ -14,7 +14,7 @@ from ddp_vllm.options import Grouped, given, output_option, overwrite_option, re
 
 @click.command(cls=Grouped, headings=HEADINGS)
 @click.argument("model")
-@settings_options(RecoveryRecipe, instead={"model": ()}, inherited=INHERITED)
+@settings_options(RecoveryRecipe, instead={"model": ()}, inherited=INHERITED, lists=LISTS)
 @recipe_option
 @output_option
 @overwrite_option
@@ -30,8 +30,8 @@ def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool,
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
-    "--scheme", type=click.Choice(["W8A8", "FP8", "W4A16"]), required=True,
-    help="8-bit integers, 8-bit floats, or 4-bit weights alone.",
+    "--scheme", type=click.Choice(["W8A8", "FP8_DYNAMIC", "W4A16"]), required=True,
+    help="8-bit integers, 8-bit floats, or 4-bit weights alone, by llm-compressor's names.",
 )  # fmt: skip
 @output_option
 @overwrite_option

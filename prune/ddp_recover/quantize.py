@@ -29,10 +29,8 @@ UNQUANTIZED = "lm_head"  # the output head keeps its dtype, like the embedding i
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """The number formats of weights and activations."""
+    """How vLLM runs one of llm-compressor's preset schemes."""
 
-    preset: str
-    """llm-compressor's name."""
     block: int
     """vLLM's faster kernels require the inputs and outputs of a layer to be multiples of this."""
     is_strict: bool = False
@@ -41,10 +39,10 @@ class Scheme:
     """Possible numbers of weights per scale; the largest that divides all inputs is used, else one scale per output."""
 
 
-SCHEMES = {
-    "W8A8": Scheme(preset="W8A8", block=16),
-    "FP8": Scheme(preset="FP8_DYNAMIC", block=16),
-    "W4A16": Scheme(preset="W4A16", block=32, is_strict=True, groups=(128, 64, 32)),
+SCHEMES = {  # by llm-compressor's names
+    "W8A8": Scheme(block=16),
+    "FP8_DYNAMIC": Scheme(block=16),
+    "W4A16": Scheme(block=32, is_strict=True, groups=(128, 64, 32)),
 }
 
 
@@ -52,16 +50,18 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: C
     """Write the model in `folder`, pruned or dense, with quantized weights; all other files are copied.
 
     say: prints a line on the layers that a kernel runs more slowly, if there are any.
-    Raises: CheckpointError if the model is quantized already; SettingError for routed experts, and for widths that no
-        kernel supports; OutputError as `atomic_folder`; ModuleNotFoundError without llm-compressor; DdpError if
-        llm-compressor fails.
+    Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for routed experts, and
+        for widths that no kernel supports; OutputError as `atomic_folder`; ModuleNotFoundError without llm-compressor;
+        DdpError if llm-compressor fails.
     """
+    if scheme not in SCHEMES:
+        raise SettingError(f"scheme is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
     check_output(output, overwrite=overwrite)
     checkpoint = _open(folder)
     if note := kernel_note(checkpoint, scheme):
         say(note)
     with atomic_folder(output, overwrite=overwrite) as new, tempfile.TemporaryDirectory(dir=new) as work:
-        _compress(checkpoint, SCHEMES[scheme], Path(work))
+        _compress(checkpoint, scheme, Path(work))
         _write(checkpoint, Path(work), new, output)
 
 
@@ -121,15 +121,15 @@ def linear_sizes(checkpoint: Checkpoint) -> Iterator[tuple[int, str, int, int]]:
                 yield layer, projection.name, shape[0], shape[1]
 
 
-def _compress(checkpoint: Checkpoint, scheme: Scheme, work: Path) -> None:
+def _compress(checkpoint: Checkpoint, scheme: str, work: Path) -> None:
     """Let llm-compressor write weights and a config into `work`. Raises: ModuleNotFoundError, DdpError."""
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    formats: dict[str, Any] = {"scheme": scheme.preset}
+    formats: dict[str, Any] = {"scheme": scheme}
     inputs = [inputs for *_, inputs in linear_sizes(checkpoint)]
-    if group_size := next((size for size in scheme.groups if not any(each % size for each in inputs)), None):
+    if group_size := next((size for size in SCHEMES[scheme].groups if not any(each % size for each in inputs)), None):
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
         weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group_size)

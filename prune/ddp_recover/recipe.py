@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_training.settings import TrainingSettings
+from ddp_training.settings import TrainingKeywords, TrainingSettings
 from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import read_settings, setting
 
@@ -43,6 +43,17 @@ class RecoveryRecipe(TrainingSettings):
     def steps(self) -> int:
         """Optimizer steps; at least one."""
         return max(1, self.tokens // (self.batch_size * self.seq_len))
+
+
+class RecoveryKeywords(TrainingKeywords, total=False):
+    """The settings of a recovery, without its model, as keywords of `recover`."""
+
+    teacher: str | Path
+    minutes: float
+    tokens: int
+    method: str
+    rank: int
+    warmup: float
 
 
 def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Mapping[str, Any]) -> RecoveryRecipe:

@@ -5,9 +5,9 @@ Each function imports what it needs when it is called, so that importing this mo
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from ddp_recover.recipe import load_recovery
+from ddp_recover.recipe import RecoveryKeywords, load_recovery
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
@@ -25,7 +25,7 @@ def recover(
     recipe: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[RecoveryKeywords],
 ) -> Checkpoint:
     """Train a pruned model on the dense model's outputs to recover quality, and write the better model.
 
@@ -51,8 +51,8 @@ def quantize(
 ) -> Path:
     """Quantize a pruned or dense folder with llm-compressor into a folder that vLLM serves, and return that folder.
 
-    scheme: `W8A8` (8-bit integers), `FP8` or `W4A16` (4-bit weights). verbose: print which layers have widths that
-    vLLM's faster kernels do not support. The other arguments are those of `prune`.
+    scheme: `W8A8` (8-bit integers), `FP8_DYNAMIC` or `W4A16` (4-bit weights), as llm-compressor names them. verbose:
+    print which layers have widths that vLLM's faster kernels do not support. The other arguments are those of `prune`.
     """
     from ddp_recover import quantize as quantizing
 

@@ -238,9 +238,9 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
 
 
 def _alternating(messages: list[Message]) -> list[Message]:
-    """Drop the assistant's messages before the first question, and join neighbours of the same role."""
+    """Drop the assistant's messages before the first question, and join neighbors of the same role."""
     rest = itertools.dropwhile(lambda message: message["role"] == "assistant", messages)
     return [
-        {"role": role, "content": "\n\n".join(message["content"] for message in neighbours)}
-        for role, neighbours in itertools.groupby(rest, key=lambda message: message["role"])
+        {"role": role, "content": "\n\n".join(message["content"] for message in neighbors)}
+        for role, neighbors in itertools.groupby(rest, key=lambda message: message["role"])
     ]

@@ -10,7 +10,7 @@ import torch
 from ddp_vllm.manifest import sha256
 
 INDECISIVE = (  # settings that do not change the result, and settings whose resolved values are compared instead
-    *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "optimizer"),
+    *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover_minutes", "train", "optimizer"),
     *("profile", "watch"),
 )
 DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")

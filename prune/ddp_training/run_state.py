@@ -260,11 +260,11 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
 
 def _checksums(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Return hashes of the header and of all tensors with names and shapes; tensors are contiguous and on the CPU."""
-    labelled = (
+    labeled = (
         (f"{name} {value.dtype} {list(value.shape)}", value.flatten().view(torch.uint8).numpy().data)
         for name, value in sorted(tensors.items())
     )
-    return checksums(header, labelled)
+    return checksums(header, labeled)
 
 
 def _changed(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,8 @@
 """The settings that pruning and recovery share: text, batches, memory."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import Settings, setting
@@ -65,3 +67,24 @@ class TrainingSettings(Settings):
             )
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
+
+
+class TrainingKeywords(TypedDict, total=False):
+    """The same settings as keywords of functions, for editors and type checkers."""
+
+    data: str | Path
+    text_column: str
+    batch_size: int
+    seq_len: int
+    seed: int
+    heldout_blocks: int
+    distillation: float
+    learn_from: str
+    watch: str | Path
+    micro_batch_size: int
+    dtype: str
+    optimizer: str
+    learning_rate: float | None
+    activation_checkpointing: str
+    shard: bool
+    save_every: int

@@ -42,7 +42,7 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
     pytest.importorskip("lm_eval")
     rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(7)]
     (piqa.parent / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = [str(halved), "--tasks", "piqa,gsm8k", "--limit", "2", "--data", str(piqa.parent), "-o", "out"]
+    arguments = [str(halved), "--tasks", "piqa,gsm8k", "--limit", "2", "--rows", str(piqa.parent), "-o", "out"]
     first = run(*arguments)
     assert first.exit_code == 0, first.output
     assert "PIQA" in first.stdout and "GSM8K" in first.stdout
@@ -108,7 +108,7 @@ def test_how_a_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
         "class C(LlamaConfig):\n    model_type = 'own'\n"
         "class M(LlamaForCausalLM):\n    config_class = C\n"
     )
-    refused = run(str(folder), "--tasks", "piqa", "--data", str(piqa))
+    refused = run(str(folder), "--tasks", "piqa", "--rows", str(piqa))
     assert refused.exit_code == 3 and "--model-args trust_remote_code=True" in refused.stderr, refused.output
     assert not ran.exists()
     command = [sys.executable, "-c", _LOAD, *(str(tmp_path / name) for name in ("capped", "plain", "own-code"))]
@@ -133,9 +133,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is sa
     "no rows": (["--limit", "0"], 2, "--limit 0 is below 1"),
     "no batch": (["--batch-size", "0"], 2, "--batch-size 0 is below 1"),
     "no value": (["--model-args", "x"], 2, "name=value"),
-    "no file of a task": (["--data", "data", "--tasks", "rte"], 4, "no local file for rte (rte_val.jsonl)"),
-    "a row without a field": (["--data", "bad", "--tasks", "piqa"], 4, "no field 'goal'"),
-    "an output that is a file": (["--data", "data", "--tasks", "piqa", "-o", "file"], 5, "choose another output"),
+    "no file of a task": (["--rows", "data", "--tasks", "rte"], 4, "no local file for rte (rte_val.jsonl)"),
+    "a row without a field": (["--rows", "bad", "--tasks", "piqa"], 4, "no field 'goal'"),
+    "an output that is a file": (["--rows", "data", "--tasks", "piqa", "-o", "file"], 5, "choose another output"),
 }
 
 

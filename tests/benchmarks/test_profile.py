@@ -10,6 +10,7 @@ from typing import Any, Self
 import pytest
 from click.testing import CliRunner
 
+import ddp_vllm
 from ddp_benchmarks import profile, side_by_side
 from ddp_benchmarks.profile import ProfileSettings, run_profile
 from ddp_benchmarks.side_by_side import StepSettings, compare_steps
@@ -75,7 +76,9 @@ def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setattr(profile, "shapes_of", only("attention once"))
     engine = ("--enforce-eager", "--dtype", "float32")
-    settings = ProfileSettings(model=str(tiny), batches=(3,), contexts=(32,), steps=12, engine_arguments=engine)
+    settings = ProfileSettings(
+        model=str(tiny), concurrency=(3,), context_length=(32,), steps=12, engine_arguments=engine
+    )
     run_profile(settings, tmp_path / "machine.json", overwrite=False, say=lambda line: None)
     found = json.loads((tmp_path / "machine.json").read_text())
     assert found["complete"] and not found["compiled"]
@@ -86,7 +89,7 @@ def test_a_model_without_weights_is_timed(tiny: Path, tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("known")
 def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "shapes_of", only("mlp 0", "attention once"))
-    settings = ProfileSettings(model=str(tiny), batches=(1, 3), contexts=(32,), steps=24, rounds=2)
+    settings = ProfileSettings(model=str(tiny), concurrency=(1, 3), context_length=(32,), steps=24, rounds=2)
     said: list[str] = []
 
     def interrupt(line: str) -> None:
@@ -123,6 +126,19 @@ def test_steps_of_two_models_are_compared_side_by_side(tiny: Path, tmp_path: Pat
         compare_steps(dataclasses.replace(settings, pruned=(str(tiny),)), say=lambda line: None)
 
 
+@pytest.mark.usefixtures("known")
+def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: Path, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"concurrency": 2, "context_length": 48, "rounds": 3, "steps": 24}
+    found = ddp_vllm.bench_steps(tiny, [halved], output=str(tmp_path / "steps.json"), **sizes)
+    assert found["verdicts"][0]["ratio"] == pytest.approx(2)
+    assert json.loads((tmp_path / "steps.json").read_text())["verdicts"] == found["verdicts"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    result = CliRunner().invoke(main, ["bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options])
+    heading, sentence, line = result.stdout.splitlines()[-3:]
+    assert heading == "decode, 2 sequences of 48 tokens:" and sentence == found["verdicts"][0]["sentence"]
+    assert json.loads(line)["verdicts"] == found["verdicts"]
+
+
 @pytest.mark.vllm
 def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
     tiny: Path, run_in_vllm: Callable[..., str]
@@ -137,11 +153,11 @@ def test_every_timed_step_decodes_the_whole_batch_and_prefill_decodes_nothing(
 def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
     arguments = ["profile", str(tiny), "-o", str(tmp_path / "machine.json")]
     for more, said in (
-        (["--batch", "0"], "--batch 0 has a value below 1"),
-        (["--context", "10"], "--context 10 has a value below 96"),
+        (["--concurrency", "0"], "--concurrency 0 has a value below 1"),
+        (["--context-length", "10"], "--context-length 10 has a value below 96"),
         (["--rounds", "0"], "--rounds 0 is below 1"),
         (["--steps", "8"], "--steps 8 is below 12"),
-        (["--batch", "many"], "not a list of numbers"),
+        (["--concurrency", "many"], "neither a number nor several"),
     ):
         result = CliRunner().invoke(main, [*arguments, *more])
         assert result.exit_code == SettingError.exit_code and said in result.stderr, result.stderr

@@ -38,13 +38,13 @@ EXPERTS = {"num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1, "
 
 
 def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> None:
-    """A llama goes everywhere; what is quantised not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
+    """A llama goes everywhere; what is quantized not into llama.cpp, a Qwen3 neither, experts not into stock vLLM."""
 
     def named(checkpoint: Checkpoint, **changed: Any) -> list[bool]:
         card = model_card(dataclasses.replace(checkpoint, config={**checkpoint.config, **changed}), "p")
         return [command in card for command in (
             "vllm serve ./p\n", "vllm serve ./p --trust-remote-code --model-impl transformers\n",
-            'from_pretrained("./p", trust_remote_code=True)', "ddp-vllm export ./p --type Q8_0 -o p.gguf\n",
+            'from_pretrained("./p", trust_remote_code=True)', "ddp-vllm export ./p --outtype q8_0 -o p.gguf\n",
         )]  # fmt: skip
 
     llama = read_checkpoint(write_model(tmp_path / "llama", widths=[(1, 5), (2, 16)], origin="owner/llama"))

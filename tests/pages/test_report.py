@@ -61,7 +61,7 @@ def test_the_page_holds_every_picture_and_loads_nothing(pruned: Path) -> None:
     for name in FIGURES:
         pixels = imread(pruned / "report" / f"{name}.png")
         assert pixels.shape[1] > 800 and 0.01 < (pixels[..., :3].mean(-1) < 0.5).mean() < 0.6  # neither empty nor black
-        assert abs(pixels[..., 0] - pixels[..., 1]).max() < 0.02  # no colour carries meaning
+        assert abs(pixels[..., 0] - pixels[..., 1]).max() < 0.02  # no color carries meaning
 
 
 def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def serve(
         return {"outputs": ask(request or None)}
 
     def ask_updated(update: str) -> list[dict[str, Any]]:
-        with uninitialised_memory_is_nan():
+        with uninitialized_memory_is_nan():
             if update == "reload":
                 engine.collective_rpc("reload_weights")
             else:
@@ -90,7 +90,7 @@ def serve(
 
 
 @contextmanager
-def uninitialised_memory_is_nan() -> Iterator[None]:
+def uninitialized_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

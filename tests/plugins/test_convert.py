@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
-from ddp_vllm.convert.formats import opened_in_place
+from ddp_vllm.conversion.formats import opened_in_place
 from ddp_vllm.errors import ModelError
 
 
@@ -88,7 +88,7 @@ def test_vllm_serves_what_transformers_computes(case: str, served: dict[str, Any
 @pytest.mark.parametrize("tool", FOLDERS)
 def test_llama_cpp_computes_what_transformers_computes(tool: str, converted: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    passed("export", converted(tool)[1], "--type", "F32", "-o", file)
+    passed("export", converted(tool)[1], "--outtype", "f32", "-o", file)
     assert furthest(load_model(converted(tool)[1]), llama_cpp(file)) < 1e-3
 
 

@@ -1,4 +1,4 @@
-"""What else vLLM does with a model, done with pruned ones: adapters, ranks, drafts, quantisation, cached prefixes.
+"""What else vLLM does with a model, done with pruned ones: adapters, ranks, drafts, quantization, cached prefixes.
 
 Tiny random models; each engine checks several facts, and one process runs them all.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from quantised import GROUPS_OF_INT4, state_quantisation
+from quantized import GROUPS_OF_INT4, state_quantization
 from serving import Serve, assert_same, assert_same_outputs
 from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,7 +67,7 @@ def made(root: Path) -> dict[str, Any]:
     make_checkpoint(root / "even", "Llama", EVEN_LAYERS)
     biased = make_checkpoint(root / "biased", "Llama", RAGGED_LAYERS, attention_bias=True, mlp_bias=True)
     make_checkpoint(root / "int4", "Llama", RAGGED_LAYERS, hidden_size=96)
-    state_quantisation(root / "int4", GROUPS_OF_INT4)  # to be refused before it is loaded
+    state_quantization(root / "int4", GROUPS_OF_INT4)  # to be refused before it is loaded
     make_checkpoint(root / "another block", "Llama", [RAGGED_LAYERS[1], *RAGGED_LAYERS[1:]])
     make_checkpoint(root / "deeper", "Llama", [*RAGGED_LAYERS, RAGGED_LAYERS[1]])
     for name in FOREIGN:

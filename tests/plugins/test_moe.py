@@ -47,7 +47,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
         {},
         rf"tensor {EXPERT}.gate_proj.weight is missing",
     ),
-    "quantised while it is loaded": (
+    "quantized while it is loaded": (
         lambda folder: None,
         {"quantization": "fp8", "dtype": "bfloat16"},
         r"quantization=.*: experts of different widths are served in bfloat16, float16 or float32 only",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from quantised import GROUP, ROWS_OF_INT8, state_quantisation, unpack
+from quantized import GROUP, ROWS_OF_INT8, state_quantization, unpack
 from safetensors.torch import load_file
 from serving import Serve, job
 from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
@@ -25,7 +25,7 @@ MADE = """
 import sys
 import ddp_vllm
 root = sys.argv[1]
-ddp_vllm.quantize(f"{root}/ragged", "FP8", output=f"{root}/FP8")
+ddp_vllm.quantize(f"{root}/ragged", "FP8_DYNAMIC", output=f"{root}/FP8")
 ddp_vllm.quantize(f"{root}/aligned", "W4A16", output=f"{root}/W4A16")
 import quantise
 quantise.main(f"{root}/ragged", f"{root}/W8A8")
@@ -60,18 +60,18 @@ def test_what_no_kernel_takes_is_refused_before_anything_runs(tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "Llama", RAGGED_LAYERS)
-    assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "plain"), 5, "exists")
+    assert_refused(quantize(tmp_path / "plain", "FP8_DYNAMIC", tmp_path / "plain"), 5, "exists")
     result = quantize(tmp_path / "plain", "W8A8", tmp_path / "out")
     assert result.exit_code == 1 and "the package llmcompressor is not installed; pip install " in result.stderr
     assert result.stdout.startswith("layers 1, 4, 5 have widths that are not multiples of 16, ")
     make_checkpoint(tmp_path / "int8", "Llama", RAGGED_LAYERS)
-    state_quantisation(tmp_path / "int8", ROWS_OF_INT8)
-    assert_refused(quantize(tmp_path / "int8", "FP8", tmp_path / "out"), 7, "is quantized already")
+    state_quantization(tmp_path / "int8", ROWS_OF_INT8)
+    assert_refused(quantize(tmp_path / "int8", "FP8_DYNAMIC", tmp_path / "out"), 7, "is quantized already")
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config | {"model_type": "ddp_llma"}))
-    assert_refused(quantize(tmp_path / "plain", "FP8", tmp_path / "out"), 7, "'ddp_llma' is unknown")
+    assert_refused(quantize(tmp_path / "plain", "FP8_DYNAMIC", tmp_path / "out"), 7, "'ddp_llma' is unknown")
     assert not (tmp_path / "out").exists()
 
 
@@ -80,7 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the plain models and of what each scheme made of them."""
     if not PACKAGES.exists():
         pytest.skip("llm-compressor is missing; run make install")
-    root = tmp_path_factory.mktemp("quantised")
+    root = tmp_path_factory.mktemp("quantized")
     make_checkpoint(root / "ragged", "Llama", RAGGED_LAYERS)
     make_checkpoint(root / "aligned", "Llama", ALIGNED_LAYERS, hidden_size=96)
     path = os.pathsep.join([str(PACKAGES), str(EXAMPLES), *sys.path])

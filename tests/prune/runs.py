@@ -109,7 +109,8 @@ def assert_same(first: Learned, second: Learned) -> None:
 
 def prune(model: Path | str, text: Path | str, output: Path, *more: str, sparsity: str = "0.4") -> Result:
     """Run `ddp-vllm prune` for six steps."""
-    arguments = ["prune", str(model), "--sparsity", sparsity, "--data", str(text), "-o", str(output)]
+    size = [] if "--sparsity" in more else ["--sparsity", sparsity]  # given twice, it would be two sizes
+    arguments = ["prune", str(model), *size, "--data", str(text), "-o", str(output)]
     return CliRunner().invoke(main, [*arguments, *SMALL, *more])
 
 

@@ -42,7 +42,7 @@ def test_with_a_margin_the_relaxed_budget_is_the_count(margin: float, share: flo
 
 
 def _solve(kept: int) -> tuple[torch.Tensor, float]:
-    """Minimise Σ c_k (m_k − 1)² under the paper's penalty, rates and 1,000 steps; return final z and Σs."""
+    """Minimize Σ c_k (m_k − 1)² under the paper's penalty, rates and 1,000 steps; return final z and Σs."""
     z = nn.Parameter(torch.ones(1, UNITS))
     alm = AugmentedLagrangian({"mlp": kept / UNITS})
     rates = [(z, 2e-2, False), (alm.lambda1["mlp"], 2e-2, True), (alm.lambda2["mlp"], 4e-1, True)]

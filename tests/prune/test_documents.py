@@ -166,12 +166,12 @@ CASES: dict[str, tuple[str, list[tuple[str, str]], str]] = {  # template, turns,
     "as it is": (MISTRAL, [("human", "a"), ("gpt", "b")], "<s>[INST] a [/INST]b</s>"),
     "assistant first": (MISTRAL, [("gpt", "x"), ("human", "a"), ("gpt", "b")], "<s>[INST] a [/INST]b</s>"),
     "twice the assistant first": (GEMMA, [("gpt", "x"), ("gpt", "y"), ("human", "a")], "<user>a\n"),
-    "neighbours": (
+    "neighbors": (
         GEMMA,
         [("human", "a"), ("human", "b"), ("gpt", "c"), ("gpt", "d")],
         "<user>a\n\nb\n<assistant>c\n\nd\n",
     ),
-    "neighbours after an empty turn": (GEMMA, [("human", "a"), ("gpt", ""), ("human", "b")], "<user>a\n\nb\n"),
+    "neighbors after an empty turn": (GEMMA, [("human", "a"), ("gpt", ""), ("human", "b")], "<user>a\n\nb\n"),
     "system refused": (GEMMA, [("system", "s"), ("human", "a"), ("gpt", "b")], "s\n\na\n\nb"),
     "system is no user": (MISTRAL, [("system", "s"), ("human", "a"), ("gpt", "b")], "s\n\na\n\nb"),
     "other assistants": (

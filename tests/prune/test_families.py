@@ -32,7 +32,7 @@ def _model(model_type: str) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CASES[model_type])
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # initialised to 0 or 1, where nothing could go wrong
+        if name.endswith("bias") or "norm" in name:  # initialized to 0 or 1, where nothing could go wrong
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.5)
     return model
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import ddp_vllm
+from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE
 
@@ -36,9 +37,16 @@ def test_a_model_goes_through_all_functions_without_a_word(
         ddp_vllm.prune(tiny_model, **sizes)
     small, large = ddp_vllm.prune_sizes(tiny_model, **sizes)
     assert small.num_parameters > large.num_parameters and large.folder.name == "sparsity-0.4"
+    recipe = Recipe(model="another", sparsity=0.3, data=str(tiny_text), **TINY)
+    with_file = ddp_vllm.prune(tiny_model, recipe=recipe, output=tmp_path / "recipe", sparsity=0.4)
+    assert with_file.layers == pruned.layers and with_file.provenance["recipe"] == pruned.provenance["recipe"]
+    plan = ddp_vllm.plan(tiny_model, recipe=recipe, output=tmp_path / "planned", recover_minutes=2)
+    (removed,), seconds = plan.removed, plan.seconds
+    assert removed and f"= {removed:.1%} of the model" in "\n".join(plan.lines) and plan.peak_bytes
+    assert seconds is None or 120 < seconds < 240  # None if other tests fill the memory
     facts = ddp_vllm.inspect(pruned.folder)
     assert facts["parameters"] == pruned.num_parameters and facts["recipe"]["steps"] == 6 and len(facts["layers"]) == 3
-    assert "config.json" in ddp_vllm.publish(str(pruned.folder), "me/tiny", dry_run=True)
+    assert "config.json" in ddp_vllm.push(str(pruned.folder), "me/tiny", dry_run=True)
     assert ddp_vllm.report(pruned.folder, output=tmp_path / "page") == tmp_path / "page" / "report.html"
     page = ddp_vllm.compare([pruned.folder, tmp_path / "recovered"], output=tmp_path / "compare.html")
     assert len(page.pruned) == 2 and (tmp_path / "compare.md").exists()

@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # changes of the confi
     "no family": ({"model_type": None}, ["None", *FAMILIES]),
     "not exact": ({"model_type": "olmo2"}, ["olmo2", "norm spans all heads"]),
     "pruned already": ({"model_type": "ddp_llama"}, ["pruned already", "its dense model"]),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "unquantized"]),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "unquantized"]),
     "no width": ({"intermediate_size": None}, ["intermediate_size", "None"]),
     "uneven groups": ({"num_key_value_heads": 3}, ["num_attention_heads", "8", "3"]),
     "too many layers": ({"num_hidden_layers": 5 * 10**8}, ["num_hidden_layers", str(5 * 10**8), "10,000"]),

@@ -24,7 +24,7 @@ TAKEN: dict[str, str] = {  # options of prune: a value other than the default; w
     "text_column": "text", "batch_size": "4", "seq_len": "64", "seed": "3", "heldout_blocks": "2", "learn_from": "all",
     "distillation": "1", "micro_batch_size": "2", "dtype": "float32", "save_every": "5", "head_unit": "kv-group",
     "activation_checkpointing": "on", "align": "8", "tp": "2", "steps": "20", "controller": "alm", "polish": "0.2",
-    "train": "masks", "recover": "3", "tracker": "tensorboard", "overwrite": "", "context_length": "1024",
+    "train": "masks", "recover_minutes": "3", "tracker": "tensorboard", "overwrite": "", "context_length": "1024",
     "concurrency": "1", "phase": "prefill", "sparsity": "0.3", "attention_sparsity": "0.5", "budget": "params",
     "scope": "layer", "recipe": "RECIPE --controller alm", "whole_experts": "", "data": "other",
     "target_params": "70K --sparsity 0", "target_flops": "250K --sparsity 0", "target_kv_bytes": "192 --sparsity 0",
@@ -44,8 +44,8 @@ FLAGS = {
         "--text-column", "--tokens", "--warmup", "--watch", "-o",
     ],
     study: [
-        "--batch-size", "--data", "--detokenize", "--methods", "--output", "--polish", "--recipe", "--samples",
-        "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
+        "--batch-size", "--data", "--detokenize", "--methods", "--other-data", "--output", "--polish", "--recipe",
+        "--samples", "--seeds", "--seq-len", "--sparsity", "--steps", "--test", "--test-length", "-o",
     ],
     cli.apply: ["--align", "--masks", "--output", "--overwrite", "--tp", "-o"],
     recovery.quantize: ["--output", "--overwrite", "--scheme", "-o"],
@@ -120,7 +120,8 @@ DRY: dict[str, tuple[list[str], str]] = {  # options, what must be said; the mod
     "attention": (["--sparsity", "30%", "--attention-sparsity", "0.5"], r"^budget: keep 6 of 12 attn units \(50.0%\)$"),
     "MLPs only": (["--sparsity", "30%", "--attention-sparsity", "0"],
                   r"^budget: keep 12 of 12 attn units .*\n(.*\n)*removed: 17.9% .* = 14.6% of the model"),
-    "several sizes": (["--sparsity", "0.1,0.3"], r"^sparsity 0.1:\n(.*\n)*sparsity 0.3:$"),
+    "several sizes": (["--sparsity", "10%,0.2", "--sparsity", "0.3"],
+                      r"^sparsity 0.1:\n(.*\n)*sparsity 0.2:\n(.*\n)*sparsity 0.3:$"),
     "a speed": (["--speedup", "1.2", *MEASURED], r"^budget: keep [\d,]+ of [\d,]+ µs per step of attn, mlp"),
     "a share of the time": (["--budget", "latency", "--sparsity", "0.2", *PREFILL],
                             r"^budget: keep .* µs per step of attn, mlp \(80.0%\)"),
@@ -155,7 +156,7 @@ def test_a_dry_run_prints_what_would_be_removed_and_writes_nothing(case: str, ti
 
 
 def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
-    options = ["--sparsity", "0.1,0.3", "--batch-size", "2", "--seq-len", "64", "--recover", "3"]
+    options = ["--sparsity", "0.1,0.3", "--batch-size", "2", "--seq-len", "64", "--recover-minutes", "3"]
     text = dry_run(tiny_model, tmp_path, *options)
     needs = r"memory: about .* for the model and its teacher, .* are free\ntext: 975 steps of 2 × 64 tokens, 124,800 "
     assert re.search(needs, text), text
@@ -168,7 +169,7 @@ def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_dry_run_takes_every_option(option: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
     model = tiny_experts if option == "whole_experts" else tiny_model
     words = [f"--{option.replace('_', '-')}", *TAKEN[option].split()]
-    text = dry_run(model, tmp_path, "--sparsity", "0.4", *words)
+    text = dry_run(model, tmp_path, *["--sparsity", "0.4"] * ("--sparsity" not in words), *words)
     assert re.search(r"^budget: keep ", text, re.MULTILINE)
 
 

@@ -7,14 +7,17 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from ddp_prune.recipe import AlmSettings, Recipe, load_recipe
+from ddp_prune.recipe import AlmSettings, Recipe, RecipeKeywords, load_recipe
 from ddp_prune.run import Run
+from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe
 from ddp_vllm.errors import SettingError
+from ddp_vllm.settings import kind_of
 
+KEYWORDS = {Recipe: RecipeKeywords, RecoveryRecipe: RecoveryKeywords}
 GIVEN = {"model": "m", "sparsity": 0.2}
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its message names
     ("sparsity", 0.0, "between 0 and 1"),
@@ -121,3 +124,12 @@ def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) ->
     with pytest.raises(SettingError) as caught:
         load_recipe(tmp_path / ("r.toml" if text else "none.toml"), {"model": None})
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("recipe", KEYWORDS)
+def test_editors_know_every_setting_as_a_keyword(recipe: type) -> None:
+    keywords = get_type_hints(KEYWORDS[recipe])
+    fields = {field.name: kind_of(field) for field in dataclasses.fields(recipe) if field.name != "model"}
+    assert keywords.keys() == fields.keys() and not KEYWORDS[recipe].__required_keys__
+    for name, kind in fields.items():
+        assert name == "alm" or kind in (get_args(keywords[name]) or (keywords[name],)), name

@@ -110,7 +110,7 @@ def test_eval_of_a_dense_model_that_no_class_can_load(model: Path, tmp_path: Pat
     edit_json(model / "config.json", hidden_act="nope")
     rows = tmp_path / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
-    arguments = ["eval", str(model), "--tasks", "piqa", "--data", str(rows), "-o", str(tmp_path / "out")]
+    arguments = ["eval", str(model), "--tasks", "piqa", "--rows", str(rows), "-o", str(tmp_path / "out")]
     assert_refused(CliRunner().invoke(main, arguments), 3, str(model), "cannot be loaded by lm-eval's hf backend")
 
 

@@ -378,7 +378,7 @@ def test_a_hub_dataset_is_streamed_beside_a_file(
     starts = [text.strip() for text in tokenizer.decode(blocks[0].train.flatten()).split("<eos>")[1:]]
     assert {start[0] for start in starts} == {"h", "f"} if beside else {"h"}
     numbers = [int(re.findall(r"\d+", start)[0]) for start in starts if start[0] == "h"]
-    assert numbers != sorted(numbers)  # shuffled among neighbours
+    assert numbers != sorted(numbers)  # shuffled among neighbors
     assert torch.equal(blocks[0].heldout, blocks[2].heldout) and not torch.equal(blocks[0].train, blocks[2].train)
 
 

@@ -1,4 +1,4 @@
-"""A pruned folder tokenises as its dense model does, whatever class tokenizer_config.json states."""
+"""A pruned folder tokenizes as its dense model does, whatever class tokenizer_config.json states."""
 
 import json
 import shutil

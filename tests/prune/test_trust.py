@@ -34,7 +34,7 @@ def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list
     """Return a command line of each verb that reads a model, but `bench` and `profile`, which start vLLM."""
     rows = output.parent / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
-    lm_eval = ["--tasks", "piqa", "--data", str(rows), "--limit", "1", "--max-length", "64", "-o", str(output)]
+    lm_eval = ["--tasks", "piqa", "--rows", str(rows), "--limit", "1", "--max-length", "64", "-o", str(output)]
     return {
         "prune": ["prune", str(dense), "--sparsity", "0.4", "--data", str(text), "-o", str(output), *SMALL],
         "apply": ["apply", str(dense), "--masks", str(pruned / MASKS_FILE), "-o", str(output)],
@@ -145,7 +145,16 @@ def test_benchmarks_run_no_code_that_came_with_a_model(
     dense, folder, ran = hostile(*LOADABLE)
     monkeypatch.setenv("PYTHONPATH", PATH)
     models = ["--dense", str(dense), "--pruned", str(folder)] if verb == "bench steps" else [str(dense)]
-    arguments = [*verb.split(), *models, "--context", "128", "-o", str(tmp_path / "out.json"), "--", "--no-such-word"]
+    arguments = [
+        *verb.split(),
+        *models,
+        "--context-length",
+        "128",
+        "-o",
+        str(tmp_path / "out.json"),
+        "--",
+        "--no-such-word",
+    ]
     assert_refused(CliRunner().invoke(main, arguments), 8, "ended with code 2")
     assert not ran.exists()
 

@@ -118,7 +118,7 @@ def test_what_is_written_is_a_stock_checkpoint(family: str, made: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (("quantize", "--scheme", "FP8"), "is a stock {} checkpoint, so let vLLM quantize it"),
+        (("quantize", "--scheme", "FP8_DYNAMIC"), "is a stock {} checkpoint, so let vLLM quantize it"),
         (("export",), "is a stock {} checkpoint, which llama.cpp's own convert_hf_to_gguf.py converts"),
     ],
 )

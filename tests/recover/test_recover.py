@@ -143,7 +143,7 @@ def test_prune_with_recover_is_prune_and_then_recover(
     options = [word for name, value in memory.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
     def run() -> Result:
-        return prune(tiny_model, tiny_text, tmp_path / "out", "--recover", "1", *options)
+        return prune(tiny_model, tiny_text, tmp_path / "out", "--recover-minutes", "1", *options)
 
     die_at(0, run)
     assert "recovery" not in read_checkpoint(tmp_path / "out").provenance
@@ -204,7 +204,7 @@ def test_a_recovery_in_place_happens_once_whenever_it_was_killed(
     def run() -> Result:
         if command == "recover":
             return recover(out, out, "--overwrite")
-        return prune(tiny_model, tiny_text, out, "--recover", "1")
+        return prune(tiny_model, tiny_text, out, "--recover-minutes", "1")
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill runs no finally

@@ -22,15 +22,15 @@ def test_prune_with_recover_takes_no_other_model_for_its_own(
     """One that was pruned alone is left alone, and where the text has changed masks are learned again."""
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 20.0)
     assert prune(tiny_model, tiny_text, tmp_path / "alone").exit_code == 0
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / "alone", "--recover", "1"), 5, "exists")
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / "alone", "--recover-minutes", "1"), 5, "exists")
     text = tmp_path / "text.jsonl"
     shutil.copy(tiny_text, text)
     with monkeypatch.context() as patch:
         patch.setattr(WeightTrainer, "step", lambda *_: sys.exit(1))
-        assert prune(tiny_model, text, tmp_path / "out", "--recover", "1").exit_code == 1
+        assert prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1").exit_code == 1
     text.write_text(text.read_text().replace("fox", "cat"))
-    assert_refused(prune(tiny_model, text, tmp_path / "out", "--recover", "1"), 5, "exists")
-    result = prune(tiny_model, text, tmp_path / "out", "--recover", "1", "--overwrite")
+    assert_refused(prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1"), 5, "exists")
+    result = prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1", "--overwrite")
     assert result.exit_code == 0 and "polish 6/6" in result.output and "recover 3/3" in result.output
 
 

@@ -250,8 +250,8 @@ def test_text_given_again_makes_rows_of_its_own(
     other = tmp_path / "other.txt"
     other.write_text(tiny_text.read_text()[::-1])
     small = (tiny_model, tiny_text, test_text, tmp_path / "out", "--sparsity", "0.4", "--methods", "ours,fisher")
-    assert_refused(run_table("data", *small[:4]), 2, "pass --data several times")
-    result = run_table("data", *small, "--data", str(other))
+    assert_refused(run_table("data", *small[:4]), 2, "pass others with --other-data")
+    result = run_table("data", *small, "--other-data", str(other))
     assert result.exit_code == 0, (result.output, result.exception)
     found = {str(cell["method"]): cell for cell in cells(tmp_path / "out").values()}
     assert set(found) == {"dense", "ours", "fisher", f"ours+data={other}", f"fisher+data={other}"}

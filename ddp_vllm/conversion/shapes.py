@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp_vllm.convert.formats import groups
+from ddp_vllm.conversion.formats import groups
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import dense_layers
 from ddp_vllm.remote_code.files import short

@@ -1,4 +1,4 @@
-"""Quantised weights as compressed-tensors states and writes them."""
+"""Quantized weights as compressed-tensors states and writes them."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ ROWS_OF_INT8 = {"format": "int-quantized", "weights": INT8_WEIGHTS, "input_activ
 GROUPS_OF_INT4 = {"format": "pack-quantized", "weights": INT4_WEIGHTS, "input_activations": None}
 
 
-def state_quantisation(folder: Path, scheme: dict[str, Any]) -> None:
-    """State in config.json how the weights are quantised."""
+def state_quantization(folder: Path, scheme: dict[str, Any]) -> None:
+    """State in config.json how the weights are quantized."""
     stated = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
     stated |= {"format": scheme["format"], "config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
     edit_config(folder, lambda config: config.update(quantization_config=stated))

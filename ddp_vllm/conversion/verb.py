@@ -11,13 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import click
-
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.cli import echo
-from ddp_vllm.convert.formats import FORMATS, SUBBLOCKS, dense_config, enclosing, grown, stated_layers
-from ddp_vllm.convert.shapes import AGAIN, is_leftover, read_layers, with_biases, zeros
+from ddp_vllm.conversion.formats import FORMATS, SUBBLOCKS, dense_config, enclosing, grown, stated_layers
+from ddp_vllm.conversion.shapes import AGAIN, is_leftover, read_layers, with_biases, zeros
 from ddp_vllm.errors import ModelError, OutputError, line_printer
 from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.masks import MASKS_FILE, masks_metadata
@@ -66,30 +63,11 @@ class Plan:
     notes: list[str]
 
 
-@click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder to write.")
-@click.option("--dense", metavar="MODEL", help="The model that was pruned: a folder, or a hub name to record.")
-@click.option("--overwrite", is_flag=True, help="Replace the folder.")
-def convert(folder: Path, output: Path, dense: str | None, overwrite: bool) -> None:
-    """Write the model in FOLDER, which another tool pruned, as a folder that vLLM with ddp-vllm serves.
-
-    \b
-    ddp-vllm convert ./pruned-by-others -o ./pruned
-    vllm serve ./pruned
-
-    Widths are read from the tensors, and from per_layer_config or block_configs where config.json has them. Tensors
-    are copied, none is changed.
-    """
-    checkpoint = convert_model(folder, output=output, dense=dense, overwrite=overwrite, verbose=True)
-    echo(f"written: {output} ({checkpoint.num_parameters:,} parameters)")
-
-
-def convert_model(
+def convert(
     folder: str | Path,
     *,
     output: str | Path,
-    dense: str | None = None,
+    dense: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
 ) -> Checkpoint:
@@ -104,7 +82,7 @@ def convert_model(
     if any(each.exists() and each.resolve().is_relative_to(target.resolve()) for each in (source, Path(dense or ""))):
         raise OutputError(f"{target} holds the model to convert, or its dense model; choose another folder")
     try:
-        plan = plan_of(source, dense)
+        plan = plan_of(source, str(dense) if dense else None)
     except (WidthsError, ModelError) as error:
         raise ModelError(f"{source}: {error}") from error
     for note in plan.notes:
