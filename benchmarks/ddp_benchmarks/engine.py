@@ -53,7 +53,7 @@ def vllm_command() -> list[str]:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ServingError(
-            f'vLLM is not installed in {sys.prefix}; pip install "ddp-vllm[serve]" on a machine with a GPU, '
+            f'vLLM is not installed in {sys.prefix}; pip install ".[serve]" in a clone of ddp-vllm on a machine with a GPU, '
             "or vLLM's CPU build on a machine without one"
         )
     try:
