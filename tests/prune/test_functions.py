@@ -95,7 +95,8 @@ def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
     result = run("report", pruned, "-o", tmp_path / "page")
     assert result.returncode == 0 and (tmp_path / "page" / "report.html").exists(), result.stderr
     result = run("prune", "model", "--sparsity", "0.2", "-o", "out")
-    assert result.returncode == 1 and result.stderr.endswith('is not installed; pip install ".[prune]" in a clone of ddp-vllm\n')
+    remedy = 'is not installed; pip install ".[prune]" in a clone of ddp-vllm\n'
+    assert result.returncode == 1 and result.stderr.endswith(remedy)
 
 
 def test_the_examples_run(
