@@ -108,10 +108,10 @@ def test_the_examples_run(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
-    recipe, pruned = tmp_path / "tiny.toml", tmp_path / "pruned"
-    recipe.write_text('steps = 6\nbatch_size = 2\nseq_len = 16\ntrain = "masks"\n')
-    said = run("prune.py", tiny_model, pruned, recipe, tiny_text)
-    assert "parameters, perplexity" in said
+    small = ("--steps", 6, "--batch-size", 2, "--seq-len", 16)
+    pruned, sizes = tmp_path / "pruned", tmp_path / "sizes"
+    said = run("support_desk.py", "--model", tiny_model, "--data", tiny_text, "--output", pruned, *small)
     assert f"bench sharegpt --dense {tiny_model} --pruned {pruned}\n" in said  # unwrapped
-    said = run("recover.py", pruned, tmp_path / "recovered", 0.01)
-    assert "recovered" in said and "report.html" in said
+    assert "\n10. " in said and "report.html" in said
+    said = run("choose_a_size.py", "--model", tiny_model, "--data", tiny_text, "--output", sizes, *small)
+    assert "parameters, perplexity ×" in said and sizes.with_suffix(".html").exists()
