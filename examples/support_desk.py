@@ -57,7 +57,7 @@ def first_question(row: dict[str, Any]) -> str:
     for turn in row.get("messages") or row.get("conversations") or ():
         if turn.get("role", turn.get("from")) in ("user", "human"):
             return str(turn.get("content", turn.get("value")))
-    return str(row.get("text", ""))[:200]
+    return str(row.get("instruction") or row.get("prompt") or row["text"])[:200]
 
 
 @torch.no_grad()
