@@ -37,7 +37,7 @@ PROVENANCE = _SAMPLES | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
     "run?": {"train?": NAME}, "converted?": {"from": NAME, "format": NAME},
     "texts?": [TEXT], "learned_from?": {"text?": NAME},
-    "perplexity?": (None, QUALITY),
+    "perplexity?": (None, QUALITY), "watched?": {str: (None, QUALITY)},
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},
     "experts?": {"of": Number(1, 10_000, whole=True), "stay": {str: [COUNT, 10_000]}},
     "routing?": {"chosen?": {str: [Number(0, 1e15)]}},
@@ -116,7 +116,11 @@ def check_provenance(provenance: Any) -> None:
     for part in (provenance, recovery):
         if any(len(answers) != len(part.get("prompts", ())) for answers in part.get("answers", {}).values()):
             raise SchemaError("its provenance does not have one answer per prompt")
-    for name, quality in {"": provenance.get("perplexity"), **recovery.get("watched", {})}.items():
+    for name, quality in {
+        "": provenance.get("perplexity"),
+        **provenance.get("watched", {}),
+        **recovery.get("watched", {}),
+    }.items():
         losses = (quality or {}).get("block_losses") or {}
         tokens = (quality or {}).get("block_tokens")
         lengths = {*map(len, losses.values()), *([] if tokens is None else [len(tokens)])}

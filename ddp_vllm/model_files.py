@@ -1,4 +1,4 @@
-"""The files of a model's folder besides its weights: which are copied, how they are written, and the tokenizer's class.
+"""Copies and writes the files of a model's folder other than its weights: config, tokenizer, code.
 
 Nothing here imports torch.
 """
@@ -22,12 +22,12 @@ TOKENIZER_AND_CONFIG_FILES = (  # copied along with the weights: data files know
 
 
 def tokenizer_and_config_files(folder: Path) -> list[Path]:
-    """Return a model's files that are copied along with its weights; `check_links` has checked the folder."""
+    """Return the files that are copied along with a model's weights. `check_links` must have checked the folder."""
     return [file for pattern in TOKENIZER_AND_CONFIG_FILES for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> None:
-    """Write the config, copy the tokenizer's and other data files of `source`, and add the code of a pruned config."""
+    """Write the config, and copy the tokenizer and other data files of `source`. A pruned model also gets its code."""
     for file in tokenizer_and_config_files(source):
         if file.name != "config.json":
             copy = folder / file.relative_to(source)
@@ -35,7 +35,7 @@ def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> 
             shutil.copyfile(file, copy)
     tokenizer = folder / "tokenizer_config.json"
     settings = _tokenizer_settings(tokenizer)
-    if settings.pop("auto_map", None) is not None:  # it names code, which is not copied
+    if settings.pop("auto_map", None) is not None:  # it would name code, which is not copied
         write_json(settings, tokenizer)
     write_json(config, folder / "config.json")
     for file in FILES if "ddp_layers" in config else ():
@@ -48,7 +48,7 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _tokenizer_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a tokenizer_config.json; {} if it cannot be read, because then it does not load either."""
+    """Return the content of a tokenizer_config.json; {} if it cannot be read, in which case transformers fails too."""
     with suppress(OSError, ValueError, RecursionError):
         settings = json.loads(path.read_text(encoding="utf-8"))
         return settings if isinstance(settings, dict) else {}
@@ -56,10 +56,10 @@ def _tokenizer_settings(path: Path) -> dict[str, Any]:
 
 
 def state_tokenizer_class(source: Path, target: Path) -> None:
-    """Name in tokenizer_config.json the class by which transformers loads the dense model's tokenizer.
+    """State in tokenizer_config.json the class by which transformers loads the dense model's tokenizer.
 
-    transformers sometimes chooses the class by model type, against tokenizer_config.json. The pruned model has a type
-    of its own, so transformers could not choose the same class for it.
+    transformers sometimes chooses the class by model type, whatever tokenizer_config.json states. The pruned model has
+    a type of its own, for which transformers would choose another class.
     """
     from transformers import AutoTokenizer
 

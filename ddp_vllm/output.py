@@ -77,14 +77,14 @@ def clear(output: Path) -> None:
 
     Raises: OutputError if a link or files of others have the names of our temporary folders.
     """
-    temporary, old, lock = _places(output)
+    temporary, old, lock = _working_paths(output)
     if not any(map(os.path.lexists, (temporary, old, lock))):
         return
     with writing(output), suppress(_TakenError), locked(lock, ""):
         _clear(output, temporary, old)
 
 
-def _places(output: Path) -> list[Path]:
+def _working_paths(output: Path) -> list[Path]:
     """Return the paths of the new folder while it is written, of the folder that it replaces, and of the lock."""
     return [output.parent / f".{output.name}.{kind}" for kind in ("tmp", "old", "lock")]
 
@@ -124,7 +124,7 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         the name of the temporary folder, and for any OSError of the block.
     """
     check_output(output, overwrite=overwrite)
-    temporary, old, lock = _places(output)
+    temporary, old, lock = _working_paths(output)
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     with writing(output), locked(lock, f"another process writes {output}; wait for it, or choose another folder"):

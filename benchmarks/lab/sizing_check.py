@@ -24,8 +24,8 @@ from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import load_recipe
 from ddp_prune.run import MODES
-from ddp_prune.sizing import _simulate
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_prune.sizing import simulate
+from ddp_training.loss import CHUNK_BYTES, OutputHead, distilled_loss, final_hidden
 from ddp_training.memory import checkpoint_layers, peak_bytes, reset_peak
 from ddp_training.weights import TrainedWeights
 from study import print_result
@@ -46,10 +46,12 @@ def main() -> None:
         config = open_source(model).config
         for number, mode in enumerate(MODES):
             sizes = arguments.batch_size, arguments.seq_len, 1
-            simulated = _simulate(config, int(config["num_hidden_layers"]), mode, *sizes, distillation=True)
-            options = ["--mode", str(number), "--batch-size", str(sizes[0]), "--seq-len", str(sizes[1])]
+            simulated = simulate(
+                config, int(config["num_hidden_layers"]), mode, *sizes, distillation=True, chunk_bytes=CHUNK_BYTES
+            )
+            words = ["--mode", str(number), "--batch-size", str(sizes[0]), "--seq-len", str(sizes[1])]
             environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system
-            command = [sys.executable, __file__, model, *options]
+            command = [sys.executable, __file__, model, *words]
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
             measured = float(done.stdout.split()[-1])
             row = {"simulated_gb": simulated / 1e9, "measured_gb": measured / 1e9, "ratio": simulated / measured}

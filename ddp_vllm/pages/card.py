@@ -29,9 +29,7 @@ TEXT = """# {name}
 
 LEARNED = """{dense}, pruned by ddp-vllm: {units} whose learned masks closed (Deterministic Differentiable Pruning,
 arXiv:2603.08065) were removed, and the scales of the kept units are folded into the weights."""
-CONVERTED = (
-    "Another tool removed structure from {dense}. ddp-vllm converted the folder {source}, whose tensors it copied."
-)
+CONVERTED = "Another tool pruned {dense}. ddp-vllm converted its folder {source} and copied the tensors."
 ORDINARY = """This is a stock checkpoint with fewer experts. Every program that runs the dense model also runs it,
 without ddp-vllm:
 

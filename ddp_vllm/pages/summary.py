@@ -104,10 +104,10 @@ def sections(checkpoint: Checkpoint) -> Iterator[Section]:
     """Yield the tables: sizes, quality on each text, and the widths of the layers."""
     yield Section(heading="Size", table=size_table(checkpoint))
     provenance = checkpoint.provenance
-    watched = provenance.get("recovery", {}).get("watched", {})
+    watched = provenance.get("recovery", provenance).get("watched", {})
     yield from _quality("Perplexity on held-out text", provenance.get("perplexity"), texts_of(provenance))
     for name, quality in watched.items():
-        yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that recovery did not train on")
+        yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that no weight was trained on")
     known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
     yield Section(heading="Details", table=known)
     yield Section(heading="Widths, layer by layer", table=width_table(checkpoint), folded=True)

@@ -54,7 +54,7 @@ from .widths import LayerWidths, ModelWidths
 
 
 class RemovedAttention(nn.Module):
-    """Replaces removed attention: adds nothing, and reports the tokens to the KV cache, which counts them."""
+    """Replaces removed attention: adds nothing, but reports the number of tokens to the KV cache."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()

@@ -6,7 +6,7 @@
 
 One entry per layer. `query_heads_per_kv_head` has one number for each kept KV head: its kept query heads, which are
 adjacent in `q_proj`. An empty list means that the attention is removed, `intermediate_size` 0 that the MLP is.
-Layers with routed experts have `expert_intermediate_sizes`, one width per expert and 0 for a removed expert. The
+Layers with routed experts have `expert_intermediate_sizes`, one width per expert, and 0 for a removed expert. The
 router still scores a removed expert, which adds nothing to its tokens. In such a model only experts are pruned:
 attention, router, shared experts and MLPs without experts stay dense.
 

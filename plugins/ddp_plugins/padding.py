@@ -1,6 +1,6 @@
-"""Zero-pads the compact tensors of a checkpoint to the widths vLLM can run, and deals experts out to the ranks.
+"""Zero-pads the compact tensors of a checkpoint to widths that vLLM can run, and divides experts among the ranks.
 
-vLLM gives every rank the same number of KV heads, query heads and MLP channels. Widths that do not divide are
+vLLM gives every rank the same number of KV heads, query heads and MLP channels. Widths that cannot be divided are
 zero-padded. The padding adds nothing: a zero query head meets zero columns of `o_proj`, a zero channel a zero column
 of `down_proj`. Matrix libraries also run faster on aligned rows and few distinct widths, so MLP channels are padded to
 whole blocks on one rank too. Attention heads are aligned already. Routed experts use our own storage and kernel, so
@@ -79,13 +79,13 @@ def pad(name: str, tensor: torch.Tensor, widths: ModelWidths, num_ranks: int, bl
     axis, size = expected[0], widths.head_dim if projection.block == "attn" else 1
     runs = tensor.split([layer.num_units(unit) * size for unit in projection.units], axis)
     spread = [
-        _spread(run.unflatten(axis, (-1, size)), axis, _places(unit, layer, fitted), fitted.num_units(unit))
+        _spread(run.unflatten(axis, (-1, size)), axis, _padded_indices(unit, layer, fitted), fitted.num_units(unit))
         for unit, run in zip(projection.units, runs, strict=True)
     ]
     return torch.cat(spread, axis)
 
 
-def _places(unit: str, layer: LayerWidths, fitted: LayerWidths) -> Sequence[int]:
+def _padded_indices(unit: str, layer: LayerWidths, fitted: LayerWidths) -> Sequence[int]:
     """Return the index of each unit among the padded ones; a query head keeps its KV head."""
     if unit != "query_head":
         return range(layer.num_units(unit))
@@ -94,12 +94,12 @@ def _places(unit: str, layer: LayerWidths, fitted: LayerWidths) -> Sequence[int]
     return [kv_head * queries_per_kv + head for kv_head, count in counts for head in range(count)]
 
 
-def _spread(units: torch.Tensor, axis: int, places: Sequence[int], length: int) -> torch.Tensor:
-    """Scatter the units along `axis` to the indices `places` of `length` zeros, then merge `axis` and the next axis."""
+def _spread(units: torch.Tensor, axis: int, indices: Sequence[int], length: int) -> torch.Tensor:
+    """Scatter the units along `axis` to `indices` among `length` zeros, then merge `axis` and the next axis."""
     shape = list(units.shape)
     shape[axis] = length
     wide = units.new_zeros(shape)
-    chosen = slice(len(places)) if isinstance(places, range) else list(places)  # copying a slice is much faster
+    chosen = slice(len(indices)) if isinstance(indices, range) else list(indices)  # copying a slice is much faster
     wide.movedim(axis, 0)[chosen] = units.movedim(axis, 0)
     return wide.flatten(axis, axis + 1)
 
@@ -107,8 +107,8 @@ def _spread(units: torch.Tensor, axis: int, places: Sequence[int], length: int) 
 def share_channels(widths: Sequence[int], rank: int, num_ranks: int, block: int) -> list[range]:
     """Return the channels of each routed expert that one rank owns.
 
-    Channels are dealt in blocks of the kernel's alignment, so all ranks together pad no more rows than one rank would.
-    Remaining blocks are dealt in turn across experts: the ranks' numbers of blocks differ by at most one.
+    Channels are divided in blocks of the kernel's alignment, so all ranks together pad as few rows as one rank would.
+    Remaining blocks are given to the ranks in turn: their numbers of blocks differ by at most one.
     """
     shares, first = [], 0  # first: the rank that receives the next remaining block
     for width in widths:

@@ -76,6 +76,13 @@ class Evaluation:
             divergence, agreed = (sum(values) / sum(map(len, states)) for values in zip(*sums, strict=True))
             self.agreements[name][who] = {"kl": max(0.0, divergence), "top1": agreed}
 
+    def divergences(self, model: Any) -> dict[str, float]:
+        """Return the KL divergence of a model from the first one on each text, in nats per token; nothing is kept."""
+        self.evaluate_texts("tried", model)
+        for losses in self.losses.values():
+            del losses["tried"]
+        return {name: found.pop("tried")["kl"] for name, found in self.agreements.items()}
+
     def perplexity(self, text: str) -> dict[str, Any]:
         """Return each model's perplexity on a text, its losses by block, and its agreement with the first model."""
         losses, block_tokens = self.losses[text], self.block_tokens[text]

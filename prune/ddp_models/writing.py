@@ -32,8 +32,8 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def write_model(
     folder: Path, source: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write weights and config, copy the tokenizer's and other data files of `source`, and add the code of a pruned
-    config."""
+    """Write weights and config, and copy the tokenizer and other data files of `source`. A pruned model also gets the
+    code that loads it."""
     write_model_files(folder, source, config)
     write_weights(tensors, folder)
 

@@ -57,11 +57,11 @@ def find_rate(dense: float, trial: Callable[[float], float]) -> Found:
     chosen = RATES[FIRST]
     for rate in RATES[FIRST + 1 :] if harmless else RATES[FIRST - 1 :: -1]:
         losses[rate] = trial(rate)
-        still = losses[rate] <= dense + HARM
-        if harmless and not still:
+        is_harmless = losses[rate] <= dense + HARM
+        if harmless and not is_harmless:
             break
         chosen = rate
-        if still and not harmless:
+        if is_harmless and not harmless:
             break
     return Found(chosen, dense, losses)
 
@@ -87,14 +87,14 @@ def run_trials(
             for step in range(TRIAL_STEPS):
                 backward(step)
                 weights.move(rate, weights.join())
-            return judge()
+            return heldout_loss()
         except TrainingError:  # a gradient is not a number
             return math.inf
         finally:
             weights.reset(teacher.model)
 
     @torch.no_grad()
-    def judge() -> float:
+    def heldout_loss() -> float:
         blocks = heldout[:TRIAL_BLOCKS].to(accelerator.device).split(1)
         total = sum(
             cross_entropy + eta * divergence
@@ -103,7 +103,7 @@ def run_trials(
         )
         return broadcast_from_main(accelerator, total / len(blocks))
 
-    return find_rate(judge(), trial)
+    return find_rate(heldout_loss(), trial)
 
 
 def _loss(

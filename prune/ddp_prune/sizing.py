@@ -1,9 +1,10 @@
-"""What a run takes on a machine that is not at hand: the memory of a training step, and hours for its tokens.
+"""Estimates for other machines: the memory of a training step, and the hours for its tokens.
 
 Memory is found by running the real step of the model at its real size on fake tensors, which have shapes but no data.
 This requires neither weights nor a GPU. Hours are an estimate: counted FLOPs at an assumed utilization.
 """
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Iterator, Mapping
@@ -111,13 +112,11 @@ def step_bytes(
     A dense model runs with few layers; the rest follows, because layers are equal. Several devices share the weights.
     """
     sizes = num_sequences, seq_len, num_devices
-    # on a GPU the head takes more tokens at a time, and holds logits and probabilities of both models, and a copy
-    head = 5 * (GPU_CHUNK_BYTES - CHUNK_BYTES)
     if dimensions_of(config).num_experts:
-        return head + _estimate(config, mode, *sizes, distillation=distillation)
-    few, more = (_simulate(config, number, mode, *sizes, distillation=distillation) for number in SMALL)
+        return _estimate(config, mode, *sizes, distillation=distillation)
+    few, more = (simulate(config, number, mode, *sizes, distillation=distillation) for number in SMALL)
     layers = int(config["num_hidden_layers"])
-    return head + few + (more - few) * (layers - SMALL[0]) // (SMALL[1] - SMALL[0])
+    return few + (more - few) * (layers - SMALL[0]) // (SMALL[1] - SMALL[0])
 
 
 def _estimate(
@@ -135,14 +134,19 @@ def _estimate(
         layer = (whole - frozen) // int(config["num_hidden_layers"])
         held = frozen + (whole - frozen) // num_devices + 2 * layer * (num_devices > 1)
         sized = SimpleNamespace(model=model, sizes=dimensions_of(config))
-        return held + pass_bytes(cast(SizedModel, sized), num_sequences, seq_len)
+        # formulas take the head of a CPU, which has smaller chunks: logits, probabilities of both models, and a copy
+        head = 5 * (GPU_CHUNK_BYTES - CHUNK_BYTES)
+        return held + head + pass_bytes(cast(SizedModel, sized), num_sequences, seq_len)
 
 
-def _simulate(
+def simulate(
     config: Mapping[str, Any], num_layers: int, mode: Mode, num_sequences: int, seq_len: int, num_devices: int,
-    *, distillation: bool,
+    *, distillation: bool, chunk_bytes: int = GPU_CHUNK_BYTES,
 ) -> int:  # fmt: skip
-    """Return the peak bytes of one process in the second training step of a model with this number of layers."""
+    """Return the peak bytes of one process in two training steps of a model with this number of layers.
+
+    chunk_bytes: logits that exist at once; a CPU has fewer than a GPU.
+    """
     accelerator = SimpleNamespace(num_processes=num_devices, device=torch.device("cpu"), is_main_process=True)
     with _mesh(num_devices) as mesh, FakeTensorMode(), LiveBytes() as live:
         model = _build(config, num_layers)
@@ -162,7 +166,7 @@ def _simulate(
         live.peak = live.now
         moments = list[torch.Tensor]()
         for _ in range(2):
-            _backward(gated, teacher, torch.zeros(num_sequences, seq_len, dtype=torch.int64), distillation)
+            _backward(gated, teacher, torch.zeros(num_sequences, seq_len, dtype=torch.int64), distillation, chunk_bytes)
             if weights and mode.optimizer == "adamw-8bit":  # its own step reads data, and takes no memory but this
                 moments = moments or [
                     torch.zeros_like(m, dtype=torch.uint8) for m in weights.moved.values() for _ in MOMENTS
@@ -173,7 +177,7 @@ def _simulate(
         return live.peak
 
 
-def _backward(gated: GatedModel, teacher: Any, tokens: torch.Tensor, distillation: bool) -> None:
+def _backward(gated: GatedModel, teacher: Any, tokens: torch.Tensor, distillation: bool, chunk_bytes: int) -> None:
     """Do the forward and backward pass of a step, as `Trainer` does."""
     model: Any = gated.model
     leaves = {kind: torch.ones(shape).requires_grad_() for kind, shape in gated.shapes.items()}
@@ -181,7 +185,7 @@ def _backward(gated: GatedModel, teacher: Any, tokens: torch.Tensor, distillatio
     with torch.no_grad():
         states = final_hidden(teacher, tokens) if distillation else None
     with gated.masks(leaves, squares):
-        student, head = final_hidden(model, tokens), OutputHead.of(model)
+        student, head = final_hidden(model, tokens), dataclasses.replace(OutputHead.of(model), chunk_bytes=chunk_bytes)
         distill(student, states, head, tokens[:, 1:].reshape(-1), 2.0)[0].backward()
 
 

@@ -24,7 +24,7 @@ from ddp_training.run_state import saved_header
 from ddp_training.weights import TrainedWeights
 from ddp_vllm.errors import SettingError
 
-STEPS = 400  # wanted: tokens per step are halved until as many fit
+WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
 FEWEST_STEPS = 50  # a search in fewer steps closes too many gates at once
 FEWEST_TOKENS = 512  # per step
 SHORTEST = 256  # tokens of a sequence, unless the recipe has shorter ones
@@ -71,19 +71,19 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float]) -> Sh
     recipe = run.recipe
     seconds = 60.0 * recipe.minutes
     tokens = seconds / measure(run) * recipe.batch_size * recipe.seq_len
-    at_most = recipe.batch_size * recipe.seq_len
-    a_step = at_most
-    while a_step > max(FEWEST_TOKENS, tokens / STEPS):
-        a_step //= 2
-    seq_len = min(recipe.seq_len, max(SHORTEST, a_step // 2))
-    batch = max(1, min(recipe.batch_size, a_step // seq_len))
-    if batch * seq_len < at_most:  # shorter sequences take another time per token
+    most_tokens = recipe.batch_size * recipe.seq_len
+    tokens_per_step = most_tokens
+    while tokens_per_step > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
+        tokens_per_step //= 2
+    seq_len = min(recipe.seq_len, max(SHORTEST, tokens_per_step // 2))
+    batch = max(1, min(recipe.batch_size, tokens_per_step // seq_len))
+    if batch * seq_len < most_tokens:  # shorter sequences take another time per token
         run = dataclasses.replace(run, recipe=dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))
     each = measure(run)
-    besides = trial_steps(run)
-    steps = int((seconds / each - besides) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
+    num_trial_steps = trial_steps(run)
+    steps = int((seconds / each - num_trial_steps) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
     if steps < FEWEST_STEPS:
-        least = (besides + FEWEST_STEPS * (FAMILY_STEPS if num_sizes > 1 else 1.0)) * each / 60.0
+        least = (num_trial_steps + FEWEST_STEPS * (FAMILY_STEPS if num_sizes > 1 else 1.0)) * each / 60.0
         raise SettingError(
             f"minutes is {recipe.minutes:g}, enough for {max(0, steps)} steps of {batch} × {seq_len:,} tokens where "
             f"{FEWEST_STEPS} are needed; give at least {least:.2g}, or --train masks, or a lower --seq-len"

@@ -21,13 +21,14 @@ from ddp_models.source import Source, weight_files
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
-from ddp_prune.gates import GatedModel
+from ddp_prune.gates import GatedModel, Masks
 from ddp_prune.masks_file import provenance_of
 from ddp_prune.rate import run_trials
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import MODES, Mode, Run
 from ddp_prune.trainer import Learned, Trainer
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.documents import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import decisive, fingerprint
@@ -72,7 +73,7 @@ def resolve_training_mode(
     """Return the training mode: that of the interrupted run for this output, or the first that memory holds now.
 
     say: gets a line with what was chosen, and what the mode above it would require.
-    Raises: SettingError if memory does not hold the only mode that the recipe allows, or if torchao is missing.
+    Raises: SettingError if memory does not hold a mode that was asked for, or if torchao is missing.
     """
     modes = allowed_modes(recipe)
     for saved in (saved_header(output), provenance_of(output)):
@@ -84,16 +85,16 @@ def resolve_training_mode(
     free = free_memory(accelerator)
     needed = {each: mode_bytes(recipe, source, each, accelerator.num_processes) for each in MODES}
     needs = {each: f"{each} requires {gigabytes(number)}" for each, number in needed.items()}
-    if len(modes) == 1:  # asked for by name: a larger share of memory may do
-        if fits(needed[modes[0]], accelerator, 1.0):
-            return modes[0]
+    usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
+    if not usable:
+        raise SettingError("optimizer adamw-8bit requires torchao; install it with: pip install torchao")
+    chosen = next((each for each in usable if fits(needed[each], accelerator)), usable[-1])
+    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # asked for: all memory may do
         fitting = "; ".join(needs[each] for each in MODES if needed[each] <= TRAINING_SHARE * free)
         raise SettingError(
-            f"{needs[modes[0]]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
+            f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
             + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
         )
-    usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
-    chosen = next((each for each in usable if fits(needed[each], accelerator)), modes[-1])
     above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
     say(
         f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
@@ -116,6 +117,8 @@ class Inputs:
     head_unit: str
     tokenizer: Any
     blocks: Blocks
+    watched: Mapping[str, torch.Tensor]
+    """Blocks of the texts that are only evaluated."""
     loss_mask: torch.Tensor | None
     """Of the blocks to train on, as of `Batches`."""
     learned_from: dict[str, Any]
@@ -157,6 +160,13 @@ def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Con
         text_column=recipe.text_column,
     )
     check_vocabulary(blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
+    watched = {
+        name: load_blocks(
+            name, tokenizer, seq_len=recipe.seq_len, train_blocks=1, heldout_blocks=recipe.heldout_blocks,
+            min_train_blocks=0, seed=recipe.seed, text_column=recipe.text_column,
+        ).heldout
+        for name in (sources_of(recipe.watch) if recipe.watch else [])
+    }  # fmt: skip
     files = weight_files(source.folder), tokenizer_and_config_files(source.folder)
     profile = str(run.profile.path) if run.profile else ""
     show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
@@ -166,6 +176,7 @@ def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Con
         head_unit=head_unit_of(recipe, source),
         tokenizer=tokenizer,
         blocks=blocks,
+        watched=watched,
         loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, say),
         learned_from=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
         accelerator=accelerator,
@@ -206,7 +217,7 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
     joint = None
     if run.train == "weights":  # before any forward pass
         joint = Joint(TrainedWeights(gated.model, accelerator, optimizer=run.optimizer), inputs.blocks.heldout)
-    evaluation = Evaluation({recipe.data: inputs.blocks.heldout}, inputs.tokenizer)
+    evaluation = Evaluation({recipe.data: inputs.blocks.heldout, **inputs.watched}, inputs.tokenizer)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
         raise ModelError(
@@ -223,9 +234,29 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
             loss_mask=inputs.loss_mask,
         )  # fmt: skip
     transform = joint.weights.finish() if joint else None
-    with gated.masks({kind: values.to(accelerator.device) for kind, values in learned.gates.items()}):
+    gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
+    with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
-    return Result(learned, {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}, transform)
+    if joint and joint.teacher is not None:
+        teacher = GatedModel(joint.teacher, source.family, source.sizes, inputs.head_unit)
+        warn_of_harm(evaluation, teacher, gates, inputs.say)
+    found = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
+    if inputs.watched:
+        found["watched"] = {name: evaluation.perplexity(name) for name in inputs.watched}
+    return Result(learned, found, transform)
+
+
+def warn_of_harm(evaluation: Evaluation, dense: GatedModel, gates: Masks, say: Callable[[str], None]) -> None:
+    """Print where the trained weights diverge further from the dense model than its own weights under these gates."""
+    with dense.masks(gates):
+        divergences = evaluation.divergences(dense.model)
+    for name, untrained in divergences.items():
+        if (trained := evaluation.agreements[name]["pruned"]["kl"]) > untrained:
+            say(
+                f"on {name} training the weights did harm: KL {trained:.3f} from the dense model, {untrained:.3f} with "
+                "its own weights under the same masks; ddp-vllm apply makes that model from the masks file, and "
+                "--train masks trains masks only"
+            )
 
 
 class Joint(NamedTuple):

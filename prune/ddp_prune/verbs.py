@@ -92,7 +92,7 @@ def plan(
     on: str | None = None,
     **settings: Any,
 ) -> list[str]:
-    """Return what `prune` would remove and the memory and time it would take, a line each; nothing is written.
+    """Return lines on what `prune` would remove and on the memory and time it would take; nothing is written.
 
     on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead of for this machine.
     """

@@ -33,8 +33,6 @@ class RecoveryRecipe(TrainingSettings):
     """Rank of the low-rank additions of `lora`."""
     warmup: float = setting(0.1, is_fraction=True)
     """Fraction of the steps over which the rate rises; it then falls to 0 along a cosine."""
-    watch: str = ""
-    """Text of another kind, named as `data`, that is only evaluated: a loss of quality on it is reported."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from ddp_vllm.manifest import sha256
 
 INDECISIVE = (  # settings that do not change the result, and settings whose resolved values are compared instead
     *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover", "train", "optimizer"),
-    *("profile",),
+    *("profile", "watch"),
 )
 DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
 PAGES, PAGE = 64, 4096  # a fingerprint reads so many pages of so many bytes from a weight file, evenly spread

@@ -29,6 +29,8 @@ class OutputHead:
     """d: Granite's `logits_scaling`."""
     cap: float | None = None
     """c: Gemma's `final_logit_softcapping`."""
+    chunk_bytes: int = 0
+    """Bytes of the float32 logits that exist at once; 0 chooses by the device."""
 
     @classmethod
     def of(cls, model: Any) -> "OutputHead":
@@ -54,16 +56,16 @@ class OutputHead:
         return gradient_NV.to(self.weight.dtype) @ self.weight / self.divisor
 
 
-def chunk_tokens(weight_VH: torch.Tensor) -> int:
+def chunk_tokens(head: OutputHead) -> int:
     """Return how many tokens' float32 logits fit into a chunk on the head's device; at least 16."""
-    size = CHUNK_BYTES if weight_VH.device.type == "cpu" else GPU_CHUNK_BYTES
-    return max(16, size // (4 * len(weight_VH)))
+    size = CHUNK_BYTES if head.weight.device.type == "cpu" else GPU_CHUNK_BYTES
+    return max(16, (head.chunk_bytes or size) // (4 * len(head.weight)))
 
 
 def head_bytes(model: Any) -> int:
     """Estimate the bytes that the head requires on top of its weights: logits, probabilities of two models, a copy."""
-    weight_VH = OutputHead.of(model).weight
-    return 5 * 4 * chunk_tokens(weight_VH) * len(weight_VH)
+    head = OutputHead.of(model)
+    return 5 * 4 * chunk_tokens(head) * len(head.weight)
 
 
 def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +110,7 @@ class _DistilledHead(torch.autograd.Function):
         gradient_NH = torch.empty_like(student_NH)
         cross_entropy = torch.zeros((), device=student_NH.device)
         divergence = torch.zeros((), device=student_NH.device)
-        size = chunk_tokens(head.weight)
+        size = chunk_tokens(head)
         for start in range(0, num_tokens, size):
             chunk = slice(start, start + size)
             logits, labels = head.logits(student_NH[chunk]), labels_N[chunk, None]
@@ -181,7 +183,7 @@ def distill(
 @torch.no_grad()
 def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N: torch.Tensor) -> float:
     """Return the summed cross-entropy of the labels in nats, in chunks; shapes as `distilled_loss`."""
-    total, size = 0.0, chunk_tokens(head.weight)
+    total, size = 0.0, chunk_tokens(head)
     for hidden, labels in zip(hidden_NH.split(size), labels_N.split(size), strict=True):
         total += F.cross_entropy(head.logits(hidden), labels, reduction="sum").item()
     return total
@@ -209,7 +211,7 @@ def agreement(
 ) -> tuple[float, int]:
     """Return the summed KL(teacher‖student) in nats, and the number of tokens with top-1 agreement; shapes as
     `distilled_loss`."""
-    divergence, agreeing, size = 0.0, 0, chunk_tokens(head.weight)
+    divergence, agreeing, size = 0.0, 0, chunk_tokens(head)
     for hidden, teacher in zip(hidden_NH.split(size), teacher_NH.split(size), strict=True):
         logits, teacher_logits = head.logits(hidden), teacher_head.logits(teacher)
         agreeing += int((logits.argmax(-1) == teacher_logits.argmax(-1)).sum())

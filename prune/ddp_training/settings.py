@@ -32,6 +32,8 @@ class TrainingSettings(Settings):
     `all` while pruning, and `assistant` in a recovery of a model with a chat template. The KL term covers every
     token."""
 
+    watch: str = ""
+    """Texts of other kinds, named as `data`, that are only evaluated: a loss of quality on them is reported."""
     micro_batch_size: int = setting(0, least=0)
     """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about 8,192 tokens, 1,024 on
     a CPU, and fewer if memory is short."""

@@ -30,7 +30,7 @@ TAKEN: dict[str, str] = {  # options of prune: a value other than the default; w
     "target_params": "70K --sparsity 0", "target_flops": "250K --sparsity 0", "target_kv_bytes": "192 --sparsity 0",
     "speedup": "1.2 --sparsity 0 --profile PROFILE --other-machine --context-length 1024",
     "profile": "PROFILE --budget latency --other-machine --context-length 1024",
-    "optimizer": "adamw", "learning_rate": "1e-4", "on": "h100-80gb",
+    "optimizer": "adamw", "watch": "other", "learning_rate": "1e-4", "on": "h100-80gb",
     "minutes": "0.2 --seq-len 16 --batch-size 2 --train masks",
     "other_machine": " --budget latency --profile PROFILE --context-length 1024",
 }  # fmt: skip

@@ -94,7 +94,7 @@ def test_the_highest_harmless_rate_is_taken(harmful_from: float, chosen: float, 
         (0.8, [], ("weights", "adamw-8bit"), ["masks and weights with adamw requires"]),
         (0.3, [], ("masks", ""), ["masks and weights with adamw-8bit requires"]),
         (0.8, ["--train", "weights", "--optimizer", "adamw"], None, ["adamw-8bit requires", "masks only requires"]),
-        (0.3, ["--train", "weights", "--optimizer", "adamw-8bit"], None, ["are free; what fits: masks only requires"]),
+        (0.3, ["--train", "weights"], None, ["adamw-8bit requires", "are free; what fits: masks only requires"]),
     ],
     ids=["everything fits", "8 bytes fit", "only masks fit", "not what was asked for", "no joint training"],
 )
@@ -117,3 +117,18 @@ def test_the_mode_is_the_first_that_memory_holds(
             resolve()
         lines.append(str(raised.value))
     assert all(text in lines[-1] for text in said), lines
+
+
+def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Rain fell on the harbour while the boats waited. " * 200, encoding="utf-8")
+
+    def run(name: str, rate: str) -> Result:
+        options = ["--train", "weights", "--steps", "12", "--learning-rate", rate, "--watch", str(other)]
+        return CliRunner().invoke(main, ["prune", *of(tiny_model, tiny_text), *options, "-o", str(tmp_path / name)])
+
+    harmed, sound = run("harmed", "0.3"), run("sound", "1e-5")
+    assert harmed.exit_code == sound.exit_code == 0, (harmed.output, sound.output)
+    assert f"on {other} training the weights did harm" in harmed.output.replace("\n", " ")
+    assert "did harm" not in sound.output
+    assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0
