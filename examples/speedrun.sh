@@ -4,7 +4,7 @@
 #     bash examples/speedrun.sh            # in a clone, after `make install` and `. .venv/bin/activate`
 #
 # It uses SmolLM2-135M and two CPU cores. On a GPU, set MODEL and CHATS to your own, STEPS to 1000 and SMALL to nothing.
-# An error is one line with its remedy. If pruning or recovery is interrupted, the same command resumes it.
+# An error is one line with its remedy. If the script is interrupted, run it again: it resumes.
 set -euo pipefail
 
 OUT=${OUT:-speedrun}
@@ -29,7 +29,8 @@ step "2. Prune. Gates of the least important heads and channels close; the remai
 # Prefer --speedup 1.25: it costs less quality at equal speed. It is left out here because timing the model first takes
 # 14 minutes on two cores. --minutes 60 trains for an hour instead of a number of steps.
 # shellcheck disable=SC2086
-ddp-vllm prune "$MODEL" --sparsity 0.2 --data "$TEXT" --steps "$STEPS" $SMALL -o "$OUT/pruned"
+[ -e "$OUT/pruned/config.json" ] ||
+    ddp-vllm prune "$MODEL" --sparsity 0.2 --data "$TEXT" --steps "$STEPS" $SMALL -o "$OUT/pruned"
 
 step "3. Look. The report also shows ten answers of the dense and the pruned model: $OUT/pruned/report.html"
 ddp-vllm inspect "$OUT/pruned"
@@ -44,10 +45,11 @@ ddp-vllm bench steps --dense "$MODEL" --pruned "$OUT/pruned" --batch 8 --context
     -o "$OUT/steps.json" --overwrite
 
 step "6. Recover. If it is not good enough, distill it for longer; widths and speed stay the same."
-ddp-vllm recover "$OUT/pruned" --minutes "${RECOVER_MINUTES:-2}" -o "$OUT/recovered"
+[ -e "$OUT/recovered/config.json" ] ||
+    ddp-vllm recover "$OUT/pruned" --minutes "${RECOVER_MINUTES:-2}" -o "$OUT/recovered"
 
 step "7. Carry it elsewhere: one file for llama.cpp (Llama, SmolLM2, Mistral, Qwen2)."
-ddp-vllm export "$OUT/recovered" --type Q8_0 -o "$OUT/recovered.gguf"
+ddp-vllm export "$OUT/recovered" --type Q8_0 -o "$OUT/recovered.gguf" --overwrite
 
 cat << END
 
