@@ -7,7 +7,7 @@ from ddp_vllm import api
 if TYPE_CHECKING:
     from ddp_vllm.api import *  # noqa: F403
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = api.__all__
 
 

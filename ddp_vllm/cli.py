@@ -25,7 +25,7 @@ def remedy(package: str) -> str:
         for requirement in importlib.metadata.requires("ddp-vllm") or ():
             name, extra = re.match(r"([\w.-]+)(?:.*extra == .(\w+))?", requirement).groups()  # type: ignore[union-attr]
             if extra and name == package:
-                return f'pip install "ddp-vllm[{extra}]"'
+                return f'pip install ".[{extra}]" in a clone of ddp-vllm'
     return f"pip install {package}"
 
 

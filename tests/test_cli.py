@@ -55,8 +55,8 @@ def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.Monke
     required = [f"{each}; extra == '{extra}'" for extra, packages in extras for each in packages]
     monkeypatch.setattr("importlib.metadata.requires", lambda _name: [*project["dependencies"], *required])
     for module, install in (
-        ("torch.nn", '"ddp-vllm[prune]"'),
-        ("lm_eval", '"ddp-vllm[eval]"'),
+        ("torch.nn", '".[prune]" in a clone of ddp-vllm'),
+        ("lm_eval", '".[eval]" in a clone of ddp-vllm'),
         ("rich", "rich"),
         ("einops", "einops"),
     ):

@@ -53,8 +53,8 @@ def vllm_command() -> list[str]:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ServingError(
-            f'vLLM is not installed in {sys.prefix}; pip install "ddp-vllm[serve]" on a machine with a GPU, '
-            "or vLLM's CPU build on a machine without one"
+            f'vLLM is not installed in {sys.prefix}; on a machine with a GPU: pip install ".[serve]" in a clone of '
+            "ddp-vllm; on a machine without one: vLLM's CPU build"
         )
     try:
         importlib.metadata.version("vllm")

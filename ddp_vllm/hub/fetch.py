@@ -58,7 +58,7 @@ def fetch_model(name: str) -> Path:
     if not (folder / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
             raise ModelError(
-                f'{name} comes as a GGUF file, which requires one more package: pip install "ddp-vllm[gguf]"'
+                f'{name} comes as a GGUF file, which requires one more package: pip install ".[gguf]" in a clone'
             )
         with _one_at_a_time(folder):
             if not (folder / "config.json").exists():  # another process may have been first

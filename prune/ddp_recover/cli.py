@@ -38,8 +38,8 @@ def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool,
 def quantize(folder: Path, scheme: str, output: Path, overwrite: bool) -> None:
     """Quantize the pruned or dense model in FOLDER with llm-compressor; vLLM serves it as before.
 
-    This requires an environment separate from vLLM's: pip install "ddp-vllm[quantize]". Weights are rounded to the
-    nearest value, so no text is required. The command first prints the layers whose widths suit no fast kernel, and how
-    to avoid that.
+    This requires an environment separate from vLLM's: pip install ".[prune,quantize]" in a clone of ddp-vllm. Weights
+    are rounded to the nearest value, so no text is required. The command first prints the layers whose widths suit no
+    fast kernel, and how to avoid that.
     """
     echo(f"written: {verbs.quantize(folder, scheme, output=output, overwrite=overwrite, verbose=True)}")

@@ -20,15 +20,13 @@ from ddp_vllm.cli import main
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 FP8_TOP, INT8_TOP = 448.0, 127  # largest numbers of float8_e4m3 and of int8
-EXAMPLES = Path(__file__).parents[2] / "examples"
 MADE = """
 import sys
 import ddp_vllm
 root = sys.argv[1]
 ddp_vllm.quantize(f"{root}/ragged", "FP8_DYNAMIC", output=f"{root}/FP8")
 ddp_vllm.quantize(f"{root}/aligned", "W4A16", output=f"{root}/W4A16")
-import quantise
-quantise.main(f"{root}/ragged", f"{root}/W8A8")
+ddp_vllm.quantize(f"{root}/ragged", "W8A8", output=f"{root}/W8A8")
 """
 ALIGNED_LAYERS = [  # every input and output a multiple of 32, as the INT4 kernel for CPUs requires
     {"query_heads_per_kv_head": [3, 1], "intermediate_size": 32},
@@ -83,12 +81,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("quantized")
     make_checkpoint(root / "ragged", "Llama", RAGGED_LAYERS)
     make_checkpoint(root / "aligned", "Llama", ALIGNED_LAYERS, hidden_size=96)
-    path = os.pathsep.join([str(PACKAGES), str(EXAMPLES), *sys.path])
+    path = os.pathsep.join([str(PACKAGES), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", MADE, str(root)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "MB of weights →" in done.stdout
     return root
 
 

@@ -103,7 +103,8 @@ def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
     result = run("report", pruned, "-o", tmp_path / "page")
     assert result.returncode == 0 and (tmp_path / "page" / "report.html").exists(), result.stderr
     result = run("prune", "model", "--sparsity", "0.2", "-o", "out")
-    assert result.returncode == 1 and result.stderr.endswith('is not installed; pip install "ddp-vllm[prune]"\n')
+    remedy = 'is not installed; pip install ".[prune]" in a clone of ddp-vllm\n'
+    assert result.returncode == 1 and result.stderr.endswith(remedy)
 
 
 def test_the_examples_run(
@@ -115,10 +116,10 @@ def test_the_examples_run(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
 
-    recipe, pruned = tmp_path / "tiny.toml", tmp_path / "pruned"
-    recipe.write_text('steps = 6\nbatch_size = 2\nseq_len = 16\ntrain = "masks"\n')
-    said = run("prune.py", tiny_model, pruned, recipe, tiny_text)
-    assert "parameters, perplexity" in said
+    small = ("--steps", 6, "--batch-size", 2, "--seq-len", 16)
+    pruned, sizes = tmp_path / "pruned", tmp_path / "sizes"
+    said = run("support_desk.py", "--model", tiny_model, "--data", tiny_text, "--output", pruned, *small)
     assert f"bench sharegpt --dense {tiny_model} --pruned {pruned}\n" in said  # unwrapped
-    said = run("recover.py", pruned, tmp_path / "recovered", 0.01)
-    assert "recovered" in said and "report.html" in said
+    assert "\n10. " in said and "report.html" in said
+    said = run("choose_a_size.py", "--model", tiny_model, "--data", tiny_text, "--output", sizes, *small)
+    assert "parameters, perplexity ×" in said and sizes.with_suffix(".html").exists()

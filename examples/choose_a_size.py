@@ -1,0 +1,60 @@
+"""Prune a model to several sizes in one run, and choose the smallest one that is good enough.
+
+    python examples/choose_a_size.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --output ./sizes
+
+All sizes share one search, which takes 1.3 times the steps of the smallest model alone. With --budget speedup, --sizes
+are speedups such as 1.1,1.25,1.5; that requires vLLM on this machine, which times the model first.
+
+To see how it works on two CPU cores, pass --steps 80 --batch-size 2 --seq-len 256.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import ddp_vllm
+
+
+def main(model: str, data: str, output: Path, budget: str, sizes: str, tolerance: float, **settings: Any) -> None:
+    # 1. Prune to all sizes. Each is written to a folder of its own inside `output` as soon as it is trained. If this
+    #    call is interrupted, the same call resumes it.
+    wanted = {budget: [float(size) for size in sizes.split(",")]}
+    checkpoints = ddp_vllm.prune_sizes(model, output=output, data=data, verbose=True, **wanted, **settings)
+
+    # 2. Compare them on held-out text. Its documents are chosen by a hash, so all sizes are evaluated on the same text,
+    #    and no size was trained on it.
+    chosen = None
+    for checkpoint in sorted(checkpoints, key=lambda each: each.num_parameters, reverse=True):
+        quality = checkpoint.provenance["perplexity"]
+        ratio = quality["pruned"] / quality["dense"]
+        print(f"{checkpoint.folder.name}: {checkpoint.num_parameters:,} parameters, perplexity × {ratio:.3f}")
+        if ratio <= tolerance:
+            chosen = checkpoint
+
+    # 3. Put everything on one page. Run `ddp-vllm bench sharegpt` and `ddp-vllm eval` for the sizes you consider, and
+    #    call this again: the page finds their results in the folders.
+    page = output.with_name(f"{output.name}.html")
+    folders = [checkpoint.folder for checkpoint in checkpoints]
+    ddp_vllm.compare(folders, output=page, tolerance=tolerance, overwrite=True)
+    print(f"all sizes: {page}")
+
+    # 4. Choose.
+    if chosen is None:
+        print(f"no size is within {tolerance:g} × the dense perplexity; train for longer, or remove less")
+    else:
+        print(f"chosen: {chosen.folder}\nserve it: vllm serve {chosen.folder}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hub name of the dense model")
+    parser.add_argument("--data", required=True, help="text to train on, named as in ddp-vllm prune")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write one folder per size into")
+    parser.add_argument("--budget", choices=("sparsity", "speedup"), default="sparsity")
+    parser.add_argument("--sizes", default="0.1,0.2,0.3", help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1.05, help="accepted perplexity over the dense one (default: %(default)s)"
+    )
+    for option in ("--steps", "--batch-size", "--seq-len"):
+        parser.add_argument(option, type=int, default=argparse.SUPPRESS, help="as in ddp-vllm prune")
+    main(**vars(parser.parse_args()))
