@@ -8,8 +8,8 @@ import sys
 import ddp_vllm
 
 
-def main(folder: str, output: str, type_name: str) -> None:
-    file = ddp_vllm.export_gguf(folder, output=output, type_name=type_name, verbose=True)
+def main(folder: str, output: str, outtype: str) -> None:
+    file = ddp_vllm.export(folder, output=output, outtype=outtype, verbose=True)
     print(f"llama-server -m {file}")
 
 

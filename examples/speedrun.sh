@@ -41,7 +41,7 @@ step "4. Is it still good? Perplexity, KL divergence and top-1 agreement on text
 ddp-vllm eval "$OUT/pruned" --text "$OUT/test.jsonl"
 
 step "5. Is it faster? Decode steps in real vLLM; the models take turns, and the interval says how sure the ratio is."
-ddp-vllm bench steps --dense "$MODEL" --pruned "$OUT/pruned" --batch 8 --context 512 --rounds 3 \
+ddp-vllm bench steps --dense "$MODEL" --pruned "$OUT/pruned" --concurrency 8 --context-length 512 --rounds 3 \
     -o "$OUT/steps.json" --overwrite
 
 step "6. Recover. If it is not good enough, distill it for longer; widths and speed stay the same."
@@ -49,7 +49,7 @@ step "6. Recover. If it is not good enough, distill it for longer; widths and sp
     ddp-vllm recover "$OUT/pruned" --minutes "${RECOVER_MINUTES:-2}" -o "$OUT/recovered"
 
 step "7. Carry it elsewhere: one file for llama.cpp (Llama, SmolLM2, Mistral, Qwen2)."
-ddp-vllm export "$OUT/recovered" --type Q8_0 -o "$OUT/recovered.gguf" --overwrite
+ddp-vllm export "$OUT/recovered" --outtype q8_0 -o "$OUT/recovered.gguf" --overwrite
 
 cat << END
 
