@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_benchmarks.verbs import bench, bench_steps, evaluate, profile
+    from ddp_prune.recipe import Recipe
     from ddp_prune.verbs import apply, plan, prune, prune_sizes
     from ddp_recover.verbs import evaluate_text, quantize, recover
     from ddp_study.verbs import study
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
     "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read", "inspect",
     "verify", "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare", "fetch",
-    "Checkpoint", "DdpError",
+    "Recipe", "Checkpoint", "DdpError",
 ]  # fmt: skip
 
 FUNCTIONS = {  # module -> the public names it defines
@@ -46,6 +47,7 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_vllm.gguf.export": ("export",),
     "ddp_vllm.hub.push": ("push",),
     "ddp_vllm.hub.fetch": ("fetch",),
+    "ddp_prune.recipe": ("Recipe",),
     "ddp_vllm.checkpoint": ("Checkpoint",),
     "ddp_vllm.errors": ("DdpError",),
 }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, runs_on_cpu, vllm_command
@@ -48,7 +49,8 @@ class StepSettings:
         check_lowest(self, rounds=1, steps=TURN)
         if len({self.dense, *self.pruned}) <= len(self.pruned):
             raise SettingError("bench steps compares different folders; name each once")
-        check_lowest(self.workload, batch=1, context=self.steps)
+        options = SimpleNamespace(concurrency=self.workload.batch, context_length=self.workload.context)
+        check_lowest(options, concurrency=1, context_length=self.steps)
 
 
 class StepEngine(Engine):

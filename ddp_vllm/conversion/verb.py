@@ -64,13 +64,9 @@ class Plan:
 
 
 def convert(
-    folder: str | Path,
-    *,
-    output: str | Path,
-    dense: str | Path | None = None,
-    overwrite: bool = False,
+    folder: str | Path, *, output: str | Path, dense: str | Path | None = None, overwrite: bool = False,
     verbose: bool = False,
-) -> Checkpoint:
+) -> Checkpoint:  # fmt: skip
     """Write a model that another tool pruned as a checkpoint of ddp-vllm, and return it.
 
     dense: the model that was pruned, a folder or a hub name. Its config gives the sizes before pruning. verbose: print

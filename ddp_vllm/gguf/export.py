@@ -6,12 +6,7 @@ from ddp_vllm.errors import line_printer
 
 
 def export(
-    folder: str | Path,
-    *,
-    output: str | Path,
-    outtype: str = "f16",
-    overwrite: bool = False,
-    verbose: bool = False,
+    folder: str | Path, *, output: str | Path, outtype: str = "f16", overwrite: bool = False, verbose: bool = False
 ) -> Path:
     """Write a pruned or dense model as one GGUF file for stock llama.cpp, and return its path.
 

@@ -137,6 +137,8 @@ def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: P
     heading, sentence, line = result.stdout.splitlines()[-3:]
     assert heading == "decode, 2 sequences of 48 tokens:" and sentence == found["verdicts"][0]["sentence"]
     assert json.loads(line)["verdicts"] == found["verdicts"]
+    with pytest.raises(SettingError, match="--context-length 48 is below 60"):
+        ddp_vllm.bench_steps(tiny, halved, context_length=48, steps=60)
 
 
 @pytest.mark.vllm

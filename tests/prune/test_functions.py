@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import ddp_vllm
-from ddp_prune.recipe import Recipe
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE
 
@@ -37,7 +36,7 @@ def test_a_model_goes_through_all_functions_without_a_word(
         ddp_vllm.prune(tiny_model, **sizes)
     small, large = ddp_vllm.prune_sizes(tiny_model, **sizes)
     assert small.num_parameters > large.num_parameters and large.folder.name == "sparsity-0.4"
-    recipe = Recipe(model="another", sparsity=0.3, data=str(tiny_text), **TINY)
+    recipe = ddp_vllm.Recipe(model="another", sparsity=0.3, data=str(tiny_text), **TINY)
     with_file = ddp_vllm.prune(tiny_model, recipe=recipe, output=tmp_path / "recipe", sparsity=0.4)
     assert with_file.layers == pruned.layers and with_file.provenance["recipe"] == pruned.provenance["recipe"]
     plan = ddp_vllm.plan(tiny_model, recipe=recipe, output=tmp_path / "planned", recover_minutes=2)
