@@ -108,7 +108,7 @@ def test_tensors_are_copied_and_other_verbs_read_the_folder(tool: str, converted
     assert f"those of {tool}, which another tool pruned" in passed("inspect", folder)
     assert json.loads(passed("inspect", folder, "--json"))["recipe"] is None
     card = (folder / "README.md").read_text()
-    assert f"converted the folder {tool}," in card and "masks" not in card.partition("## Load")[0]
+    assert f"converted its folder {tool} and" in card and "masks" not in card.partition("## Load")[0]
     passed("verify", folder)
     passed("push", folder, "me/x", "--dry-run")
     assert "masks" not in Path(passed("report", folder, "-o", tmp_path).split()[-1]).read_text()

@@ -144,7 +144,7 @@ def test_the_exact_choice_is_the_best_of_all() -> None:
         ({"speedup": 0.9}, "above 1"),
         ({"scope": "layer"}, "leave scope out"),
         ({"scope": "expert", "speedup": 0.0, "sparsity": 0.2}, "leave scope out"),
-        ({"concurrency": 64}, "batch of 1 to 8, not 64"),
+        ({"concurrency": 64}, "--concurrency 1 to 8, not 64"),
         ({"phase": "dream"}, "must be one of"),
     ],
 )
