@@ -45,8 +45,8 @@ HEAD = f"""# What it takes
 <!-- Written by docs/make_sizing.py. -->
 
 Peak memory per GPU and hours for the default run: 1,000 steps of 16 × 2,048 tokens, {TOKENS / 1e6:.0f} M in all.
-`--train auto` takes the first mode, from the bottom of a table, whose weights, teacher and optimizer fit into 70 % of the
-free memory. Pass a mode by name to use more of it.
+`--train auto` takes the first mode, from the bottom of a table, whose weights, teacher and optimizer fit into 70 % of
+the free memory. Pass a mode by name to use more of it.
 
 | mode | bytes per prunable 16-bit weight | options |
 |---|---|---|
