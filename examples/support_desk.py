@@ -25,7 +25,7 @@ NUM_QUESTIONS, ANSWER_TOKENS = 10, 64
 def main(model: str, data: Path, output: Path, speedup: float | None, **settings: Any) -> None:
     # 1. Set ten conversations aside. The rest is the training text, because text like the traffic that the model will
     #    serve matters more than any other setting.
-    lines = data.read_text(encoding="utf-8").splitlines()
+    lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line]
     if len(lines) < 2 * NUM_QUESTIONS:
         raise SystemExit(f"{data} has {len(lines)} lines; at least {2 * NUM_QUESTIONS} are required")
     training_text = output.with_name(f"{output.name}-training.jsonl")
