@@ -107,7 +107,7 @@ def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
 
 
 def test_the_examples_run(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def run(name: str, *arguments: object) -> str:
@@ -122,3 +122,5 @@ def test_the_examples_run(
     assert "\n10. " in said and "report.html" in said
     said = run("choose_a_size.py", "--model", tiny_model, "--data", tiny_text, "--output", sizes, *small)
     assert "parameters, perplexity ×" in said and sizes.with_suffix(".html").exists()
+    said = run("mixture.py", "--model", tiny_experts, "--data", tiny_text, "--output", tmp_path / "mixture", *small)
+    assert "layer 1: " in said and "perplexity on held-out text: dense" in said
