@@ -69,9 +69,9 @@ def convert(
 ) -> Checkpoint:  # fmt: skip
     """Write a model that another tool pruned as a checkpoint of ddp-vllm, and return it.
 
-    dense: the model that was pruned, a folder or a hub name. Its config gives the sizes before pruning. verbose: print
-    what was read from config.json and tensors. Raises: ModelError if the folder has no widths that a supported family
-    can have, OutputError.
+    dense: the model that was pruned, a folder or a hub name. Its config gives the sizes before pruning.
+    verbose: print how widths were read from config.json and tensors.
+    Raises: ModelError if no supported family can have such widths; OutputError.
     """
     source, target = Path(folder), Path(output)
     check_output(target, overwrite=overwrite)

@@ -72,7 +72,7 @@ def resolve_training_mode(
 ) -> Mode:
     """Return the training mode: that of the interrupted run for this output, or the first that memory holds now.
 
-    say: gets a line with what was chosen, and what the mode above it would require.
+    say: prints the chosen mode, and the memory that the next mode up would require.
     Raises: SettingError if memory does not hold a mode that was asked for, or if torchao is missing.
     """
     modes = allowed_modes(recipe)

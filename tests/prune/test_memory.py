@@ -212,7 +212,7 @@ def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:
 def test_a_run_learns_the_same_in_more_passes_and_with_layers_that_run_again(
     gated: GatedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gates, what was squared, and how often experts were chosen: nothing counts twice, and dropout stays off."""
+    """Gates, saliency and routing counts are equal: nothing is added twice, and dropout stays off."""
     sizes: list[int] = []
     gated.model.model.register_forward_pre_hook(lambda _module, inputs: sizes.append(len(inputs[0])))
 

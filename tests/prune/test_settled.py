@@ -101,7 +101,7 @@ def test_the_highest_harmless_rate_is_taken(harmful_from: float, chosen: float, 
         (0.8, ["--train", "weights", "--optimizer", "adamw"], None, ["adamw-8bit requires", "masks only requires"]),
         (0.3, ["--train", "weights"], None, ["adamw-8bit requires", "are free; what fits: masks only requires"]),
     ],
-    ids=["everything fits", "8 bytes fit", "only masks fit", "not what was asked for", "no joint training"],
+    ids=["everything fits", "8 bytes fit", "only masks fit", "the requested mode does not fit", "no joint training"],
 )
 def test_the_mode_is_the_first_that_memory_holds(
     free: float, options: list[str], chosen: tuple[str, str] | None, said: list[str], tiny_model: Path,
