@@ -3,7 +3,8 @@
 The model is dense or, for recovery, a pruned one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -45,18 +46,21 @@ class Source:
     """Shape of every weight on disk; tied embeddings are listed once."""
 
 
-def open_source(model: str) -> Source:
+def open_source(model: str, *, load: bool = True) -> Source:
     """Find the dense model, check from its headers that it can be pruned, and prepare transformers for its family.
 
+    load: whether the model will be loaded; otherwise only the headers of a hub model's weights are downloaded.
     Raises: ModelError if the folder is unknown, or its weights are unreadable, incomplete or of an unsupported family.
     """
-    folder = Path(model) if Path(model).is_dir() else _download(model)
+    is_local = Path(model).is_dir()
+    folder = Path(model) if is_local else _download(model, WEIGHTS if load else ())
     config = read_config(folder)
     try:
         family, sizes = family_of(config), dimensions_of(config)
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
-    shapes = _weight_shapes(folder, tied=bool(config.get("tie_word_embeddings")))
+    headers = _headers(folder) if is_local or load else _hub_headers(model)
+    shapes = _weight_shapes(headers, tied=bool(config.get("tie_word_embeddings")))
     _check_names(folder, shapes)
     try:  # the check that every checkpoint made from it will have to pass
         widths = ModelWidths.of(pruned_config(config, dense_layers(config)))
@@ -123,22 +127,40 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(str(error)) from error
 
 
-def _weight_shapes(folder: Path, *, tied: bool) -> dict[str, list[int]]:
-    """Return the shape of every parameter of a dense model from its safetensors headers.
+Header = tuple[Path | str, list[tuple[str, list[int], str]]]  # a file, and the name, shape and dtype of its tensors
 
-    tied: the output head is the embedding, which some checkpoints store twice.
-    Raises: ModelError if there are no weights, or a file cannot be read, for example because it is cut short.
-    """
-    shapes: dict[str, list[int]] = {}
+
+def _headers(folder: Path) -> Iterator[Header]:
+    """Yield the header of every weight file. Raises: ModelError if one cannot be read, or if there is none."""
     files = weight_files(folder)
     if not files:
         raise ModelError(f"{folder} holds no .safetensors weights; convert the model with save_pretrained")
     for path in files:
         try:
-            found = list(file_tensors(path))
+            yield path, list(file_tensors(path))
         except (WidthsError, OSError) as error:
             raise ModelError(f"{path} cannot be read ({error}); download the model again") from error
-        for name, shape, dtype in found:
+
+
+def _hub_headers(model: str) -> Iterator[Header]:
+    """Yield the header of every weight file of a hub model, without the weights. Raises: ModelError."""
+    from huggingface_hub import get_safetensors_metadata
+
+    with _downloading(model):
+        files = get_safetensors_metadata(model).files_metadata
+    for name, file in files.items():
+        yield f"{model}/{name}", [(name, each.shape, each.dtype) for name, each in file.tensors.items()]
+
+
+def _weight_shapes(headers: Iterable[Header], *, tied: bool) -> dict[str, list[int]]:
+    """Return the shape of every parameter of a dense model.
+
+    tied: the output head is the embedding, which some checkpoints store twice.
+    Raises: ModelError if a tensor is in two files or quantized.
+    """
+    shapes: dict[str, list[int]] = {}
+    for path, tensors in headers:
+        for name, shape, dtype in tensors:
             if name in shapes:
                 raise ModelError(f"{path}: tensor {short(name)} is in another file too; download the model again")
             shapes[name] = shape
@@ -166,16 +188,22 @@ def _check_names(folder: Path, shapes: Mapping[str, list[int]]) -> None:
         )
 
 
-def _download(model: str) -> Path:
+def _download(model: str, weights: Sequence[str]) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
     from huggingface_hub import snapshot_download
 
+    with _downloading(model):
+        patterns = [*TOKENIZER_AND_CONFIG_FILES, *weights]
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=COPIES))
+
+
+@contextmanager
+def _downloading(model: str) -> Iterator[None]:
+    """Turn the errors of the hub's client into a ModelError."""
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=[*TOKENIZER_AND_CONFIG_FILES, *WEIGHTS], ignore_patterns=COPIES)
-        )
-    except Exception as error:  # the hub's client raises errors of several libraries
+        yield
+    except Exception as error:  # of several libraries
         reason = shorten(str(error).strip().split("\n")[0], 200)
         raise ModelError(
             f"{model} is not a folder and cannot be downloaded ({reason}); check name and network"

@@ -81,11 +81,12 @@ def prune(
     return list(map(read_checkpoint, folders))
 
 
-def find_model(recipe: Recipe, output: Path) -> Source:
-    """Return the dense model; refuse an output that would replace it."""
-    source = open_source(recipe.model)
+def find_model(recipe: Recipe, output: Path, *, load: bool = True) -> Source:
+    """Return the dense model, to be loaded or only looked at; refuse an output that would replace it."""
+    source = open_source(recipe.model, load=load)
     check_spares_source(output, source)
-    check_index(source.folder)
+    if load:
+        check_index(source.folder)
     return source
 
 

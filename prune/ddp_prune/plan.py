@@ -45,14 +45,15 @@ class Plan:
 def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan:
     """Describe what `prune` would do. Raises: as `prune` before it loads the model.
 
-    on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not for this machine.
+    on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not for this machine,
+        and the weights of a hub model are not downloaded.
     """
     first, last = recipes[0], recipes[-1]
     if on:
         parse_cards(on)
     accelerator = make_accelerator(output, None)
     check_sharding(first, accelerator.num_processes)
-    source = find_model(first, output)
+    source = find_model(first, output, load=not on)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, removed, pools_of = list[str](), list[float | None](), []
     for recipe in recipes:

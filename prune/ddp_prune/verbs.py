@@ -77,10 +77,14 @@ def prune_sizes(
 
 
 def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
-    """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered."""
+    """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered.
+
+    The recipe's learning rate is that of pruning; recovery may train adapters, which take another.
+    """
     if not recipe.recover_minutes or "recovery" in checkpoint.provenance:
         return checkpoint
     shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
+    del shared["learning_rate"]
     return ddp_vllm.recover(
         checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
         minutes=recipe.recover_minutes, **shared,

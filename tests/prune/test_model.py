@@ -10,15 +10,17 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo, filter_repo_objects
 from runs import edit_weights, export_whole, weights
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
+import ddp_vllm
 from ddp_models.loading import load_model, loading_options
 from ddp_models.source import open_source, weight_files
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import FAMILIES, choose_head_unit
+from ddp_vllm.remote_code.files import file_tensors
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # changes of the config, what the line must say
     "unsupported family": ({"model_type": "gpt2"}, ["'gpt2'", *FAMILIES]),
@@ -126,6 +128,24 @@ def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tin
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     open_source("owner/name")
     assert fetched == [*listed[:6], "tokenizer.model"]
+
+
+def test_estimates_for_other_gpus_download_no_weights(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, folder: Path, tmp_path: Path
+) -> None:
+    tensors = {
+        name: TensorInfo(dtype=dtype, shape=shape, data_offsets=(0, 0))
+        for name, shape, dtype in file_tensors(folder / "model.safetensors")
+    }
+    file = SafetensorsFileMetadata(metadata={}, tensors=tensors)
+    headers = SafetensorsRepoMetadata(
+        metadata=None, sharded=False, weight_map={}, files_metadata={"model.safetensors": file}
+    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _: headers)
+    (folder / "model.safetensors").unlink()
+    settings: dict[str, Any] = {"sparsity": 0.25, "on": "h100-80gb", "output": tmp_path / "pruned"}
+    assert ddp_vllm.plan("owner/name", **settings).lines == ddp_vllm.plan(tiny_model, **settings).lines
 
 
 @pytest.mark.parametrize("beside", ["the shards of an index", "a stray file"])
