@@ -1,13 +1,16 @@
-"""What do the modes of pruning cost in quality, by one protocol, in cells that can be interrupted?
+"""What does each way of pruning cost in quality at which speed, by one protocol, in cells that can be interrupted?
 
     python benchmarks/reference.py --prepare FOLDER --data DATA     # once: texts to train and to evaluate on
     python benchmarks/reference.py --data DATA --minutes 40 --models smollm2-135m=PATH,qwen0.5b=PATH
 
-benchmarks/protocol.toml lists the cells. Each call runs missing cells, seed by seed, until the minutes are over, and
-writes benchmarks/results/TABLE/MODEL-ROW-SEED.json: the command, versions, hardware, seconds, peak memory, perplexity,
-KL divergence and top-1 agreement with the dense model. A run that was interrupted resumes. FOLDER has sharegpt.jsonl,
-openstax.jsonl, c4_sample.jsonl and wiki.test.raw; conversations are held out by hash, and the text of Python is the
-standard library of the running interpreter.
+benchmarks/protocol.toml has the tables. A row is a list of ddp-vllm commands that ends in a model; a cell is a row for
+a model and a seed. Each call computes missing cells, seed by seed, until the minutes are over, and writes
+benchmarks/results/TABLE/MODEL-ROW-SEED.json: the commands, versions, hardware, seconds, peak memory, size, perplexity,
+KL divergence and top-1 agreement with the dense model. An interrupted call resumes. Once all models of a table with
+`speed` exist, one more cell measures the speed of all of them in turns.
+
+FOLDER has sharegpt.jsonl, openstax.jsonl, c4_sample.jsonl and wiki.test.raw; conversations are held out by hash, and
+the text of Python is the standard library of the running interpreter.
 """
 
 import hashlib
@@ -26,27 +29,38 @@ from typing import Any, NamedTuple
 
 from ddp_benchmarks.protocol import script_parser
 from ddp_vllm.machine import hardware, today, versions
-from ddp_vllm.masks import MASKS_FILE, read_provenance
+from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.provenance import local_provenance
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 HELD_OUT = 20  # one conversation in so many is held out
 DOCUMENTS = 200  # of C4
 PYTHON_CHARACTERS = 400_000
 
 
 class Cell(NamedTuple):
-    """One run of a row on a model with a seed."""
+    """One row of a table for a model and a seed."""
 
     table: str
     model: str
     row: str
     seed: int
-    options: list[str]
+    commands: list[str]
+    """Templates: {0}, {1}, … are the outputs of earlier commands; {model}, {seed}, {repository}, and the table's names."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.row.replace(' ', '-')}-{self.seed}"
 
     @property
     def file(self) -> Path:
         """Where its result is kept."""
-        return HERE / "results" / self.table / f"{self.model}-{self.row.replace(' ', '-')}-{self.seed}.json"
+        return RESULTS / self.table / f"{self.name}.json"
+
+    def outputs(self, work: Path) -> list[Path]:
+        """Return the folder that each command writes; the last one is the model to evaluate."""
+        return [work / self.table / self.name / str(number) for number in range(len(self.commands))]
 
 
 def main() -> None:
@@ -54,65 +68,117 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="Folder of the texts.")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="Make the texts from the files in this folder.")
     parser.add_argument("--models", default="", help="Names and folders, as NAME=PATH,NAME=PATH.")
+    parser.add_argument("--tables", default="", help="Only these tables, by commas.")
     parser.add_argument("--rows", default="", help="Only these rows, by commas.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=40.0, help="No cell is begun after these.")
-    parser.add_argument("--work", type=Path, help="Folder for pruned models; they are deleted after their evaluation.")
+    parser.add_argument("--work", type=Path, help="Folder for pruned models.")
     arguments = parser.parse_args()
     if arguments.prepare:
         prepare(arguments.prepare, arguments.data)
     models = dict(pair.split("=", 1) for pair in arguments.models.split(",") if pair)
     protocol = tomllib.loads((HERE / "protocol.toml").read_text(encoding="utf-8"))
-    began, work = time.monotonic(), arguments.work or arguments.data / "runs"
-    for cell in cells(protocol, list(models), arguments.seeds):
-        wanted = not arguments.rows or cell.row in arguments.rows.split(",")
-        if wanted and not cell.file.exists():
+    began, work, data = time.monotonic(), (arguments.work or arguments.data / "runs").resolve(), arguments.data
+    for name, table in protocol["tables"].items():
+        if arguments.tables and name not in arguments.tables.split(","):
+            continue
+        for cell in cells(name, table, list(models), arguments.seeds):
             if time.monotonic() - began > 60.0 * arguments.minutes:
-                break
-            print(f"{today()} {cell.file.stem}", flush=True)
-            run(cell, models[cell.model], arguments.data, work, protocol)
-    print_tables(protocol)
+                return
+            if not arguments.rows or cell.row in arguments.rows.split(","):
+                run(cell, models[cell.model], data, work, table)
+        for model, path in models.items() if "speed" in table else ():
+            measure_speed(list(cells(name, table, [model], 1)), path, data, work, table["speed"])
 
 
-def cells(protocol: dict[str, Any], models: list[str], num_seeds: int) -> Iterator[Cell]:
-    """Yield all cells: first every row with the first seed."""
-    for table, content in protocol["tables"].items():
-        for seed in range(num_seeds):
-            for model in models:
-                for row in content["rows"]:
-                    options = shlex.split(content["options"]) + shlex.split(row["options"])
-                    yield Cell(table, model, row["name"], seed, options)
+def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -> Iterator[Cell]:
+    """Yield the cells of a table: first every row with the first seed."""
+    for seed in range(num_seeds):
+        for model in models:
+            for row in table["rows"]:
+                if model in row.get("models", models) and seed < row.get("seeds", num_seeds):
+                    yield Cell(name, model, row["name"], seed, row["commands"])
 
 
-def run(cell: Cell, model: str, data: Path, work: Path, protocol: dict[str, Any]) -> None:
-    """Prune, evaluate and write the result of a cell."""
-    output = (work / cell.file.stem).resolve()
-    command = ["prune", model, *cell.options, "--seed", str(cell.seed), "-o", str(output)]
-    seconds, peak = 0.0, 0.0
-    if not output.exists() or Path(f"{output}.run").exists():
-        seconds, peak = ddp_vllm(command, data)
-    texts = [word for text in protocol["texts"] for word in ("--text", text)]
-    evaluate = ["eval", str(output), "--against", model, "--max-length", str(protocol["window"]), *texts]
-    ddp_vllm([*evaluate, "-o", str(output / "eval")], data)
-    (found,) = (output / "eval").glob("text*.json")
-    evaluation = json.loads(found.read_text(encoding="utf-8"))
-    provenance = read_provenance(output / MASKS_FILE)
-    metrics = [json.loads(line) for line in (output / "ddp_metrics.jsonl").read_text().splitlines()]
+def run(cell: Cell, model: str, data: Path, work: Path, table: dict[str, Any]) -> None:
+    """Make the model of a cell, evaluate it, and write the result; do nothing if it exists."""
+    if cell.file.exists():
+        return
+    print(f"{today()} {cell.table}: {cell.name}", flush=True)
+    outputs = cell.outputs(work)
+    commands, seconds, peak = list[str](), 0.0, 0.0
+    for command, output in zip(cell.commands, outputs, strict=True):
+        names = {"model": model, "seed": cell.seed, "repository": HERE.parent, **table["names"]}
+        while "{" in command:  # names may contain names
+            command = command.format(*outputs, **names)
+        words = [*shlex.split(command), "-o", str(output)]
+        short = shlex.join(words).replace(f"{work}/{cell.table}/{cell.name}/", "").replace(model, Path(model).name)
+        commands.append(f"ddp-vllm {short}")
+        done = output.with_name(f"{output.name}.done")
+        if not done.exists():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            spent, most = ddp_vllm(words, data)
+            done.write_text(json.dumps([spent, most]), encoding="utf-8")
+        spent, most = json.loads(done.read_text(encoding="utf-8"))
+        seconds, peak = seconds + spent, max(peak, most)
+    found = outputs[-1] if outputs else Path(model)
     result = {
-        "command": ["ddp-vllm", *command[:1], Path(model).name, *cell.options, "--seed", str(cell.seed)],
+        "commands": commands,
         "versions": versions(),
         "hardware": hardware(),
         "date": today(),
         "seconds": round(seconds, 1),
-        "step_seconds": sorted(each["seconds"] for each in metrics)[len(metrics) // 2],
         "peak_gb": round(peak / 1e9, 2),
-        "learning_rate": provenance.get("learning_rate", {}),
-        "own_text": provenance["perplexity"],
-        "texts": evaluation["texts"],
+        "weights_mb": round(sum(path.stat().st_size for path in found.glob("*.safetensors")) / 1e6, 1),
+        **(training_facts(found) if (found / MASKS_FILE).exists() else {}),
+        "texts": evaluate(found, model, data, work / "eval" / cell.name, table),
     }
-    cell.file.parent.mkdir(parents=True, exist_ok=True)
-    cell.file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(output)
+    write_result(result, cell.file)
+    if "speed" not in table:
+        shutil.rmtree(outputs[-1].parent)
+
+
+def training_facts(folder: Path) -> dict[str, Any]:
+    """Return what the masks file and the metrics of a pruned folder report about its training."""
+    provenance, metrics = local_provenance(folder / MASKS_FILE), folder / "ddp_metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    seconds = sorted(json.loads(line)["seconds"] for line in lines)
+    return {
+        "step_seconds": seconds[len(seconds) // 2] if seconds else None,
+        "learning_rate": provenance.get("learning_rate", {}),
+    }
+
+
+def evaluate(folder: Path, model: str, data: Path, output: Path, table: dict[str, Any]) -> dict[str, Any]:
+    """Return perplexity, KL divergence and top-1 agreement on each text of the table."""
+    texts, options = ",".join(table["texts"]), shlex.split(table["eval"])
+    ddp_vllm(["eval", str(folder), "--against", model, "--text", texts, *options, "-o", str(output)], data)
+    *_, path = sorted(output.glob("text*.json"))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["texts"]
+    return found
+
+
+def measure_speed(row_cells: list[Cell], model: str, data: Path, work: Path, options: str) -> None:
+    """Measure the models of all rows and the dense one in turns; do nothing if that was done, or a model is missing."""
+    folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells if cell.commands}
+    first = row_cells[0]
+    file = RESULTS / first.table / f"{first.model}-steps.json"
+    if file.exists() or not all(cell.file.exists() for cell in row_cells):
+        return
+    if missing := [row for row, folder in folders.items() if not folder.exists()]:
+        print(f"no speeds of {first.model}: the folders of {', '.join(missing)} are gone")
+        return
+    found = work / f"{first.model}-steps.json"
+    words = ["bench", "steps", "--dense", model, "--pruned", ",".join(map(str, folders.values()))]
+    before, separator, engine = options.partition(" -- ")
+    words += [*shlex.split(before), "-o", str(found), "--overwrite", *shlex.split(separator + engine)]
+    ddp_vllm(words, data)
+    write_result({"rows": list(folders), **json.loads(found.read_text(encoding="utf-8"))}, file)
+
+
+def write_result(result: dict[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def ddp_vllm(arguments: list[str], data: Path) -> tuple[float, float]:
@@ -143,21 +209,6 @@ def prepare(folder: Path, data: Path) -> None:
 
 def write(path: Path, lines: list[str]) -> None:
     path.write_text("\n".join(line for line in lines if line) + "\n", encoding="utf-8")
-
-
-def print_tables(protocol: dict[str, Any]) -> None:
-    """Print a line per finished cell: perplexity, KL and top-1 agreement on each text, seconds per step and memory."""
-    for table in protocol["tables"]:
-        for path in sorted((HERE / "results" / table).glob("*.json")):
-            result = json.loads(path.read_text(encoding="utf-8"))
-            texts = (
-                f"{name.split('.')[0]} {text['pruned']:.2f} (dense {text['dense']:.2f}) KL "
-                f"{text['agreement']['pruned']['kl']:.3f} top-1 {text['agreement']['pruned']['top1']:.1%}"
-                for name, text in result["texts"].items()
-            )
-            cost = f"{result['step_seconds']:.2f} s a step, {result['peak_gb']} GB"
-            rate = result["learning_rate"].get("highest", 0)
-            print(f"{path.stem}: {'; '.join(texts)}; {cost}, learning rate {rate:g}")
 
 
 if __name__ == "__main__":

@@ -248,6 +248,7 @@ def _refuse_without(needed: str, *names: str) -> None:
 @click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
 @list_option("--rows", of=Path, help="Folders or files with the rows of the tasks, instead of the Hub's.")
 @list_option("--text", "texts", help="Compare with the dense model on these texts.")
+@click.option("--tokens", type=int, default=16_384, show_default=True, help="Tokens of each --text, at least 8 blocks.")
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
 @click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
@@ -289,6 +290,9 @@ def eval(
         _evaluate_text(model, texts, against, output, options)
         if not with_tasks:
             return
+    else:
+        _refuse_without("--text", "tokens")
+    del options["tokens"]
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args")]
     if any(len(pair) != 2 for pair in pairs):
         raise SettingError("--model-args requires name=value pairs, comma-separated, such as max_model_len=2048")
@@ -318,7 +322,7 @@ def _evaluate_text(
     from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
     from ddp_vllm.results import with_interval
 
-    chosen = {name: options[name] for name in ("dtype", "max_length")}
+    chosen = {name: options[name] for name in ("dtype", "max_length", "tokens")}
     found = evaluate_text(model, texts, output=output, against=against or "", **chosen)
     console = plain_console()
     for name, quality in found["texts"].items():

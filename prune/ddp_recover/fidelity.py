@@ -23,7 +23,6 @@ from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
 from ddp_vllm.provenance import bare_name, local_provenance
 from ddp_vllm.results import write_new_results
 
-TOKENS = 16_384  # per text
 MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks
 
 
@@ -38,12 +37,16 @@ class FidelitySettings:
     """The model to compare with; "": the dense model that a pruned folder was made from."""
     max_length: int = 2048
     """Tokens per block, which is the longest context."""
+    tokens: int = 16_384
+    """Tokens of each text, of which `texts` may evaluate only some."""
     dtype: str = "auto"
 
     def check(self) -> None:
         """Refuse settings out of range. Raises: SettingError."""
         if self.max_length < 16:
             raise SettingError(f"--max-length {self.max_length} is below 16")
+        if self.tokens < self.max_length:
+            raise SettingError(f"--tokens {self.tokens:,} is below --max-length {self.max_length:,}")
         if not self.texts:
             raise SettingError("--text names no text; give a file or a hub dataset")
         names = list(map(bare_name, self.texts))
@@ -121,7 +124,7 @@ def _load_text(
     """
     length = settings.max_length
     blocks = load_blocks(
-        name, tokenizer, seq_len=length, train_blocks=max(MIN_BLOCKS, TOKENS // length), heldout_blocks=0,
+        name, tokenizer, seq_len=length, train_blocks=max(MIN_BLOCKS, settings.tokens // length), heldout_blocks=0,
         min_train_blocks=0, seed=0,
     )  # fmt: skip
     evaluated = blocks.loss_mask[:, 1:].any(1)

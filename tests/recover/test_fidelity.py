@@ -64,7 +64,7 @@ def text(tiny_text: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_text_of_ones_own(pruned: Path, tiny_model: Path, text: Path, tmp_path: Path) -> None:
+def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, text: Path, tmp_path: Path) -> None:
     """Of conversations only the assistant's turns are evaluated, and `compare` shows the results."""
     near = api.inspect(pruned)["perplexity"]["agreement"]["pruned"]
     assert 0 < near["kl"] < 10 and 0 <= near["top1"] < 1
@@ -83,6 +83,8 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, text: Path, tmp_path: 
     same = api.evaluate_text(str(tiny_model), str(text), against=str(tiny_model), output=tmp_path, max_length=16)
     near = same["texts"][text.name]["agreement"]["pruned"]
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)
+    more = api.evaluate_text(tiny_model, tiny_text, against=str(tiny_model), output=tmp_path, max_length=16, tokens=320)
+    assert more["texts"][tiny_text.name]["tokens"] == 20 * 15  # the first of a block is not predicted
 
 
 def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> None:
