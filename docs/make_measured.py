@@ -1,0 +1,113 @@
+"""Fills the tables of measured.md, and draws the README's chart, from the files of benchmarks/results alone.
+
+`python docs/make_pages.py` calls this. A table stands between `<!-- results TABLE MODEL -->` and `<!-- end -->`; the
+text around it is written by hand.
+"""
+
+import json
+import math
+import re
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_vllm.evaluations import perplexity_ratio
+from ddp_vllm.results import with_interval
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- results (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CONTROL = "dense trained"  # the row of the dense model trained on the same text
+TEXTS = {"wikitext2.txt": "WikiText-2", "c4.jsonl": "C4", "python.txt": "Python", "chats-heldout.jsonl": "chats"}
+Result = Mapping[str, Any]
+
+
+def fill_tables(page: str) -> str:
+    """Return the page with every table made again."""
+
+    def filled(block: re.Match[str]) -> str:
+        lines = "\n".join(table(block[2], block[3]))
+        return f"{block[1]}\n{lines}\n\n{block[4]}"
+
+    return BLOCK.sub(filled, page)
+
+
+def table(name: str, model: str) -> Iterator[str]:
+    """Yield the lines of a table: a line per row, over its seeds."""
+    rows = read(name, model)
+    texts = list(next(iter(rows.values()))[0]["texts"])
+    speeds, shares = read_speeds(name, model), recovered(rows)
+    heads = ["", *(["decode step"] if speeds else []), *(TEXTS[text] for text in texts), "KL", "top-1"]
+    heads += [*(["recovered"] if shares else []), "training", "peak memory", "weights"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    if "dense" not in rows:
+        dense = (f"{statistics.fmean(each['texts'][text]['dense'] for each in rows[next(iter(rows))]):.2f}" for text in texts)
+        blanks = [""] * (len(heads) - 1 - len(texts))
+        yield f"| {' | '.join(['dense', *dense, *blanks])} |"
+    for row, results in rows.items():
+        cells = [row + (f", {len(results)} seeds" if len(results) > 1 else "")]
+        cells += [speeds.get(row, "")] if speeds else []
+        cells += [spread([each["texts"][text]["pruned"] for each in results], ".2f") for text in texts]
+        agreement = [[each["texts"][text]["agreement"]["pruned"] for text in texts] for each in results]
+        cells.append(spread([statistics.fmean(found["kl"] for found in each) for each in agreement], ".3f"))
+        cells.append(spread([statistics.fmean(found["top1"] for found in each) for each in agreement], ".1%"))
+        cells += [shares.get(row, "")] if shares else []
+        cells.append(f"{statistics.fmean(each['seconds'] for each in results) / 60:.0f} min" if results[0]["seconds"] else "")
+        cells.append(f"{max(each['peak_gb'] for each in results):.1f} GB" if results[0]["peak_gb"] else "")
+        cells.append(f"{results[0]['weights_mb']:.0f} MB" if "weights_mb" in results[0] else "")
+        yield f"| {' | '.join(cells)} |"
+
+
+def read(name: str, model: str) -> dict[str, list[Result]]:
+    """Return the results of each row of a table, in the order of the protocol, seed by seed."""
+    protocol = tomllib.loads((ROOT / "benchmarks" / "protocol.toml").read_text(encoding="utf-8"))
+    found: dict[str, list[Result]] = {}
+    for row in protocol["tables"][name]["rows"]:
+        paths = sorted((RESULTS / name).glob(f"{model}-{row['name'].replace(' ', '-')}-[0-9].json"))
+        if paths:
+            found[row["name"]] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return found
+
+
+def read_speeds(name: str, model: str) -> dict[str, str]:
+    """Return the measured speed of each row over the dense model's, with its interval; {} if it was not measured."""
+    path = RESULTS / name / f"{model}-steps.json"
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {row: with_interval(*found["ratios"][row]) for row in found["rows"]} | {"dense": "1"}
+
+
+def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:
+    """Return which share of the log-perplexity lost by `masks` each other row wins back, over all texts and seeds.
+
+    What the dense model gains from the same training is subtracted, because that is adaptation to the text.
+    """
+    if not {"masks", CONTROL} <= rows.keys():
+        return {}
+    control = rows[CONTROL][0]["texts"]
+    shares = {}
+    for row in rows.keys() - {"masks", CONTROL, "dense"}:
+        found = []
+        for result, masks in zip(rows[row], rows["masks"], strict=False):
+            for text, quality in result["texts"].items():
+                lost = math.log(masks["texts"][text]["pruned"] / quality["dense"])
+                adapted = math.log(control[text]["dense"] / control[text]["pruned"])
+                found.append((math.log(masks["texts"][text]["pruned"] / quality["pruned"]) - adapted) / lost)
+        shares[row] = f"{statistics.fmean(found):.0%} ({min(found):.0%} to {max(found):.0%})"
+    return shares
+
+
+def spread(values: Sequence[float], style: str) -> str:
+    """Return a mean, with the lowest and highest value if there are several."""
+    mean = format(statistics.fmean(values), style)
+    return f"{mean} ({min(values):{style}} to {max(values):{style}})" if len(values) > 1 else mean
+
+
+def widest_interval(rows: Mapping[str, Sequence[Result]]) -> float:
+    """Return the half width of the widest 95 % interval of a perplexity over the dense model's."""
+    ratios = [perplexity_ratio(text) for results in rows.values() for each in results for text in each["texts"].values()]
+    return max((high - low) / 2 / ratio for ratio, low, high in filter(None, ratios))
