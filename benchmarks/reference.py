@@ -47,7 +47,7 @@ class Cell(NamedTuple):
     row: str
     seed: int
     commands: list[str]
-    """Templates: {0}, {1}, … are the outputs of earlier commands; {model}, {seed}, {repository}, and the table's names."""
+    """Templates, as protocol.toml describes them."""
 
     @property
     def name(self) -> str:

@@ -9,7 +9,8 @@ import math
 import re
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +36,45 @@ def fill_tables(page: str) -> str:
 
 
 def table(name: str, model: str) -> Iterator[str]:
-    """Yield the lines of a table: a line per row, over its seeds."""
+    """Yield the lines of a table, a line per row over its seeds, and a sentence on its intervals."""
     rows = read(name, model)
-    texts = list(next(iter(rows.values()))[0]["texts"])
+    first = next(iter(rows.values()))
+    texts = list(first[0]["texts"])
     speeds, shares = read_speeds(name, model), recovered(rows)
-    heads = ["", *(["decode step"] if speeds else []), *(TEXTS[text] for text in texts), "KL", "top-1"]
-    heads += [*(["recovered"] if shares else []), "training", "peak memory", "weights"]
-    yield f"| {' | '.join(heads)} |"
-    yield "|---" * len(heads) + "|"
+    columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
+    columns[""] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
+    if speeds:
+        columns["decode step"] = lambda row, _: speeds.get(row, "")
+    columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
+    columns |= {"KL": partial(agreement, "kl", ".3f"), "top-1": partial(agreement, "top1", ".1%")}
+    if shares:
+        columns["recovered"] = lambda row, _: shares.get(row, "")
+    columns |= {
+        "training": lambda _, results: f"{statistics.fmean(each['seconds'] for each in results) / 60:.0f} min",
+        "peak memory": lambda _, results: f"{max(each['peak_gb'] for each in results):.1f} GB",
+        "weights": lambda _, results: f"{results[0]['weights_mb']:.0f} MB" if "weights_mb" in results[0] else "",
+    }
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
     if "dense" not in rows:
-        dense = (f"{statistics.fmean(each['texts'][text]['dense'] for each in rows[next(iter(rows))]):.2f}" for text in texts)
-        blanks = [""] * (len(heads) - 1 - len(texts))
-        yield f"| {' | '.join(['dense', *dense, *blanks])} |"
+        dense = [f"{first[0]['texts'][text]['dense']:.2f}" for text in texts]
+        yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(texts))}"
     for row, results in rows.items():
-        cells = [row + (f", {len(results)} seeds" if len(results) > 1 else "")]
-        cells += [speeds.get(row, "")] if speeds else []
-        cells += [spread([each["texts"][text]["pruned"] for each in results], ".2f") for text in texts]
-        agreement = [[each["texts"][text]["agreement"]["pruned"] for text in texts] for each in results]
-        cells.append(spread([statistics.fmean(found["kl"] for found in each) for each in agreement], ".3f"))
-        cells.append(spread([statistics.fmean(found["top1"] for found in each) for each in agreement], ".1%"))
-        cells += [shares.get(row, "")] if shares else []
-        cells.append(f"{statistics.fmean(each['seconds'] for each in results) / 60:.0f} min" if results[0]["seconds"] else "")
-        cells.append(f"{max(each['peak_gb'] for each in results):.1f} GB" if results[0]["peak_gb"] else "")
-        cells.append(f"{results[0]['weights_mb']:.0f} MB" if "weights_mb" in results[0] else "")
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join(cell(row, results) for cell in columns.values())} |"
+    texts_of = [text for results in rows.values() for each in results for text in each["texts"].values()]
+    ratios = filter(None, map(perplexity_ratio, texts_of))
+    widest = max((high - low) / 2 / ratio for ratio, low, high in ratios)
+    yield f"\nThe 95 % interval of a perplexity over the dense model's is at most ±{widest:.1%} wide."
+
+
+def perplexity(text: str, _: str, results: Sequence[Result]) -> str:
+    return spread([each["texts"][text]["pruned"] for each in results], ".2f")
+
+
+def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str:
+    """Return a metric of agreement with the dense model, the mean over all texts."""
+    of_texts = [[text["agreement"]["pruned"][metric] for text in each["texts"].values()] for each in results]
+    return spread(list(map(statistics.fmean, of_texts)), style)
 
 
 def read(name: str, model: str) -> dict[str, list[Result]]:
@@ -105,9 +121,3 @@ def spread(values: Sequence[float], style: str) -> str:
     """Return a mean, with the lowest and highest value if there are several."""
     mean = format(statistics.fmean(values), style)
     return f"{mean} ({min(values):{style}} to {max(values):{style}})" if len(values) > 1 else mean
-
-
-def widest_interval(rows: Mapping[str, Sequence[Result]]) -> float:
-    """Return the half width of the widest 95 % interval of a perplexity over the dense model's."""
-    ratios = [perplexity_ratio(text) for results in rows.values() for each in results for text in each["texts"].values()]
-    return max((high - low) / 2 / ratio for ratio, low, high in filter(None, ratios))

@@ -1,9 +1,9 @@
-"""Generates commands.md, recipe.md and api.md from the code, so that documentation and code agree.
+"""Generates commands.md, recipe.md and api.md from the code, and the tables of measured.md from results.
 
     python docs/make_pages.py           # write the pages
     python docs/make_pages.py --check   # exit 1 if a page on disk differs
 
-The pages contain only help texts and docstrings; to change a page, change those.
+The first three contain only help texts and docstrings; to change a page, change those.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import make_measured
 
 import ddp_vllm
 from ddp_prune.cli import HEADINGS, INSTEAD, SIZES
@@ -161,6 +162,7 @@ PAGES = {"commands": commands, "recipe": recipe, "api": functions}
 def main(arguments: list[str]) -> int:
     """Write or check the pages and return the exit code."""
     pages = {f"{name}.md": "\n".join([HEADS[name].format(generated=GENERATED), *PAGES[name]()]) for name in PAGES}
+    pages["measured.md"] = make_measured.fill_tables((FOLDER / "measured.md").read_text(encoding="utf-8"))
     stale = []
     for name, page in pages.items():
         path = FOLDER / name
