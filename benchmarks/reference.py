@@ -173,7 +173,10 @@ def measure_speed(row_cells: list[Cell], model: str, data: Path, work: Path, opt
     before, separator, engine = options.partition(" -- ")
     words += [*shlex.split(before), "-o", str(found), "--overwrite", *shlex.split(separator + engine)]
     ddp_vllm(words, data)
-    write_result({"rows": list(folders), **json.loads(found.read_text(encoding="utf-8"))}, file)
+    results = json.loads(found.read_text(encoding="utf-8"))
+    verdicts = [{name: each for name, each in verdict.items() if name != "pruned"} for verdict in results["verdicts"]]
+    kept = {name: results[name] for name in ("versions", "hardware", "started")}
+    write_result({"options": options, **kept, "speedups": dict(zip(folders, verdicts, strict=True))}, file)
 
 
 def write_result(result: dict[str, Any], file: Path) -> None:

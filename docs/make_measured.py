@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.results import with_interval
+from ddp_vllm.results import ratio_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -94,7 +94,7 @@ def read_speeds(name: str, model: str) -> dict[str, str]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
-    return {row: with_interval(*found["ratios"][row]) for row in found["rows"]} | {"dense": "1"}
+    return {row: ratio_text(verdict) for row, verdict in found["speedups"].items()} | {"dense": "1"}
 
 
 def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:
