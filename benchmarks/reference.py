@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -58,9 +59,34 @@ class Cell(NamedTuple):
         """Where its result is kept."""
         return RESULTS / self.table / f"{self.name}.json"
 
+    def folder(self, work: Path) -> Path:
+        """Return the folder of its models."""
+        return work / self.table / self.name
+
     def outputs(self, work: Path) -> list[Path]:
         """Return the folder that each command writes; the last one is the model to evaluate."""
-        return [work / self.table / self.name / str(number) for number in range(len(self.commands))]
+        return [self.folder(work) / str(number) for number in range(len(self.commands))]
+
+
+class Command(NamedTuple):
+    """Runs commands of ddp-vllm in the folder of the texts, until the call has used up its minutes."""
+
+    data: Path
+    deadline: float
+
+    def __call__(self, arguments: list[str]) -> tuple[float, float]:
+        """Run a command; return its seconds and its peak bytes. Raises: SystemExit if it fails or time is up."""
+        began = time.monotonic()
+        process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *arguments], cwd=self.data, stdout=sys.stderr)
+        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+            if time.monotonic() > self.deadline:
+                process.send_signal(signal.SIGINT)
+                os.wait4(process.pid, 0)
+                raise SystemExit("the minutes are over; the same command resumes")
+            time.sleep(0.2)
+        if status := ended[1]:
+            raise SystemExit(f"ddp-vllm {shlex.join(arguments)} ended with {os.waitstatus_to_exitcode(status)}")
+        return time.monotonic() - began, ended[2].ru_maxrss * 1024.0
 
 
 def main() -> None:
@@ -71,24 +97,24 @@ def main() -> None:
     parser.add_argument("--tables", default="", help="Only these tables, by commas.")
     parser.add_argument("--rows", default="", help="Only these rows, by commas.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=40.0, help="No cell is begun after these.")
+    parser.add_argument("--minutes", type=float, default=40.0, help="The call is interrupted after these.")
     parser.add_argument("--work", type=Path, help="Folder for pruned models.")
     arguments = parser.parse_args()
     if arguments.prepare:
         prepare(arguments.prepare, arguments.data)
     models = dict(pair.split("=", 1) for pair in arguments.models.split(",") if pair)
     protocol = tomllib.loads((HERE / "protocol.toml").read_text(encoding="utf-8"))
-    began, work, data = time.monotonic(), (arguments.work or arguments.data / "runs").resolve(), arguments.data
+    work = (arguments.work or arguments.data / "runs").resolve()
+    ddp_vllm = Command(arguments.data, time.monotonic() + 60.0 * arguments.minutes)
     for name, table in protocol["tables"].items():
         if arguments.tables and name not in arguments.tables.split(","):
             continue
         for cell in cells(name, table, list(models), arguments.seeds):
-            if time.monotonic() - began > 60.0 * arguments.minutes:
-                return
-            if not arguments.rows or cell.row in arguments.rows.split(","):
-                run(cell, models[cell.model], data, work, table)
+            if (not arguments.rows or cell.row in arguments.rows.split(",")) and not cell.file.exists():
+                print(f"{today()} {cell.table}: {cell.name}", flush=True)
+                run(cell, models[cell.model], ddp_vllm, work, table)
         for model, path in models.items() if "speed" in table else ():
-            measure_speed(list(cells(name, table, [model], 1)), path, data, work, table["speed"])
+            measure_speed(list(cells(name, table, [model], 1)), path, ddp_vllm, work, table["speed"])
 
 
 def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -> Iterator[Cell]:
@@ -100,24 +126,23 @@ def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -
                     yield Cell(name, model, row["name"], seed, row["commands"])
 
 
-def run(cell: Cell, model: str, data: Path, work: Path, table: dict[str, Any]) -> None:
-    """Make the model of a cell, evaluate it, and write the result; do nothing if it exists."""
-    if cell.file.exists():
-        return
-    print(f"{today()} {cell.table}: {cell.name}", flush=True)
-    outputs = cell.outputs(work)
+def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, Any]) -> None:
+    """Make the model of a cell, evaluate it, and write the result."""
+    folder, outputs = cell.folder(work), cell.outputs(work)
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_study := "study" in table:  # all tables of a study share their cells
+        outputs = [work / cell.table / cell.model]
     commands, seconds, peak = list[str](), 0.0, 0.0
     for command, output in zip(cell.commands, outputs, strict=True):
         names = {"model": model, "seed": cell.seed, "repository": HERE.parent, **table["names"]}
         while "{" in command:  # names may contain names
             command = command.format(*outputs, **names)
         words = [*shlex.split(command), "-o", str(output)]
-        short = shlex.join(words).replace(f"{work}/{cell.table}/{cell.name}/", "").replace(model, Path(model).name)
-        commands.append(f"ddp-vllm {short}")
-        done = output.with_name(f"{output.name}.done")
+        short = shlex.join(words).replace(f"{folder}/", "").replace(f"{work}/{cell.table}/", "")
+        commands.append("ddp-vllm " + short.replace(model, Path(model).name).replace(f"{HERE.parent}/", ""))
+        done = folder / f"{len(commands)}.done"
         if not done.exists():
-            output.parent.mkdir(parents=True, exist_ok=True)
-            spent, most = ddp_vllm(words, data)
+            spent, most = ddp_vllm(words)
             done.write_text(json.dumps([spent, most]), encoding="utf-8")
         spent, most = json.loads(done.read_text(encoding="utf-8"))
         seconds, peak = seconds + spent, max(peak, most)
@@ -127,15 +152,21 @@ def run(cell: Cell, model: str, data: Path, work: Path, table: dict[str, Any]) -
         "versions": versions(),
         "hardware": hardware(),
         "date": today(),
-        "seconds": round(seconds, 1),
+        "seconds": round(seconds, 1),  # of the last call, if the cell was interrupted
         "peak_gb": round(peak / 1e9, 2),
+    }
+    if is_study:
+        page = (found / f"{cell.row}.md").read_text(encoding="utf-8")
+        write_result(result | {"page": page.partition("### Sources")[0].strip()}, cell.file)
+        return
+    result |= {
         "weights_mb": round(sum(path.stat().st_size for path in found.glob("*.safetensors")) / 1e6, 1),
         **(training_facts(found) if (found / MASKS_FILE).exists() else {}),
-        "texts": evaluate(found, model, data, work / "eval" / cell.name, table),
+        "texts": evaluate(found, model, ddp_vllm, work / "eval" / cell.name, table),
     }
     write_result(result, cell.file)
     if "speed" not in table:
-        shutil.rmtree(outputs[-1].parent)
+        shutil.rmtree(folder)
 
 
 def training_facts(folder: Path) -> dict[str, Any]:
@@ -149,16 +180,16 @@ def training_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def evaluate(folder: Path, model: str, data: Path, output: Path, table: dict[str, Any]) -> dict[str, Any]:
+def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: dict[str, Any]) -> dict[str, Any]:
     """Return perplexity, KL divergence and top-1 agreement on each text of the table."""
     texts, options = ",".join(table["texts"]), shlex.split(table["eval"])
-    ddp_vllm(["eval", str(folder), "--against", model, "--text", texts, *options, "-o", str(output)], data)
+    ddp_vllm(["eval", str(folder), "--against", model, "--text", texts, *options, "-o", str(output)])
     *_, path = sorted(output.glob("text*.json"))
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["texts"]
     return found
 
 
-def measure_speed(row_cells: list[Cell], model: str, data: Path, work: Path, options: str) -> None:
+def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
     """Measure the models of all rows and the dense one in turns; do nothing if that was done, or a model is missing."""
     folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells if cell.commands}
     first = row_cells[0]
@@ -172,7 +203,7 @@ def measure_speed(row_cells: list[Cell], model: str, data: Path, work: Path, opt
     words = ["bench", "steps", "--dense", model, "--pruned", ",".join(map(str, folders.values()))]
     before, separator, engine = options.partition(" -- ")
     words += [*shlex.split(before), "-o", str(found), "--overwrite", *shlex.split(separator + engine)]
-    ddp_vllm(words, data)
+    ddp_vllm(words)
     results = json.loads(found.read_text(encoding="utf-8"))
     verdicts = [{name: each for name, each in verdict.items() if name != "pruned"} for verdict in results["verdicts"]]
     kept = {name: results[name] for name in ("versions", "hardware", "started")}
@@ -182,16 +213,6 @@ def measure_speed(row_cells: list[Cell], model: str, data: Path, work: Path, opt
 def write_result(result: dict[str, Any], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def ddp_vllm(arguments: list[str], data: Path) -> tuple[float, float]:
-    """Run a command of ddp-vllm in the folder of the texts; return its seconds and its peak bytes."""
-    began = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *arguments], cwd=data, stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"ddp-vllm {shlex.join(arguments)} ended with {os.waitstatus_to_exitcode(status)}")
-    return time.monotonic() - began, usage.ru_maxrss * 1024.0
 
 
 def prepare(folder: Path, data: Path) -> None:

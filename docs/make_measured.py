@@ -1,4 +1,4 @@
-"""Fills the tables of measured.md, and draws the README's chart, from the files of benchmarks/results alone.
+"""Fills the tables of measured.md and paper.md, and draws the README's chart, from benchmarks/results alone.
 
 `python docs/make_pages.py` calls this. A table stands between `<!-- results TABLE MODEL -->` and `<!-- end -->`; the
 text around it is written by hand.
@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from ddp_vllm.evaluations import perplexity_ratio
+from ddp_vllm.pages.pictures import render
 from ddp_vllm.results import ratio_text
 
 ROOT = Path(__file__).parent.parent
@@ -29,10 +32,17 @@ def fill_tables(page: str) -> str:
     """Return the page with every table made again."""
 
     def filled(block: re.Match[str]) -> str:
-        lines = "\n".join(table(block[2], block[3]))
+        lines = "\n".join((study_pages if block[2] == "paper" else table)(block[2], block[3]))
         return f"{block[1]}\n{lines}\n\n{block[4]}"
 
     return BLOCK.sub(filled, page)
+
+
+def write_chart(folder: Path, model: str) -> None:
+    """Write the README's chart into a folder, if the speeds were measured."""
+    if (RESULTS / "speed" / f"{model}-steps.json").exists():
+        drawn = render(partial(draw_chart, model=model), name="quality-over-speed", title="", caption="", height=3.2)
+        (folder / "quality-over-speed.png").write_bytes(drawn.png)
 
 
 def table(name: str, model: str) -> Iterator[str]:
@@ -40,7 +50,8 @@ def table(name: str, model: str) -> Iterator[str]:
     rows = read(name, model)
     first = next(iter(rows.values()))
     texts = list(first[0]["texts"])
-    speeds, shares = read_speeds(name, model), recovered(rows)
+    speeds = read_speeds(name, model)
+    shares = {} if speeds else recovered(rows)  # with other units, `masks` is no measure
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
     columns[""] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
     if speeds:
@@ -75,6 +86,29 @@ def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str
     """Return a metric of agreement with the dense model, the mean over all texts."""
     of_texts = [[text["agreement"]["pruned"][metric] for text in each["texts"].values()] for each in results]
     return spread(list(map(statistics.fmean, of_texts)), style)
+
+
+def study_pages(name: str, model: str) -> Iterator[str]:
+    """Yield the finding and the table of each page that `ddp-vllm study` wrote."""
+    for row, results in read(name, model).items():
+        command = f"`{results[0]['commands'][0]}`"
+        yield f"### {row.capitalize()}\n\n{results[0]['page'].replace('### Perplexity by row', command)}\n"
+
+
+def draw_chart(figure: Figure, *, model: str) -> None:
+    """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
+    axes = figure.add_subplot()
+    speeds = json.loads((RESULTS / "speed" / f"{model}-steps.json").read_text(encoding="utf-8"))["speedups"]
+    for row, results in read("speed", model).items():
+        verdict = speeds.get(row, {"ratio": 1.0, "low": 1.0, "high": 1.0})
+        logs = [math.log(text["pruned"] / text["dense"]) for each in results for text in each["texts"].values()]
+        ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
+        reach = [[x - verdict["low"]], [verdict["high"] - x]]
+        own = row.startswith("joint")
+        axes.errorbar(x, ratio, xerr=reach, fmt="o" if own else "s", color="black" if own else "0.5", markersize=5)
+        axes.annotate(row, (x, ratio), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    axes.set_xlabel("decode speed, × the dense model's")
+    axes.set_ylabel("perplexity, × the dense model's")
 
 
 def read(name: str, model: str) -> dict[str, list[Result]]:

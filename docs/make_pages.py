@@ -1,4 +1,4 @@
-"""Generates commands.md, recipe.md and api.md from the code, and the tables of measured.md from results.
+"""Generates commands.md, recipe.md and api.md from the code, and tables of two pages from results.
 
     python docs/make_pages.py           # write the pages
     python docs/make_pages.py --check   # exit 1 if a page on disk differs
@@ -162,7 +162,8 @@ PAGES = {"commands": commands, "recipe": recipe, "api": functions}
 def main(arguments: list[str]) -> int:
     """Write or check the pages and return the exit code."""
     pages = {f"{name}.md": "\n".join([HEADS[name].format(generated=GENERATED), *PAGES[name]()]) for name in PAGES}
-    pages["measured.md"] = make_measured.fill_tables((FOLDER / "measured.md").read_text(encoding="utf-8"))
+    for name in ("measured.md", "paper.md"):
+        pages[name] = make_measured.fill_tables((FOLDER / name).read_text(encoding="utf-8"))
     stale = []
     for name, page in pages.items():
         path = FOLDER / name
@@ -170,6 +171,8 @@ def main(arguments: list[str]) -> int:
             path.write_text(page, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != page:
             stale.append(name)
+    if "--check" not in arguments:
+        make_measured.write_chart(FOLDER / "pictures", "smollm2-135m")
     if stale:
         print(f"{', '.join(stale)}: differs from the code; run python docs/make_pages.py", file=sys.stderr)
     return int(bool(stale))
