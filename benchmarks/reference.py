@@ -146,7 +146,7 @@ def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, 
             done.write_text(json.dumps([spent, most]), encoding="utf-8")
         spent, most = json.loads(done.read_text(encoding="utf-8"))
         seconds, peak = seconds + spent, max(peak, most)
-    found = outputs[-1] if outputs else Path(model)
+    found = outputs[-1]
     result = {
         "commands": commands,
         "versions": versions(),
@@ -191,7 +191,7 @@ def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: d
 
 def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
     """Measure the models of all rows and the dense one in turns; do nothing if that was done, or a model is missing."""
-    folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells if cell.commands}
+    folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells}
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-steps.json"
     if file.exists() or not all(cell.file.exists() for cell in row_cells):

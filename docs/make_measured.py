@@ -67,9 +67,8 @@ def table(name: str, model: str) -> Iterator[str]:
     }
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
-    if "dense" not in rows:
-        dense = [f"{first[0]['texts'][text]['dense']:.2f}" for text in texts]
-        yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(texts))}"
+    dense = [*(["1"] if speeds else []), *(f"{first[0]['texts'][text]['dense']:.2f}" for text in texts)]
+    yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(dense))}"
     for row, results in rows.items():
         yield f"| {' | '.join(cell(row, results) for cell in columns.values())} |"
     texts_of = [text for results in rows.values() for each in results for text in each["texts"].values()]
@@ -98,9 +97,11 @@ def study_pages(name: str, model: str) -> Iterator[str]:
 def draw_chart(figure: Figure, *, model: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
     axes = figure.add_subplot()
+    axes.plot(1.0, 1.0, "s", color="0.5", markersize=5)
+    axes.annotate("dense", (1.0, 1.0), textcoords="offset points", xytext=(4, 4), fontsize=8)
     speeds = json.loads((RESULTS / "speed" / f"{model}-steps.json").read_text(encoding="utf-8"))["speedups"]
     for row, results in read("speed", model).items():
-        verdict = speeds.get(row, {"ratio": 1.0, "low": 1.0, "high": 1.0})
+        verdict = speeds[row]
         logs = [math.log(text["pruned"] / text["dense"]) for each in results for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
@@ -128,7 +129,7 @@ def read_speeds(name: str, model: str) -> dict[str, str]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
-    return {row: ratio_text(verdict) for row, verdict in found["speedups"].items()} | {"dense": "1"}
+    return {row: ratio_text(verdict) for row, verdict in found["speedups"].items()}
 
 
 def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:
@@ -140,7 +141,7 @@ def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:
         return {}
     control = rows[CONTROL][0]["texts"]
     shares = {}
-    for row in rows.keys() - {"masks", CONTROL, "dense"}:
+    for row in rows.keys() - {"masks", CONTROL}:
         found = []
         for result, masks in zip(rows[row], rows["masks"], strict=False):
             for text, quality in result["texts"].items():
