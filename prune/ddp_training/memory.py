@@ -111,9 +111,10 @@ def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: s
 
 
 def adapter_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, rank: int) -> int:
-    """Return the bytes that training low-rank adapters of all projections adds to a model. shapes: as above."""
-    layers = [shape for name, shape in shapes.items() if len(shape) == 2 and not name.startswith(FROZEN)]
-    return rank * sum(map(sum, layers)) * (itemsize + STATE_BYTES["adamw"])
+    """Return the bytes that training low-rank adapters adds to a model. shapes: as above. Experts get no adapters."""
+    others = (*FROZEN, ".experts.")
+    adapted = [shape for name, shape in shapes.items() if len(shape) == 2 and not any(each in name for each in others)]
+    return rank * sum(map(sum, adapted)) * (itemsize + STATE_BYTES["adamw"])
 
 
 def fits(num_bytes: float, accelerator: Accelerator, share: float | None = None) -> bool:
