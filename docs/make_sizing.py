@@ -51,6 +51,7 @@ the free memory. Pass a mode by name to use more of it.
 | mode | bytes per prunable 16-bit weight | options |
 |---|---|---|
 | masks only | 2 | `--train masks` |
+| masks and low-rank additions | 2, and about 0.3 for additions of rank 16 | `--train lora` |
 | masks and weights with adamw-8bit | 8, the teacher included | `--train weights --optimizer adamw-8bit` |
 | masks and weights with adamw | 20, the teacher included | `--train weights --optimizer adamw` |
 

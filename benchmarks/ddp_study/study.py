@@ -78,6 +78,8 @@ def _changes(name: str, words: Sequence[str], allowed: Sequence[str]) -> dict[st
     for setting, _, value in (word.partition("=") for word in words):
         if setting not in allowed or not value:
             raise SettingError(f"method {name!r} has {setting!r}; it may set {', '.join(allowed)}, as {allowed[0]}=…")
+        if (setting, value) == ("train", "lora"):
+            raise SettingError(f"method {name!r} has train=lora; a study trains masks or weights")
         kind: Any = kinds[setting]
         try:
             is_share = setting == "steps" and value.endswith("%")

@@ -280,14 +280,16 @@ def times_chosen(provenance: Mapping[str, Any]) -> dict[int, list[int]]:
 
 def trained_together(provenance: Mapping[str, Any]) -> bool:
     """Tell whether the weights were trained together with the masks; a masks file does not hold these weights."""
-    return bool(provenance.get("run", {}).get("train") == "weights")
+    return bool(provenance.get("run", {}).get("train") in ("weights", "lora"))
 
 
 def weight_training(provenance: Mapping[str, Any]) -> str:
     """Return in words whether and how the weights were trained."""
-    training = (
-        "trained together with the masks" if trained_together(provenance) else "frozen while the masks were learned"
-    )
+    modes = {
+        "weights": "trained together with the masks",
+        "lora": "the dense model's plus low-rank additions, which were trained together with the masks",
+    }
+    training = modes.get(provenance.get("run", {}).get("train", ""), "frozen while the masks were learned")
     if converted := provenance.get("converted"):
         training = f"those of {converted['from']}, which another tool pruned"
     if trained_together(provenance) and "applied_to" in provenance:

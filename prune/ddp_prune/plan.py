@@ -146,9 +146,8 @@ def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, 
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(source.folder, trust_remote_code=False), trust_remote_code=False, **options
         )
-    learns = run.train == "weights"
-    model.requires_grad_(learns)
-    has_teacher = learns and recipe.distillation > 0  # a second model
+    model.requires_grad_(run.train != "masks")
+    has_teacher = run.train == "weights" and recipe.distillation > 0  # a second model
     weights = mode_bytes(recipe, source, Mode(run.train, run.optimizer), accelerator.num_processes)
     at_once, sized = sequences_at_once(recipe, accelerator), SimpleNamespace(model=model, sizes=source.sizes)
     passing = pass_bytes(cast(SizedModel, sized), at_once, recipe.seq_len)

@@ -8,7 +8,7 @@ at 1.6e-4 and +0.70 at 6.4e-4, that of Qwen2.5-Coder-0.5B by -0.11 at 1e-5 and +
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ddp_training.processes import broadcast_from_main
 from ddp_training.weights import TrainedWeights
 from ddp_vllm.errors import TrainingError
 
-RATES = (2.5e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4)
+RATES = {"weights": (2.5e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4), "lora": (6.25e-5, 2.5e-4, 1e-3, 4e-3, 1.6e-2)}
 FIRST = 2  # index of the rate that is tried first
 TRIAL_STEPS = 10
 TRIAL_BLOCKS = 16  # held-out blocks at most, by which a trial is judged
@@ -43,19 +43,19 @@ class Found(NamedTuple):
 
 def trial_steps(run: Run) -> int:
     """Return about how many steps the trials of a run take."""
-    has_trials = run.train == "weights" and run.recipe.distillation > 0 and run.recipe.learning_rate is None
+    has_trials = run.train != "masks" and run.recipe.distillation > 0 and run.recipe.learning_rate is None
     return 3 * TRIAL_STEPS if has_trials else 0
 
 
-def find_rate(dense: float, trial: Callable[[float], float]) -> Found:
-    """Return the highest of RATES that does no harm, or the lowest if all do.
+def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], float]) -> Found:
+    """Return the highest of five rates that does no harm, or the lowest if all do.
 
     dense: loss of the dense model. trial: runs the trial of a rate and returns the loss after it.
     """
-    losses = {RATES[FIRST]: trial(RATES[FIRST])}
-    harmless = losses[RATES[FIRST]] <= dense + HARM
-    chosen = RATES[FIRST]
-    for rate in RATES[FIRST + 1 :] if harmless else RATES[FIRST - 1 :: -1]:
+    losses = {rates[FIRST]: trial(rates[FIRST])}
+    harmless = losses[rates[FIRST]] <= dense + HARM
+    chosen = rates[FIRST]
+    for rate in rates[FIRST + 1 :] if harmless else rates[FIRST - 1 :: -1]:
         losses[rate] = trial(rate)
         is_harmless = losses[rate] <= dense + HARM
         if harmless and not is_harmless:
@@ -99,11 +99,11 @@ def run_trials(
         total = sum(
             cross_entropy + eta * divergence
             for tokens in blocks
-            for _, cross_entropy, divergence in [_loss(model, final_hidden(teacher.model, tokens), tokens, eta, None)]
+            for _, cross_entropy, divergence in [_loss(model, teacher.states(tokens), tokens, eta, None)]
         )
         return broadcast_from_main(accelerator, total / len(blocks))
 
-    return find_rate(heldout_loss(), trial)
+    return find_rate(RATES["lora" if weights.adapted else "weights"], heldout_loss(), trial)
 
 
 def _loss(

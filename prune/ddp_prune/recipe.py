@@ -117,11 +117,12 @@ class Recipe(TrainingSettings):
     masks_every: int = setting(0, least=0)
     """Steps between snapshots of the gates, stored in the masks file as `mlp.after_100` and so on; 0: none."""
 
-    train: str = setting("auto", choices=("auto", "masks", "weights"))
+    train: str = setting("auto", choices=("auto", "masks", "lora", "weights"))
     """Training mode while units are removed: `masks` trains only masks, with frozen weights as in the paper; `weights`
-    also distills the remaining weights, except embeddings, from the dense model. With its teacher, a second copy of the
-    model, `weights` requires 20 bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`. `auto` is `weights` if
-    memory holds one of them, and `masks` for the controller `alm`."""
+    also distills the remaining weights, except embeddings, from the dense model; `lora` distills into low-rank
+    additions to the projections, merged at the end. With its teacher, a second copy of the model, `weights` requires 20
+    bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires little more than the 2 bytes of
+    `masks`. `auto` is the first of weights, lora and masks that memory holds, and `masks` for the controller `alm`."""
     recover_minutes: float = setting(0.0, least=0)
     """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
@@ -134,6 +135,8 @@ class Recipe(TrainingSettings):
                 "raw_masks keeps every gate that the search left open and trains nothing afterwards; leave out polish, "
                 "align, tp and attention_sparsity 0"
             )
+        if self.train == "lora" and self.optimizer == "adamw-8bit":
+            raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
         for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
             if (value := getattr(self, name)) not in allowed:
                 raise SettingError(f"{name} is {value!r}; with whole_experts it must be {allowed[0]!r}")

@@ -33,15 +33,16 @@ class Mode(NamedTuple):
     """The training mode and its optimizer."""
 
     train: str
-    """`masks` or `weights`."""
+    """`masks`, `lora` or `weights`."""
     optimizer: str
-    """Optimizer of the weights; "" for masks only."""
+    """Optimizer of the weights or of the low-rank additions; "" for masks only."""
 
     def __str__(self) -> str:
-        return f"masks and weights with {self.optimizer}" if self.optimizer else "masks only"
+        besides = {"masks": "only", "lora": "and low-rank additions", "weights": f"and weights with {self.optimizer}"}
+        return f"masks {besides[self.train]}"
 
 
-MODES = (Mode("weights", "adamw"), Mode("weights", "adamw-8bit"), Mode("masks", ""))
+MODES = (Mode("weights", "adamw"), Mode("weights", "adamw-8bit"), Mode("lora", "adamw"), Mode("masks", ""))
 """Ordered from the best quality to the least memory."""
 
 
@@ -53,7 +54,7 @@ class Run:
     """The settings that the user passed."""
     steps: Steps
     train: str = "masks"
-    """`masks` or `weights`: the training mode, resolved if the recipe has `auto`."""
+    """`masks`, `lora` or `weights`: the training mode, resolved if the recipe has `auto`."""
     optimizer: str = ""
     """Optimizer of trained weights, resolved; "" for masks only."""
     profile: Profile | None = None

@@ -27,8 +27,8 @@ from ddp_models.loading import shard_layers, share_frozen_weights
 from ddp_prune.gates import GatedModel
 from ddp_prune.run import MODES, Mode
 from ddp_training.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, OutputHead, distill, final_hidden
-from ddp_training.memory import FROZEN, SizedModel, checkpoint_layers, gigabytes, model_bytes, pass_bytes
-from ddp_training.weights import MOMENTS, TrainedWeights
+from ddp_training.memory import FROZEN, SizedModel, adapter_bytes, checkpoint_layers, gigabytes, model_bytes, pass_bytes
+from ddp_training.weights import MOMENTS, RANK, TrainedWeights
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dimensions_of, family_of
 
@@ -112,6 +112,11 @@ def step_bytes(
     A dense model runs with few layers; the rest follows, because layers are equal. Several devices share the weights.
     """
     sizes = num_sequences, seq_len, num_devices
+    if mode.train == "lora":  # peft does not take fake tensors: adapters, and the inputs of a layer's projections
+        with FakeTensorMode():
+            shapes = {n: list(p.shape) for n, p in _build(config, int(config["num_hidden_layers"])).named_parameters()}
+        added = adapter_bytes(shapes, 2, RANK) + num_sequences * seq_len * 4 * int(config["hidden_size"])
+        return added + step_bytes(config, Mode("masks", ""), *sizes, distillation=distillation)
     if dimensions_of(config).num_experts:
         return _estimate(config, mode, *sizes, distillation=distillation)
     few, more = (simulate(config, number, mode, *sizes, distillation=distillation) for number in SMALL)

@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import load, load_teacher
+from ddp_models.loading import load_teacher
 from ddp_models.source import Source
 from ddp_prune.budget import Pool
-from ddp_prune.gates import GatedModel
 from ddp_prune.masks_file import provenance_of
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Mode, Run
-from ddp_prune.train import TRAINERS, is_same_recipe
+from ddp_prune.train import TRAINERS, is_same_recipe, load_trained
 from ddp_training.batches import Batches, fit_batches, sequences_at_once
 from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import saved_header
-from ddp_training.weights import TrainedWeights
 from ddp_vllm.errors import SettingError
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
@@ -97,17 +95,17 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
     One forward and backward pass over random tokens with all gates open is timed, after a warm-up.
     """
     recipe = run.recipe
-    gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, head_unit)
+    gated, weights = load_trained(run, source, head_unit, accelerator)
     share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
     tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
     model: Any = gated.model
     blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
     batches = Batches(blocks, tried, accelerator)
-    weights = TrainedWeights(model, accelerator, optimizer=run.optimizer) if run.train == "weights" else None
     fit_batches(gated, batches, tried, accelerator, lambda _: None, run.optimizer)
     trainer = TRAINERS[recipe.controller](gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator)
     if weights:
-        dense = load_teacher(source, recipe, accelerator, model) if recipe.distillation > 0 else None
+        copied = run.train == "weights" and recipe.distillation > 0
+        dense = load_teacher(source, recipe, accelerator, model) if copied else None
         trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
     for step in range(2):
         began = time.perf_counter()

@@ -21,7 +21,7 @@ from ddp_models.source import Source, weight_files
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
-from ddp_prune.gates import GatedModel, Masks
+from ddp_prune.gates import GatedModel
 from ddp_prune.masks_file import provenance_of
 from ddp_prune.rate import run_trials
 from ddp_prune.recipe import Recipe
@@ -33,10 +33,19 @@ from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import decisive, fingerprint
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
-from ddp_training.memory import FROZEN, TRAINING_SHARE, fit_attention, fits, free_memory, gigabytes, model_bytes
+from ddp_training.memory import (
+    FROZEN,
+    TRAINING_SHARE,
+    adapter_bytes,
+    fit_attention,
+    fits,
+    free_memory,
+    gigabytes,
+    model_bytes,
+)
 from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import RunState, saved_header
-from ddp_training.weights import TrainedWeights, highest_rate
+from ddp_training.weights import RANK, TrainedWeights, highest_rate
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.pages.progress import StepProgress
@@ -51,7 +60,7 @@ def allowed_modes(recipe: Recipe) -> list[Mode]:
     return [
         mode
         for mode in MODES
-        if train in ("auto", mode.train) and (not mode.optimizer or recipe.optimizer in ("auto", mode.optimizer))
+        if train in ("auto", mode.train) and (mode.train != "weights" or recipe.optimizer in ("auto", mode.optimizer))
     ]
 
 
@@ -60,7 +69,9 @@ def mode_bytes(recipe: Recipe, source: Source, mode: Mode, num_processes: int) -
     stored = str(source.config.get("dtype") or source.config.get("torch_dtype"))
     itemsize = 4 if (stored if recipe.dtype == "auto" else recipe.dtype) == "float32" else 2
     teacher = mode.train == "weights" and recipe.distillation > 0
-    whole = model_bytes(source.shapes, itemsize, mode.optimizer, teacher=teacher)
+    whole = model_bytes(source.shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
+    if mode.train == "lora":
+        whole += adapter_bytes(source.shapes, itemsize, RANK)
     if not recipe.shard:
         return whole
     frozen = itemsize * sum(math.prod(each) for name, each in source.shapes.items() if name.startswith(FROZEN))
@@ -133,12 +144,14 @@ class Inputs:
         recipe, source, blocks = run.recipe, self.source, self.blocks
         passes = run.steps.last * recipe.batch_size / len(blocks.train)
         unit = "expert channel" if source.sizes.num_experts and not recipe.whole_experts else self.head_unit
-        trained = {"weights": "masks and weights are trained together", "masks": "only masks are trained"}[run.train]
+        trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
         self.say(
             f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
             f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
         )
-        self.say(f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; {trained}")
+        self.say(
+            f"model: {source.config['model_type']}, {source.sizes.num_layers} layers, unit {unit}; trained: {trained}"
+        )
 
     def state(self, output: Path, run: Run, say: Callable[[str], None] = lambda _: None) -> RunState:
         """Return the folder of a run on this text that writes `output`."""
@@ -213,10 +226,8 @@ def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState,
 
 def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:
     recipe, source, accelerator = run.recipe, inputs.source, inputs.accelerator
-    gated = GatedModel(load(source, recipe, accelerator), source.family, source.sizes, inputs.head_unit)
-    joint = None
-    if run.train == "weights":  # before any forward pass
-        joint = Joint(TrainedWeights(gated.model, accelerator, optimizer=run.optimizer), inputs.blocks.heldout)
+    gated, weights = load_trained(run, source, inputs.head_unit, accelerator)
+    joint = Joint(weights, inputs.blocks.heldout) if weights else None
     evaluation = Evaluation({recipe.data: inputs.blocks.heldout, **inputs.watched}, inputs.tokenizer)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
@@ -225,7 +236,7 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
         )
     if warning := bos_warning(gated.model, recipe.model, inputs.tokenizer, inputs.blocks.heldout):
         inputs.say(warning)
-    if joint and recipe.distillation > 0:
+    if joint and run.train == "weights" and recipe.distillation > 0:
         joint = joint._replace(teacher=load_teacher(source, recipe, accelerator, gated.model))
     phase = partial(_phase, run, {pool.name: 1.0 - pool.keep_ratio for pool in pools})
     with StepProgress(inputs.console, run.steps.last, phase, accelerator.is_main_process) as report:
@@ -233,27 +244,45 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
             gated, inputs.blocks.train, run, pools, accelerator, state, report, joint, family,
             loss_mask=inputs.loss_mask,
         )  # fmt: skip
-    transform = joint.weights.finish() if joint else None
     gates = {kind: values.to(accelerator.device) for kind, values in learned.gates.items()}
+    untrained, transform = dict[str, float](), None
+    if joint:
+        if recipe.distillation > 0:
+            dense = gated
+            if joint.teacher is not None:
+                dense = GatedModel(joint.teacher, source.family, source.sizes, inputs.head_unit)
+            with dense.masks(gates), joint.weights.undone():
+                untrained = evaluation.divergences(dense.model)
+        transform = joint.weights.finish()
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
-    if joint and joint.teacher is not None:
-        teacher = GatedModel(joint.teacher, source.family, source.sizes, inputs.head_unit)
-        warn_of_harm(evaluation, teacher, gates, inputs.say)
+    warn_of_harm(evaluation, untrained, inputs.say)
     found = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
     if inputs.watched:
         found["watched"] = {name: evaluation.perplexity(name) for name in inputs.watched}
     return Result(learned, found, transform)
 
 
-def warn_of_harm(evaluation: Evaluation, dense: GatedModel, gates: Masks, say: Callable[[str], None]) -> None:
-    """Print where the trained weights diverge further from the dense model than its own weights under these gates."""
-    with dense.masks(gates):
-        divergences = evaluation.divergences(dense.model)
-    for name, untrained in divergences.items():
-        if (trained := evaluation.agreements[name]["pruned"]["kl"]) > untrained:
+def load_trained(
+    run: Run, source: Source, head_unit: str, accelerator: Accelerator
+) -> tuple[GatedModel, TrainedWeights | None]:
+    """Load the model of a run with its gates, and what is trained besides the gates; it must not have run forward."""
+    model, weights = load(source, run.recipe, accelerator), None
+    if run.train != "masks":  # gates scale the input of adapters too, so these are added first
+        method = "full" if run.train == "weights" else "lora"
+        weights = TrainedWeights(model, accelerator, method, optimizer=run.optimizer)
+    return GatedModel(model, source.family, source.sizes, head_unit), weights
+
+
+def warn_of_harm(evaluation: Evaluation, untrained: Mapping[str, float], say: Callable[[str], None]) -> None:
+    """Print where the trained weights diverge further from the dense model than its own weights under these gates.
+
+    untrained: the divergences of the latter.
+    """
+    for name, before in untrained.items():
+        if (trained := evaluation.agreements[name]["pruned"]["kl"]) > before:
             say(
-                f"on {name} training the weights did harm: KL {trained:.3f} from the dense model, {untrained:.3f} with "
+                f"on {name} training the weights did harm: KL {trained:.3f} from the dense model, {before:.3f} with "
                 "its own weights under the same masks; ddp-vllm apply makes that model from the masks file, and "
                 "--train masks trains masks only"
             )
@@ -266,7 +295,7 @@ class Joint(NamedTuple):
     heldout: torch.Tensor | None = None
     """Blocks on which the trials of the learning rate are judged; None: no trials."""
     teacher: Any = None
-    """The dense model; None without distillation."""
+    """A copy of the dense model; None without distillation, and for adapters, which can be undone."""
 
 
 def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], None]) -> dict[str, Any]:
@@ -275,7 +304,8 @@ def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], N
     if recipe.learning_rate:
         return {"highest": recipe.learning_rate}
     if joint.heldout is None or trainer.teacher is None:
-        return {"highest": highest_rate("full", trainer.gated.sizes.hidden_size)}
+        method = "lora" if joint.weights.adapted else "full"
+        return {"highest": highest_rate(method, trainer.gated.sizes.hidden_size)}
     found = run_trials(model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation)
     say(str(found))
     return {

@@ -117,7 +117,8 @@ class Trainer:
         self.gated, self.batches, self.run, self.recipe = gated, batches, run, run.recipe
         self.pools, self.accelerator = pools, accelerator
         self.teacher = Teacher(gated.model, batches) if run.recipe.distillation > 0 else None
-        self.narrow = narrow_layers(gated, accelerator, batches.micro_batch_size, run.recipe.seq_len, run.optimizer)
+        sizes = batches.micro_batch_size, run.recipe.seq_len
+        self.narrow = None if run.train == "lora" else narrow_layers(gated, accelerator, *sizes, run.optimizer)
         self.gates = GateState.opened(gated.shapes, accelerator.device)
         self.rounding: dict[str, dict[str, float]] = {}
         self.weights: TrainedWeights | None = None  # trained together with the gates
@@ -128,12 +129,14 @@ class Trainer:
         """Create the state that a search keeps in addition to the gates; the default search keeps none."""
 
     def train_weights(self, weights: TrainedWeights, teacher: Any, find_rate: Callable[[], dict[str, Any]]) -> None:
-        """Also train the weights of the gated model; `teacher` is a second, frozen copy of the dense model.
+        """Also train the weights of the gated model.
 
+        teacher: a second, frozen copy of the dense model; None for adapters, without which the model is the dense one.
         find_rate: returns `rate`; it is called before the first step, unless the run is resumed.
         """
         self.weights, self.find_rate = weights, find_rate
-        self.teacher = Teacher(teacher, self.batches) if self.recipe.distillation > 0 else None
+        if self.recipe.distillation > 0:
+            self.teacher = Teacher(teacher or self.gated.model, self.batches, weights.undone)
 
     @property
     def polishing(self) -> bool:

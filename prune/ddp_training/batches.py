@@ -4,6 +4,7 @@ Legend: B sequences of a micro-batch, H hidden size.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -105,8 +106,11 @@ def fit_batches(
 class Teacher:
     """Final hidden states of the dense model, cached in host memory if text is read more than once and they fit."""
 
-    def __init__(self, model: Any, batches: Batches) -> None:
-        self.model = model
+    def __init__(
+        self, model: Any, batches: Batches, undone: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Cache what fits. undone: a context in which a model that is trained computes as the dense one."""
+        self.model, self.undone = model, undone
         num_bytes = batches.blocks.numel() * model.config.hidden_size * model.dtype.itemsize
         self.cache: dict[int, torch.Tensor] | None = None
         world = batches.accelerator.num_processes
@@ -122,8 +126,14 @@ class Teacher:
         if self.cache is not None and all(number in self.cache for number in numbers):
             states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
             return states.flatten(0, 1)
-        states = final_hidden(self.model, tokens)
+        states = self.states(tokens)
         if self.cache is not None:
             for number, state in zip(numbers, states.unflatten(0, (len(numbers), -1)), strict=True):
                 self.cache[number] = state.cpu()
         return states
+
+    @torch.no_grad()
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [B·(seq_len−1), H] for any tokens, int64 [B, seq_len]."""
+        with self.undone():
+            return final_hidden(self.model, tokens)

@@ -74,7 +74,7 @@ def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
     Models whose keys have a bias, such as Qwen2, keep SDPA: their large products lose too much precision in bfloat16.
     """
     short = device.type == "cpu" and model.dtype == torch.bfloat16 and seq_len <= EAGER_TOKENS
-    biased = any(name.endswith("k_proj.bias") for name, _ in model.named_parameters())
+    biased = any("k_proj" in name and name.endswith("bias") for name, _ in model.named_parameters())
     if short and not biased and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
 
@@ -108,6 +108,13 @@ def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: s
     frozen = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
     trained = sum(map(math.prod, shapes.values())) - frozen
     return itemsize * frozen + trained * (itemsize * (1 + teacher) + STATE_BYTES.get(optimizer, 0))
+
+
+def adapter_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, rank: int) -> int:
+    """Return the bytes that training low-rank adapters adds to a model. shapes: as above. Experts get no adapters."""
+    others = (*FROZEN, ".experts.")
+    adapted = [shape for name, shape in shapes.items() if len(shape) == 2 and not any(each in name for each in others)]
+    return rank * sum(map(sum, adapted)) * (itemsize + STATE_BYTES["adamw"])
 
 
 def fits(num_bytes: float, accelerator: Accelerator, share: float | None = None) -> bool:

@@ -36,6 +36,7 @@ BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of both optimizers per parameter
 ADAPTER = "default"  # peft's name of the adapter
 LEARNED = "weights."  # prefix of these tensors in a saved run; the part and the weight's name follow
+RANK = 16  # of adapters
 OPTIMIZERS = ("adamw", "adamw-8bit")  # from the one that requires the most memory
 
 
@@ -48,7 +49,7 @@ class TrainedWeights:
     """The trained weights of a model, the sums of their gradients, and their optimizer."""
 
     def __init__(
-        self, model: Any, accelerator: Accelerator, method: str = "full", rank: int = 0, optimizer: str = "adamw"
+        self, model: Any, accelerator: Accelerator, method: str = "full", rank: int = RANK, optimizer: str = "adamw"
     ) -> None:
         """Make weights trainable; sharded models must not have run forward yet.
 
@@ -71,7 +72,7 @@ class TrainedWeights:
             parameter.requires_grad_(True)
         hook = torch.Tensor.register_post_accumulate_grad_hook
         self.hooks = [hook(parameter, partial(self._add, name)) for name, parameter in self.trained.items()]
-        self.share, self.sums = 1.0, dict[str, torch.Tensor]()
+        self.share, self.sums, self.first = 1.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if self.in_8_bits:
             from torchao.optim import AdamW8bit
 
@@ -85,7 +86,22 @@ class TrainedWeights:
         self.moved = self.masters = {name: nn.Parameter(each.detach().float()) for name, each in self.trained.items()}
         kinds = [[each for each in self.masters.values() if isinstance(each, DTensor) is cut] for cut in (False, True)]
         groups = [{"params": masters} for masters in kinds if masters]  # fused AdamW rejects a mixture
+        if self.adapted:
+            self.first = {name: each.detach().clone() for name, each in self.masters.items()}
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Let the model compute without its adapters inside the block."""
+        modules = [module for module in self.model.modules() if hasattr(module, "lora_A")]
+        scales = [module.scaling[ADAPTER] for module in modules]
+        for module in modules:
+            module.scaling[ADAPTER] = 0.0
+        try:
+            yield
+        finally:
+            for module, scale in zip(modules, scales, strict=True):
+                module.scaling[ADAPTER] = scale
 
     @contextmanager
     def summing(self, share: float) -> Iterator[None]:
@@ -156,8 +172,8 @@ class TrainedWeights:
 
     @torch.no_grad()
     def reset(self, dense: Any) -> None:
-        """Begin again: take the weights of the dense model, which is loaded like this one, and forget the moments."""
-        weights = dict(dense.named_parameters())
+        """Begin again, with the first adapters or the weights of the dense model, which is loaded like this one."""
+        weights = self.first or dict(dense.named_parameters())
         for name, master in self.masters.items():
             master.copy_(weights[name])
         self.forget()
@@ -235,7 +251,8 @@ class TrainedWeights:
             for name, parameter, total in _adapter_products(self.model, self.masters):
                 parameter.copy_(parameter.float() + _shard_as(parameter, total))
                 trained |= self._gathered({name: total})
-            self.adapted.unload()  # removes the adapters from the model
+            for name, parameter in self.trained.items():
+                parameter.mul_(".lora_A." in name)  # what they added is in the weights now
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         for hook in self.hooks:

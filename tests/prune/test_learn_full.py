@@ -31,16 +31,18 @@ def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
 ) -> None:
     """Also of stacked experts, whose weights have other names and shapes on disk."""
     model, perplexities = tiny_model if kind == "dense" else tiny_experts, []
-    for train in ("masks", "weights"):
+    for train in ("masks", "weights", "lora"):
         result = prune(model, tiny_text, tmp_path / train, "--steps", "30", "--train", train)
         assert result.exit_code == 0, result.output
         perplexities.append(stated := read_checkpoint(tmp_path / train).provenance["perplexity"])
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / train, trust_remote_code=True)
         found = torch.tensor(losses(plain, heldout_of(tmp_path / train, tiny_text)))
         torch.testing.assert_close(found, torch.tensor(stated["block_losses"]["pruned"]), atol=5e-5, rtol=0)
-    assert perplexities[1]["pruned"] < 0.9 * perplexities[0]["pruned"]
-    assert perplexities[1]["dense"] == perplexities[0]["dense"]
+    masks, full, lora = perplexities
+    assert full["pruned"] < 0.9 * masks["pruned"] and lora["pruned"] < masks["pruned"]
+    assert masks["dense"] == full["dense"] == lora["dense"]
     assert "trained together with the masks" in (tmp_path / "weights" / "README.md").read_text()
+    assert "plus low-rank additions, which" in (tmp_path / "lora" / "README.md").read_text()
 
 
 def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_step(

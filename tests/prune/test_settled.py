@@ -30,18 +30,21 @@ def of(model: Path, text: Path) -> list[str]:
     return [str(model), "--sparsity", "0.4", "--data", str(text), *sizes]
 
 
-def test_the_rate_is_found_by_trials_which_leave_no_trace(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["weights", "lora"])
+def test_the_rate_is_found_by_trials_which_leave_no_trace(
+    mode: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
     """A run at the rate that was found equals a run that was told the rate; a resumed run does not try again."""
 
     def run(name: str, *more: str) -> Result:
-        options = ["--train", "weights", "--steps", "28", "--save-every", "4", "-o", str(tmp_path / name)]
+        options = ["--train", mode, "--steps", "28", "--save-every", "4", "-o", str(tmp_path / name)]
         return CliRunner().invoke(main, ["prune", *of(tiny_model, tiny_text), *options, *more])
 
     die_at(26, lambda: run("found"))
     result = run("found")
     assert "resuming after step 24" in result.output and "held-out loss" not in result.output
     found = read_checkpoint(tmp_path / "found").provenance["learning_rate"]
-    assert found["highest"] in RATES and f"{found['highest']:g}" in found["trials"]
+    assert found["highest"] in RATES[mode] and f"{found['highest']:g}" in found["trials"]
     assert run("told", "--learning-rate", str(found["highest"])).exit_code == 0
     one, other = weights(tmp_path / "found"), weights(tmp_path / "told")
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -87,7 +90,7 @@ def test_tokens_per_step_follow_from_the_time(minutes: float, shape: tuple[int, 
     [(6e-4, 1.6e-4, 3), (1.0, 6.4e-4, 3), (1.6e-4, 4e-5, 2), (4e-5, 1e-5, 2), (1e-5, 2.5e-6, 3), (0.0, 2.5e-6, 3)],
 )
 def test_the_highest_harmless_rate_is_taken(harmful_from: float, chosen: float, num_trials: int) -> None:
-    found = find_rate(3.0, lambda rate: 3.0 + (0.5 if rate >= harmful_from else -0.1))
+    found = find_rate(RATES["weights"], 3.0, lambda rate: 3.0 + (0.5 if rate >= harmful_from else -0.1))
     assert found.rate == chosen and len(found.losses) == num_trials
     assert f"learning rate {chosen:g}: held-out loss" in str(found)
 
@@ -97,11 +100,19 @@ def test_the_highest_harmless_rate_is_taken(harmful_from: float, chosen: float, 
     [
         (10.0, [], ("weights", "adamw"), []),
         (0.8, [], ("weights", "adamw-8bit"), ["masks and weights with adamw requires"]),
-        (0.3, [], ("masks", ""), ["masks and weights with adamw-8bit requires"]),
+        (0.4, [], ("lora", "adamw"), ["masks and weights with adamw-8bit requires"]),
+        (0.1, [], ("masks", ""), ["masks and low-rank additions requires"]),
         (0.8, ["--train", "weights", "--optimizer", "adamw"], None, ["adamw-8bit requires", "masks only requires"]),
         (0.3, ["--train", "weights"], None, ["adamw-8bit requires", "are free; what fits: masks only requires"]),
     ],
-    ids=["everything fits", "8 bytes fit", "only masks fit", "the requested mode does not fit", "no joint training"],
+    ids=[
+        "everything fits",
+        "8 bytes fit",
+        "low-rank additions fit",
+        "only masks fit",
+        "the requested mode does not fit",
+        "no joint training",
+    ],
 )
 def test_the_mode_is_the_first_that_memory_holds(
     free: float, options: list[str], chosen: tuple[str, str] | None, said: list[str], tiny_model: Path,
@@ -111,6 +122,7 @@ def test_the_mode_is_the_first_that_memory_holds(
     settings = {options[i][2:]: options[i + 1] for i in range(0, len(options), 2)}
     recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, **settings})
     needed = mode_bytes(recipe, source, MODES[0], 1)
+    monkeypatch.setattr(train, "RANK", 1)  # the adapters of a tiny model are larger than the model
     monkeypatch.setattr(train, "free_memory", lambda _: free * needed)
     monkeypatch.setattr(memory, "free_memory", lambda _: free * needed)
     lines, accelerator = list[str](), Accelerator(cpu=True)
