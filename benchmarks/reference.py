@@ -34,7 +34,7 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.provenance import local_provenance
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+PROTOCOL, RESULTS = HERE / "protocol.toml", HERE / "results"
 HELD_OUT = 20  # one conversation in so many is held out
 DOCUMENTS = 200  # of C4
 PYTHON_CHARACTERS = 400_000
@@ -81,11 +81,12 @@ class Command(NamedTuple):
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
             if time.monotonic() > self.deadline:
                 process.send_signal(signal.SIGINT)
-                os.wait4(process.pid, 0)
+                process.wait()
                 raise SystemExit("the minutes are over; the same command resumes")
             time.sleep(0.2)
-        if status := ended[1]:
-            raise SystemExit(f"ddp-vllm {shlex.join(arguments)} ended with {os.waitstatus_to_exitcode(status)}")
+        process.returncode = os.waitstatus_to_exitcode(ended[1])
+        if process.returncode:
+            raise SystemExit(f"ddp-vllm {shlex.join(arguments)} ended with {process.returncode}")
         return time.monotonic() - began, ended[2].ru_maxrss * 1024.0
 
 
@@ -103,7 +104,7 @@ def main() -> None:
     if arguments.prepare:
         prepare(arguments.prepare, arguments.data)
     models = dict(pair.split("=", 1) for pair in arguments.models.split(",") if pair)
-    protocol = tomllib.loads((HERE / "protocol.toml").read_text(encoding="utf-8"))
+    protocol = tomllib.loads(PROTOCOL.read_text(encoding="utf-8"))
     work = (arguments.work or arguments.data / "runs").resolve()
     ddp_vllm = Command(arguments.data, time.monotonic() + 60.0 * arguments.minutes)
     for name, table in protocol["tables"].items():
