@@ -94,14 +94,20 @@ def read_settings(path: Path | None, given: Mapping[str, Any], kind: type) -> di
             raise SettingError(
                 f"the recipe {path} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
-    values |= {name: value for name, value in plain(given).items() if value is not None}
+    values = plain(values | {name: value for name, value in given.items() if value is not None})
     check_known(str(path or "the recipe"), values, kind)
     return values
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with every path as text, as recipes hold it."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    """Return settings with paths as text, and lists of paths or texts as one text with commas, as recipes hold them."""
+    found = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, Path):
+            found[name] = str(value)
+        elif isinstance(value, list | tuple) and value and all(isinstance(each, str | Path) for each in value):
+            found[name] = ",".join(map(str, value))
+    return found
 
 
 def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:

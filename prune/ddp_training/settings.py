@@ -1,5 +1,6 @@
 """The settings that pruning and recovery share: text, batches, memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -72,7 +73,7 @@ class TrainingSettings(Settings):
 class TrainingKeywords(TypedDict, total=False):
     """The same settings as keywords of functions, for editors and type checkers."""
 
-    data: str | Path
+    data: str | Path | Sequence[str | Path]
     text_column: str
     batch_size: int
     seq_len: int
@@ -80,7 +81,7 @@ class TrainingKeywords(TypedDict, total=False):
     heldout_blocks: int
     distillation: float
     learn_from: str
-    watch: str | Path
+    watch: str | Path | Sequence[str | Path]
     micro_batch_size: int
     dtype: str
     optimizer: str

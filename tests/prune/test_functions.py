@@ -54,7 +54,7 @@ def test_a_model_goes_through_all_functions_without_a_word(
 
 def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Nor does what was recovered or cut again; here the dense model and the text are found all the same."""
-    settings = {"data": f"{tiny_text},{tiny_text}", "sparsity": 0.4, **TINY}
+    settings = {"data": [tiny_text, str(tiny_text)], "sparsity": 0.4, **TINY}
     pruned = ddp_vllm.prune(str(tiny_model), output=tmp_path / "pruned", **settings)
     recovered = ddp_vllm.recover(pruned.folder, output=tmp_path / "recovered", tokens=64)
     masks = pruned.folder / MASKS_FILE
