@@ -3,7 +3,7 @@
     python benchmarks/equality.py -o before.json          # at the commit before
     python benchmarks/equality.py --against before.json   # at the commit after
 
-Prunes tiny random models (a Llama and a Mixtral) in short runs: every budget, both controllers, both train modes,
+Prunes tiny random models (a Llama and a Mixtral) in short runs: every budget, both controllers, masks alone and joint training,
 every scope and head unit, several sizes, expert channels, whole experts, recovery, and a run that is killed and
 resumed. Of each result it hashes gates, z and saliency, the metrics of every step and the weights. Sums in floating
 point differ between machines and thread counts, so both calls must run on the same machine. The last line on stdout is
