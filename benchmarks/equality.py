@@ -3,8 +3,8 @@
     python benchmarks/equality.py -o before.json          # at the commit before
     python benchmarks/equality.py --against before.json   # at the commit after
 
-Prunes tiny random models (a Llama and a Mixtral) in short runs: every budget, both controllers, masks alone and joint training,
-every scope and head unit, several sizes, expert channels, whole experts, recovery, and a run that is killed and
+Prunes tiny random models (a Llama and a Mixtral) in short runs: every budget, both controllers, every train mode, every
+scope and head unit, several sizes, expert channels, whole experts, recovery, and a run that is killed and
 resumed. Of each result it hashes gates, z and saliency, the metrics of every step and the weights. Sums in floating
 point differ between machines and thread counts, so both calls must run on the same machine. The last line on stdout is
 JSON; the exit code is 1 where a hash differs.
@@ -44,6 +44,7 @@ ALM = {"learning_rate": 0.1}  # the paper's rate moves little in eight steps
 DENSE_CASES: dict[str, dict[str, Any]] = {
     "units": {"sparsity": 0.4, "train": "masks"},
     "joint training": {"sparsity": 0.4, "train": "weights"},
+    "low-rank additions": {"sparsity": 0.4, "train": "lora"},
     "no distillation": {"sparsity": 0.4, "train": "weights", "distillation": 0.0},
     "attention sparsity": {"sparsity": 0.4, "attention_sparsity": 0.2, "train": "masks"},
     "paper's search": {"sparsity": 0.4, "controller": "alm", "alm": ALM, "train": "masks"},
