@@ -110,11 +110,12 @@ def main() -> None:
     for name, table in protocol["tables"].items():
         if arguments.tables and name not in arguments.tables.split(","):
             continue
-        for cell in cells(name, table, list(models), arguments.seeds):
+        of_table = {model: path for model, path in models.items() if model in table.get("models", models)}
+        for cell in cells(name, table, list(of_table), arguments.seeds):
             if (not arguments.rows or cell.row in arguments.rows.split(",")) and not cell.file.exists():
                 print(f"{today()} {cell.table}: {cell.name}", flush=True)
                 run(cell, models[cell.model], ddp_vllm, work, table)
-        for model, path in models.items() if "speed" in table else ():
+        for model, path in of_table.items() if "speed" in table else ():
             measure_speed(list(cells(name, table, [model], 1)), path, ddp_vllm, work, table["speed"])
 
 
@@ -123,7 +124,7 @@ def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -
     for seed in range(num_seeds):
         for model in models:
             for row in table["rows"]:
-                if model in row.get("models", models) and seed < row.get("seeds", num_seeds):
+                if seed < row.get("seeds", num_seeds):
                     yield Cell(name, model, row["name"], seed, row["commands"])
 
 
