@@ -99,8 +99,9 @@ def prune(
 def apply(model: str, masks: Path, output: Path, tp: int, align: int, overwrite: bool) -> None:
     """Prune MODEL by published masks; this requires no text and no training.
 
-    A masks file holds no weights. If weights were trained together with the masks (prune --train weights or lora) or after them
-    (recover), the written model has the dense model's weights instead and is worse; ddp-vllm recover trains them.
+    A masks file holds no weights. If weights were trained together with the masks (prune --train weights or lora) or
+    after them (recover), the written model has the dense model's weights instead and is worse; ddp-vllm recover trains
+    them.
     """
     verbs.apply(model, masks, output=output, tp=tp, align=align, overwrite=overwrite)
     provenance = read_provenance(masks)
