@@ -110,7 +110,7 @@ def recipe() -> Iterator[str]:
 
 def is_internal(name: str) -> bool:
     """Return whether the run itself sets a field."""
-    return name in INSTEAD.keys() - {"target"}
+    return name in INSTEAD.keys() - {"target", "masks_every"}
 
 
 def settings_table(settings: type, fields: Any) -> str:

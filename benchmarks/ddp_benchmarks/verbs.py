@@ -104,8 +104,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's results.
 
-    tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`. output: a folder, by default `eval`
-    in the model's. settings: any field of `EvalSettings` (`limit`, `rows`, `backend`, …).
+    tasks: names separated by commas, or one of the suites `paper`, `nine`, `llama`, `generative`. output: a folder, by
+    default `eval` in the model's. settings: any field of `EvalSettings` (`limit`, `rows`, `backend`, …).
     `["ddp_vllm"]["mean_accuracy"]` is the mean.
     """
     from ddp_benchmarks import evaluate as evaluating
