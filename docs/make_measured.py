@@ -53,7 +53,7 @@ def table(name: str, model: str) -> Iterator[str]:
     speeds = read_speeds(name, model)
     shares = {} if speeds else recovered(rows)  # with other units, `masks` is no measure
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
-    columns[""] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
+    columns["row"] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
     if speeds:
         columns["decode step"] = lambda row, _: speeds.get(row, "")
     columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
