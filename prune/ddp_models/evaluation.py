@@ -181,5 +181,7 @@ def generate(
     model.generation_config = GenerationConfig(  # the model's own may set penalties, beams or sampling
         max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=sorted(ends), pad_token_id=tokenizer.eos_token_id
     )
-    output = model.generate(**tokens)[:, tokens["input_ids"].shape[1] :]
+    # the slice of the last tokens is not contiguous, for which a CPU would copy the head's weight once per prompt
+    with model.get_output_embeddings().register_forward_pre_hook(lambda _, states: (states[0].contiguous(),)):
+        output = model.generate(**tokens)[:, tokens["input_ids"].shape[1] :]
     return list(tokenizer.batch_decode(output, skip_special_tokens=True))

@@ -244,34 +244,46 @@ class TrainedWeights:
         updated weight, in float32 where anything was trained, so that it is rounded once. All processes must call this
         together, and nothing can be trained afterwards.
         """
-        if self.adapted is None:
-            trained = self._gathered(self.masters)
-        else:
-            trained = {}
-            for name, parameter, total in _adapter_products(self.model, self.masters):
-                parameter.copy_(parameter.float() + _shard_as(parameter, total))
-                trained |= self._gathered({name: total})
-            for name, parameter in self.trained.items():
-                parameter.mul_(".lora_A." in name)  # what they added is in the weights now
+        gathered = {} if self.adapted else self._gathered(self.masters)
+        trained = revert_weight_conversion(self.model, gathered) if gathered else {}  # by its name on disk
+        products = self._merge_adapters() if self.adapted else {}
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)
         for hook in self.hooks:
             hook.remove()
         for held in (self.masters, self.moved, self.optimizer.state, self.optimizer.param_groups):
             held.clear()
-        dtype, adapted = self.model.dtype, self.adapted is not None  # the function below must not hold the model
-        stored_as: dict[str, torch.Tensor] = revert_weight_conversion(self.model, trained) if trained else {}
+        dtype = self.model.dtype  # the function below must not hold the model
 
         def updated(name: str, weight: torch.Tensor) -> torch.Tensor:
-            if (change := stored_as.get(name)) is None:
+            if product := products.get(name):
+                return weight.float() + product().to(weight.device)
+            if (change := trained.get(name)) is None:
                 return weight
-            if not adapted and weight.dtype == dtype:
-                return change.to(weight.device).float()
+            change = change.to(weight.device)
+            if weight.dtype == dtype:
+                return change.float()
             # keep the precision that was dropped when the weight was loaded in a lower dtype
-            before = weight.float() if adapted else weight.float() - weight.to(dtype).float()
-            return before + change.to(weight.device)
+            return weight.float() - weight.to(dtype).float() + change
 
         return updated
+
+    def _merge_adapters(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """Add to each weight what its adapter adds; return what computes that, by the weight's name on disk.
+
+        Products are computed again when needed: all of them together take twice the memory of the model.
+        """
+        products = dict[str, Callable[[], torch.Tensor]]()
+        for name, module in self.model.named_modules():
+            key = f"{name}.lora_{{}}.{ADAPTER}.weight"
+            if key.format("A") in self.masters:
+                up, down = (self.masters[key.format(each)].detach() for each in "BA")
+                product = partial(_product, up, down, module.scaling[ADAPTER])
+                weight = module.get_base_layer().weight
+                weight.copy_(weight.float() + _shard_as(weight, product()))
+                (stored,) = revert_weight_conversion(self.model, {f"{name}.weight": weight.detach()})
+                products[stored], module.scaling[ADAPTER] = product, 0.0  # what it added is in the weight now
+        return products
 
 
 def rate_of(step: int, num_steps: int, highest: float, warmup: float, flat_until: int = 0) -> float:
@@ -305,14 +317,9 @@ def _add_adapters(model: Any, rank: int) -> Any:
     return get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
 
 
-def _adapter_products(
-    model: Any, factors: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """Yield each adapted weight's name without peft, the weight, and the product that its adapter adds, in float32."""
-    for name, module in model.named_modules():
-        if (key := f"{name}.lora_{{}}.{ADAPTER}.weight").format("A") in factors:
-            total = factors[key.format("B")] @ factors[key.format("A")] * module.scaling[ADAPTER]
-            yield f"{name}.weight", module.get_base_layer().weight, total
+def _product(up: torch.Tensor, down: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return what an adapter adds to its weight."""
+    return up @ down * scale
 
 
 def _parts(moments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
