@@ -38,6 +38,7 @@ PROTOCOL, RESULTS = HERE / "protocol.toml", HERE / "results"
 HELD_OUT = 20  # one conversation in so many is held out
 DOCUMENTS = 200  # of C4
 PYTHON_CHARACTERS = 400_000
+QUANTIZE = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 
 
 class Cell(NamedTuple):
@@ -77,7 +78,11 @@ class Command(NamedTuple):
     def __call__(self, arguments: list[str]) -> tuple[float, float]:
         """Run a command; return its seconds and its peak bytes. Raises: SystemExit if it fails or time is up."""
         began = time.monotonic()
-        process = subprocess.Popen([sys.executable, "-m", "ddp_vllm", *arguments], cwd=self.data, stdout=sys.stderr)
+        paths = [str(QUANTIZE)] if arguments[0] == "quantize" else []
+        paths += filter(None, [os.environ.get("PYTHONPATH")])
+        command = [sys.executable, "-m", "ddp_vllm", *arguments]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        process = subprocess.Popen(command, cwd=self.data, env=environment, stdout=sys.stderr)
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
             if time.monotonic() > self.deadline:
                 process.send_signal(signal.SIGINT)
@@ -136,7 +141,8 @@ def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, 
         outputs = [work / cell.table / cell.model]
     commands, seconds, peak = list[str](), 0.0, 0.0
     for command, output in zip(cell.commands, outputs, strict=True):
-        names = {"model": model, "seed": cell.seed, "repository": HERE.parent, **table["names"]}
+        beside = work / cell.table / cell.model
+        names = {"model": model, "seed": cell.seed, "repository": HERE.parent, "beside": beside, **table["names"]}
         while "{" in command:  # names may contain names
             command = command.format(*outputs, **names)
         words = [*shlex.split(command), "-o", str(output)]

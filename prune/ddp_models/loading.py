@@ -59,7 +59,7 @@ def share_frozen_weights(teacher: Any, student: Any) -> None:
 
 
 def loading_options(source: Source, dtype: str, device: torch.device | None) -> dict[str, Any]:
-    """Return the dtype and the attention implementation for loading the model on `device` (None: a CPU).
+    """Return dtype, attention and, of a quantized model, the config for loading the model on `device` (None: a CPU).
 
     `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
     bfloat16, so `auto` is float32 there. Gemma-2 requires eager attention: transformers' fused attention omits the
@@ -68,11 +68,8 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     from safetensors import safe_open
     from transformers import AutoConfig
 
-    wanted = (
-        AutoConfig.from_pretrained(source.folder, trust_remote_code=False).dtype
-        if dtype == "auto"
-        else getattr(torch, dtype)
-    )
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)
     if wanted is None:  # not in the config
         with safe_open(weight_files(source.folder)[0], framework="pt") as file:
             wanted = file.get_slice(next(iter(file.keys())))[:1].dtype
@@ -81,8 +78,13 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     on_gpu = device is not None and device.type == "cuda"
     if dtype == "auto" and wanted == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
         wanted = torch.float32
-    attention = {"attn_implementation": "eager"} if source.config.get("attn_logit_softcapping") else {}
-    return {"dtype": wanted, **attention}
+    options: dict[str, Any] = {"dtype": wanted}
+    if source.config.get("attn_logit_softcapping"):
+        options["attn_implementation"] = "eager"
+    if source.config.get("quantization_config"):
+        config.quantization_config["run_compressed"] = False  # plain weights; activations are rounded all the same
+        options["config"] = config
+    return options
 
 
 def load_model(source: Source, dtype: str, device: torch.device | None = None) -> Any:

@@ -1,6 +1,6 @@
 """Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1 agreement."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from ddp_models.source import Source, open_pruned, open_source
 from ddp_text.blocks import check_vocabulary, load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.processes import make_accelerator
-from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, SettingError, TextError, TrainingError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
+from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import MASKS_FILE
@@ -62,7 +63,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     """
     settings.check()
     dense = open_source(settings.against or dense_of(settings.model))
-    source = _open(settings.model, dense)
+    source = open_model(settings.model, dense)
     tokenizer = load_tokenizer(str(source.folder))
     texts = {name: _load_text(name, settings, tokenizer, dense.config["vocab_size"]) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
@@ -110,9 +111,24 @@ def dense_of(model: str) -> str:
     return str(dense)
 
 
-def _open(model: str, dense: Source) -> Source:
+def open_model(model: str, dense: Source) -> Source:
+    """Return a dense, pruned or quantized model as a source. Raises: ModelError, CheckpointError."""
     folder = local_folder(model)
-    return open_pruned(read_checkpoint(folder), dense) if folder and is_pruned(folder) else open_source(model)
+    config = read_config(folder) if folder else {}
+    quantization = config.get("quantization_config")
+    if folder is None or not (quantization or is_pruned(folder)):
+        return open_source(model)
+    if is_pruned(folder):
+        checkpoint = read_checkpoint(folder)
+        if not quantization:
+            return open_pruned(checkpoint, dense)
+        register_pruned(config)
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method != "compressed-tensors":
+        raise ModelError(
+            f"{model} is quantized ({method}); supported is compressed-tensors, as ddp-vllm quantize writes"
+        )
+    return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=dense.shapes)
 
 
 def _load_text(

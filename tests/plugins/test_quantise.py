@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from serving import Serve, job
 from tiny_models import PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint, score
 from torch import nn
 
+from ddp_models.loading import load_model as load_eval_model
+from ddp_recover.fidelity import open_model
 from ddp_vllm.cli import main
 
 PACKAGES = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
@@ -135,3 +138,15 @@ def test_the_plugin_computes_what_the_scheme_says(scheme: str, tolerance: float,
         assert output["logprobs"] == pytest.approx(score(model, prompt, output["tokens"]), abs=tolerance)
     if scheme == "W8A8":
         assert served[scheme]["outputs"][0]["tokens"] == generate(model, PROMPTS[0])["tokens"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of compressed-tensors
+@pytest.mark.parametrize(("scheme", "tolerance"), [("W8A8", 0.1), ("FP8", 1e-5), ("W4A16", 1e-5)])
+def test_eval_rounds_weights_and_activations(scheme: str, tolerance: float, made: Path) -> None:
+    """compressed-tensors divides by 127.5 where vLLM's INT8 kernels divide by 127."""
+    dense = SimpleNamespace(family=None, sizes=None, shapes={})
+    found = load_eval_model(open_model(str(made / scheme), dense), "float32")  # type: ignore[arg-type]
+    wanted = reference(made, scheme)
+    for prompt in PROMPTS:
+        logits, expected = (model(torch.tensor([prompt])).logits for model in (found, wanted))
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
