@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from ddp_benchmarks.protocol import script_parser
 from ddp_vllm.machine import hardware, today, versions
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.provenance import local_provenance
 
 HERE = Path(__file__).parent
@@ -168,7 +169,8 @@ def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, 
         write_result(result | {"page": page.partition("### Sources")[0].strip()}, cell.file)
         return
     result |= {
-        "weights_mb": round(sum(path.stat().st_size for path in found.glob("*.safetensors")) / 1e6, 1),
+        "weights_mb": round(sum(path.stat().st_size for path in found.glob("model*.safetensors")) / 1e6, 1),
+        "kv_bytes_per_token": describe_model(str(found)).kv_bytes_per_token,
         **(training_facts(found) if (found / MASKS_FILE).exists() else {}),
         "texts": evaluate(found, model, ddp_vllm, work / "eval" / cell.name, table),
     }

@@ -55,7 +55,8 @@ def table(name: str, model: str) -> Iterator[str]:
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
     columns["row"] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
     if speeds:
-        columns["decode step"] = lambda row, _: speeds.get(row, "")
+        columns["decode step"] = lambda row, _: ratio_text(speeds[row])
+        columns["prefill"] = lambda row, _: ratio_text(speeds[row]["prefill"])
     columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
     columns |= {"KL": partial(agreement, "kl", ".3f"), "top-1": partial(agreement, "top1", ".1%")}
     if shares:
@@ -65,9 +66,11 @@ def table(name: str, model: str) -> Iterator[str]:
         "peak memory": lambda _, results: f"{max(each['peak_gb'] for each in results):.1f} GB",
         "weights": lambda _, results: f"{results[0]['weights_mb']:.0f} MB" if "weights_mb" in results[0] else "",
     }
+    if speeds:
+        columns["KV cache per token"] = lambda _, results: f"{results[0]['kv_bytes_per_token'] / 1e3:.1f} kB"
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
-    dense = [*(["1"] if speeds else []), *(f"{first[0]['texts'][text]['dense']:.2f}" for text in texts)]
+    dense = [*(["1", "1"] if speeds else []), *(f"{first[0]['texts'][text]['dense']:.2f}" for text in texts)]
     yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(dense))}"
     for row, results in rows.items():
         yield f"| {' | '.join(cell(row, results) for cell in columns.values())} |"
@@ -99,9 +102,8 @@ def draw_chart(figure: Figure, *, model: str) -> None:
     axes = figure.add_subplot()
     axes.plot(1.0, 1.0, "s", color="0.5", markersize=5)
     axes.annotate("dense", (1.0, 1.0), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    speeds = json.loads((RESULTS / "speed" / f"{model}-steps.json").read_text(encoding="utf-8"))["speedups"]
     for row, results in read("speed", model).items():
-        verdict = speeds[row]
+        verdict = read_speeds("speed", model)[row]
         logs = [math.log(text["pruned"] / text["dense"]) for each in results for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
@@ -123,13 +125,10 @@ def read(name: str, model: str) -> dict[str, list[Result]]:
     return found
 
 
-def read_speeds(name: str, model: str) -> dict[str, str]:
-    """Return the measured speed of each row over the dense model's, with its interval; {} if it was not measured."""
+def read_speeds(name: str, model: str) -> dict[str, Any]:
+    """Return the verdict on each row's speed over the dense model's; {} if it was not measured."""
     path = RESULTS / name / f"{model}-steps.json"
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return {row: ratio_text(verdict) for row, verdict in found["speedups"].items()}
+    return dict(json.loads(path.read_text(encoding="utf-8"))["speedups"]) if path.exists() else {}
 
 
 def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:

@@ -198,6 +198,8 @@ def steps(as_json: bool, **options: Any) -> None:
         console.print(f"{name}{verdict['sentence']}")
         if "predicted" in verdict:
             console.print(f"{name}predicted {verdict['predicted']:.2f}×")
+        if options["phase"] == "decode":
+            console.print(f"{name}prefill {verdict['prefill']['sentence']}")
     if as_json:
         echo(json.dumps(found))
 

@@ -174,12 +174,14 @@ def take_turns(engines: Mapping[str, StepEngine], workload: Workload, steps: int
 def compare_steps(settings: StepSettings, *, say: Callable[[str], None]) -> dict[str, Any]:
     """Time steps of all models in turns; return the seconds and, per pruned model, the speedup as `verdicts`.
 
+    Prompts are prefilled anyway, so each verdict also has that of `prefill`.
+
     Raises: SettingError before an engine starts; ServingError if an engine fails.
     """
     settings.check()
     vllm_command()
     workload, models = settings.workload, (settings.dense, *settings.pruned)
-    seconds: dict[str, list[float]] = {model: [] for model in models}
+    cells: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
     largest = largest_of([workload.batch], [workload.context], settings.steps)
     scratch = Path(tempfile.mkdtemp(prefix="ddp-vllm-steps-"))
     engines: dict[str, StepEngine] = {}
@@ -192,9 +194,16 @@ def compare_steps(settings: StepSettings, *, say: Callable[[str], None]) -> dict
             engines[model] = stack.enter_context(engine)
         for turn in range(-1, settings.rounds):  # the first one is discarded
             say("warm-up" if turn < 0 else f"round {turn + 1} of {settings.rounds}")
-            cells = take_turns(engines, workload, settings.steps, max(turn, 0))
-            for model, cell in cells.items() if turn >= 0 else ():
-                seconds[model].append(seconds_of([cell], workload))
+            found = take_turns(engines, workload, settings.steps, max(turn, 0))
+            for model, cell in found.items() if turn >= 0 else ():
+                cells[model].append(cell)
     shutil.rmtree(scratch, ignore_errors=True)
-    verdicts = [{"pruned": each} | judge(seconds[each], seconds[settings.dense]).to_json() for each in settings.pruned]
+    seconds = {model: [seconds_of([cell], workload) for cell in cells[model]] for model in models}
+    prefill = {model: [cell["prefill"] for cell in cells[model]] for model in models}
+    verdicts = [
+        {"pruned": each}
+        | judge(seconds[each], seconds[settings.dense]).to_json()
+        | {"prefill": judge(prefill[each], prefill[settings.dense]).to_json()}
+        for each in settings.pruned
+    ]
     return new_results(STEPS_FORMAT, asdict(settings)) | {"seconds": seconds, "verdicts": verdicts}

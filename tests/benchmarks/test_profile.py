@@ -121,7 +121,9 @@ def test_steps_of_two_models_are_compared_side_by_side(tiny: Path, tmp_path: Pat
     settings = StepSettings(dense=str(tiny), pruned=(other,), workload=work, rounds=3, steps=24)
     found = compare_steps(settings, say=lambda line: None)
     assert found["seconds"] == {str(tiny): [2.0] * 3, other: [1.0] * 3}
-    assert found["verdicts"][0]["ratio"] == pytest.approx(2) and found["settings"]["workload"]["context"] == 48
+    (verdict,) = found["verdicts"]
+    assert verdict["ratio"] == pytest.approx(2) and found["settings"]["workload"]["context"] == 48
+    assert verdict["prefill"]["ratio"] == pytest.approx(2)
     with pytest.raises(SettingError, match="name each once"):
         compare_steps(dataclasses.replace(settings, pruned=(str(tiny),)), say=lambda line: None)
 
@@ -134,8 +136,9 @@ def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: P
     assert json.loads((tmp_path / "steps.json").read_text())["verdicts"] == found["verdicts"]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     result = CliRunner().invoke(main, ["bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options])
-    heading, sentence, line = result.stdout.splitlines()[-3:]
+    heading, sentence, prefill, line = result.stdout.splitlines()[-4:]
     assert heading == "decode, 2 sequences of 48 tokens:" and sentence == found["verdicts"][0]["sentence"]
+    assert prefill == f"prefill {found['verdicts'][0]['prefill']['sentence']}"
     assert json.loads(line)["verdicts"] == found["verdicts"]
     with pytest.raises(SettingError, match="--context-length 48 is below 60"):
         ddp_vllm.bench_steps(tiny, halved, context_length=48, steps=60)
