@@ -147,7 +147,8 @@ def signature(name: str, function: Any) -> str:
     if by_place < len(lines):
         lines.insert(by_place, "    *,")
     returned = inspect.formatannotation(found.return_annotation).strip("'")
-    return re.sub(r"\b(\w+\.)+(?=[A-Z])", "", "\n".join([f"{name}(", *lines, f") -> {returned}"]))
+    text = re.sub(r"\b(\w+\.)+(?=[A-Z])", "", "\n".join([f"{name}(", *lines, f") -> {returned}"]))
+    return re.sub(r"\*<class '(\w+)'>", r"Unpack[\1]", text)
 
 
 def text_of(function: Any) -> str:

@@ -15,9 +15,12 @@ from typing import Any
 import ddp_vllm
 
 
-def main(model: str, data: str, output: Path, budget: str, sizes: str, tolerance: float, **settings: Any) -> None:
+def main(
+    model: str, data: str, output: Path, budget: str, sizes: str | None, tolerance: float, **settings: Any
+) -> None:
     # 1. Prune to all sizes. Each is written to a folder of its own inside `output` as soon as it is trained. If this
     #    call is interrupted, the same call resumes it.
+    sizes = sizes or ("0.1,0.2,0.3" if budget == "sparsity" else "1.1,1.25,1.5")
     wanted = {budget: [float(size) for size in sizes.split(",")]}
     checkpoints = ddp_vllm.prune_sizes(model, output=output, data=data, verbose=True, **wanted, **settings)
 
@@ -51,7 +54,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", required=True, help="text to train on, named as in ddp-vllm prune")
     parser.add_argument("--output", type=Path, required=True, help="folder to write one folder per size into")
     parser.add_argument("--budget", choices=("sparsity", "speedup"), default="sparsity")
-    parser.add_argument("--sizes", default="0.1,0.2,0.3", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--sizes", help="comma-separated (default: 0.1,0.2,0.3, or speedups 1.1,1.25,1.5)")
     parser.add_argument(
         "--tolerance", type=float, default=1.05, help="accepted perplexity over the dense one (default: %(default)s)"
     )

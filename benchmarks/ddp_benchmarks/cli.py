@@ -20,7 +20,7 @@ from ddp_vllm.options import list_option
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the results as one line of JSON at the end.")
-_seed = click.option("--seed", type=int, default=0, show_default=True)
+_seed = click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
 _dense = click.option(
     "--dense", required=True, metavar="MODEL", help="The model before pruning: a folder or a Hub name."
 )
@@ -39,7 +39,13 @@ def bench() -> None:
 @bench.command()
 @_dense
 @_pruned
-@click.option("--mode", type=click.Choice(["offline", "serve"]), default="offline", show_default=True)
+@click.option(
+    "--mode",
+    type=click.Choice(["offline", "serve"]),
+    default="offline",
+    show_default=True,
+    help="All prompts at once, or requests over HTTP.",
+)
 @click.option("--num-prompts", type=int, default=1000, show_default=True, help="Conversations to replay.")
 @click.option("--pairs", type=int, default=5, show_default=True, help="Measurements of each model.")
 @click.option(
@@ -113,14 +119,24 @@ def _picture(results: Mapping[str, Any], path: Path) -> str:
 @list_option("--tokens", of=int, default="1,4,16,64,256,1024,4096", help="Batch sizes.")
 @list_option("--sparsity", "sparsities", of=int, default="0,20,40,60", help="Percent removed.")
 @click.option("--rounds", type=int, default=9, show_default=True, help="Interleaved measurements of each kernel.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda if available")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), show_default="cuda if available", help="Where the kernels run."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of weights and activations.",
+)
 @click.option("--scale", type=float, default=1.0, show_default=True, help="Factor of hidden and intermediate size.")
 @click.option("--experts", type=int, show_default="the model's", help="Maximum number of experts.")
 @click.option("--clock", type=click.Choice(["wall", "cpu"]), default="wall", show_default=True, help="On a CPU.")
 @click.option("--popularity", type=float, default=0.5, show_default=True, help="Unevenness of the routing.")
 @_seed
-@click.option("--output", "-o", type=click.Path(path_type=Path), default="kernel.json", show_default=True)
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), default="kernel.json", show_default=True, help="Results."
+)
 @_overwrite
 @_json
 def kernel(
@@ -168,7 +184,13 @@ def kernel(
 @bench.command()
 @_dense
 @_pruned
-@click.option("--phase", type=click.Choice(PHASES), default="decode", show_default=True)
+@click.option(
+    "--phase",
+    type=click.Choice(PHASES),
+    default="decode",
+    show_default=True,
+    help="The step to compare; decode also reports prefill.",
+)
 @click.option("--concurrency", type=int, default=8, show_default=True, help="Sequences served at once.")
 @click.option("--context-length", type=int, default=2048, show_default=True, help="Tokens per sequence.")
 @click.option("--rounds", type=int, default=5, show_default=True, help="Measurements of each model.")
@@ -210,7 +232,9 @@ def steps(as_json: bool, **options: Any) -> None:
 @list_option("--context-length", of=int, default="2048", help="Tokens per sequence.")
 @click.option("--rounds", type=int, default=2, show_default=True, help="Measurements of each shape.")
 @click.option("--steps", type=int, default=96, show_default=True, help="Decode steps per round, in turns.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), default="machine.json", show_default=True, help="The profile."
+)
 @_overwrite
 @click.argument("engine_arguments", nargs=-1)
 def profile(output: Path, overwrite: bool, **options: Any) -> None:
@@ -247,14 +271,20 @@ def _refuse_without(needed: str, *names: str) -> None:
 @click.command()
 @click.argument("model")
 @list_option("--tasks", default="paper", metavar="TASK,…", help="Tasks or suites: paper, nine, llama, generative.")
-@click.option("--backend", type=click.Choice(["hf", "vllm"]), default="hf", show_default=True)
+@click.option(
+    "--backend",
+    type=click.Choice(["hf", "vllm"]),
+    default="hf",
+    show_default=True,
+    help="Runs the tasks: transformers or vLLM.",
+)
 @list_option("--rows", of=Path, help="Folders or files with the rows of the tasks, instead of the Hub's.")
 @list_option("--text", "texts", help="Compare with the dense model on these texts.")
 @click.option("--tokens", type=int, default=16_384, show_default=True, help="Tokens of each --text, at least 8 blocks.")
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
 @click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
-@click.option("--dtype", default="auto", show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="Of weights and activations.")
 @click.option("--max-length", type=int, default=2048, show_default=True, help="Longest context, in tokens.")
 @list_option("--model-args", metavar="K=V,…", help="Further arguments of lm-eval's model class.")
 @click.option(

@@ -51,7 +51,9 @@ def report(folder: Path, output: Path | None) -> None:
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True)
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), default="compare.html", show_default=True, help="The page."
+)
 @list_option("--results", of=Path, help="Results files outside the folders, or folders that eval -o wrote.")
 @click.option("--dense", metavar="MODEL", show_default="that of the recipe", help="The dense model.")
 @click.option(
