@@ -87,8 +87,10 @@ class Command(NamedTuple):
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
             if time.monotonic() > self.deadline:
                 process.send_signal(signal.SIGINT)
-                process.wait()
-                raise SystemExit("the minutes are over; the same command resumes")
+                ended = os.wait4(process.pid, 0)
+                if ended[1]:
+                    raise SystemExit("the minutes are over; the same command resumes")
+                break
             time.sleep(0.2)
         process.returncode = os.waitstatus_to_exitcode(ended[1])
         if process.returncode:
@@ -110,6 +112,7 @@ def main() -> None:
     if arguments.prepare:
         prepare(arguments.prepare, arguments.data)
     models = dict(pair.split("=", 1) for pair in arguments.models.split(",") if pair)
+    models = {name: str(Path(path).resolve()) if Path(path).exists() else path for name, path in models.items()}
     protocol = tomllib.loads(PROTOCOL.read_text(encoding="utf-8"))
     work = (arguments.work or arguments.data / "runs").resolve()
     ddp_vllm = Command(arguments.data, time.monotonic() + 60.0 * arguments.minutes)
@@ -150,6 +153,8 @@ def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, 
         short = shlex.join(words).replace(f"{folder}/", "").replace(f"{work}/{cell.table}/", "")
         commands.append("ddp-vllm " + short.replace(model, Path(model).name).replace(f"{HERE.parent}/", ""))
         done = folder / f"{len(commands)}.done"
+        if output.exists() and not Path(f"{output}.run").exists() and not is_study and not done.exists():
+            done.write_text(json.dumps([0.0, 0.0]), encoding="utf-8")  # an earlier call was killed, its command was not
         if not done.exists():
             spent, most = ddp_vllm(words)
             done.write_text(json.dumps([spent, most]), encoding="utf-8")
@@ -204,7 +209,8 @@ def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Pa
     folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells}
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-steps.json"
-    if file.exists() or not all(cell.file.exists() for cell in row_cells):
+    measured = json.loads(file.read_text(encoding="utf-8"))["speedups"] if file.exists() else {}
+    if measured.keys() >= folders.keys() or not all(cell.file.exists() for cell in row_cells):
         return
     if missing := [row for row, folder in folders.items() if not folder.exists()]:
         print(f"no speeds of {first.model}: the folders of {', '.join(missing)} are gone")

@@ -77,6 +77,7 @@ def bench_steps(
     """
     from ddp_benchmarks.side_by_side import StepSettings, compare_steps
     from ddp_vllm.checkpoint import read_checkpoint
+    from ddp_vllm.model_facts import is_pruned
     from ddp_vllm.output import check_file
     from ddp_vllm.results import write_results
 
@@ -84,7 +85,8 @@ def bench_steps(
         check_file(Path(output), overwrite=overwrite)
     workload = Workload(phase=phase, batch=concurrency, context=context_length)
     chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
-    predictions = [read_checkpoint(Path(folder)).provenance.get("latency", {}) for folder in chosen.pruned]
+    provenances = [read_checkpoint(Path(each)).provenance if is_pruned(Path(each)) else {} for each in chosen.pruned]
+    predictions = [each.get("latency", {}) for each in provenances]
     found = compare_steps(chosen, say=line_printer(verbose))
     for prediction, verdict in zip(predictions, found["verdicts"], strict=True):
         if prediction.get("workload") == asdict(workload):

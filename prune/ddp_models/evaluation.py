@@ -72,7 +72,7 @@ class Evaluation:
         first_head, first_hidden = self.first
         for name, states in hidden.items():
             pairs = zip(states, first_hidden[name], strict=True)
-            sums = [agreement(here, head, first.to(here), first_head) for here, first in pairs]
+            sums = [agreement(here, head, first.to(first_head.weight), first_head) for here, first in pairs]
             divergence, agreed = (sum(values) / sum(map(len, states)) for values in zip(*sums, strict=True))
             self.agreements[name][who] = {"kl": max(0.0, divergence), "top1": agreed}
 

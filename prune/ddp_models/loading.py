@@ -65,7 +65,6 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     bfloat16, so `auto` is float32 there. Gemma-2 requires eager attention: transformers' fused attention omits the
     soft-cap on scores, which the model was trained with and vLLM applies.
     """
-    from safetensors import safe_open
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)

@@ -15,7 +15,16 @@ from ddp_prune.masks_file import provenance_of
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, make_runs
 from ddp_prune.timing import settle
-from ddp_prune.train import Inputs, Result, is_same_recipe, read_inputs, resolve_training_mode, train_size
+from ddp_prune.train import (
+    Inputs,
+    Result,
+    earlier_run,
+    is_same_recipe,
+    read_inputs,
+    resolve_training_mode,
+    train_size,
+    was_interrupted,
+)
 from ddp_text.documents import sources_of
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints
 from ddp_training.processes import broadcast_from_main, main_process_first, make_accelerator, raise_on_all_ranks
@@ -50,7 +59,7 @@ def prune(
     model is loaded. Raises: a child of DdpError.
     """
     first, family = recipes[0], output / FAMILY if len(recipes) > 1 else None
-    folders = [output / f"{each.size_name}-{each.size:g}" for each in recipes] if family else [output]
+    folders = folders_of(recipes, output)
     for folder in folders:
         clear(folder)
     for folder in [*folders, family] if family else folders:
@@ -63,9 +72,9 @@ def prune(
     pools = [suited_pools(recipe, source, shapes, profile)[1] for recipe in recipes]
     show_line = partial(console.print, markup=False, soft_wrap=True)
     say: Callable[[str], None] = show_line if accelerator.is_main_process else lambda _: None
-    mode = resolve_training_mode(first, source, folders[0], accelerator, say)
-    unit = head_unit_of(first, source)
-    recipes = settle(recipes, folders[0], mode, source, pools[-1], unit, accelerator, say)
+    earlier = earlier_run(first, folders[0], accelerator, in_family=bool(family))
+    mode = resolve_training_mode(first, source, earlier, accelerator, say)
+    recipes = settle(recipes, earlier, mode, source, pools[-1], head_unit_of(first, source), accelerator, say)
     runs = make_runs(recipes, pools, mode, profile)
     if tracker:
         accelerator.init_trackers("ddp-vllm", config=recipes[-1].to_dict())
@@ -79,6 +88,11 @@ def prune(
     accelerator.wait_for_everyone()  # the caller reads what the main process wrote
     accelerator.end_training()
     return list(map(read_checkpoint, folders))
+
+
+def folders_of(recipes: Sequence[Recipe], output: Path) -> list[Path]:
+    """Return the folder that each size is written to."""
+    return [output / f"{each.size_name}-{each.size:g}" for each in recipes] if len(recipes) > 1 else [output]
 
 
 def find_model(recipe: Recipe, output: Path, *, load: bool = True) -> Source:
@@ -157,12 +171,9 @@ def prune_size(
 def is_written(inputs: Inputs, run: Run, output: Path) -> bool:
     """Tell whether an interrupted command with this run, text and weights has already written `output`."""
     found, recipe = provenance_of(output), run.recipe
-    lacks_recovery = (
-        recipe.recover_minutes and found.get("recipe", {}).get("recover_minutes") and "recovery" not in found
-    )
-    was_interrupted = run.in_family or lacks_recovery or is_unfinished(output)
+    interrupted = was_interrupted(recipe, output, found, in_family=run.in_family)
     same_run = found.get("run") == run.to_dict() and found.get("learned_from") == inputs.learned_from
-    return bool(was_interrupted and same_run and is_same_recipe(found.get("recipe", {}), recipe))
+    return bool(interrupted and same_run and is_same_recipe(found.get("recipe", {}), recipe))
 
 
 def write(inputs: Inputs, run: Run, result: Result, state: RunState, *, overwrite: bool) -> None:

@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from ddp_models.loading import check_sharding, loading_options
 from ddp_models.source import AGAIN, Source
 from ddp_prune.budget import Pool, suited_pools
-from ddp_prune.pipeline import find_model, latency_profile
+from ddp_prune.pipeline import find_model, folders_of, latency_profile
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Mode, Run, make_runs
 from ddp_prune.sizing import describe, parse_cards
 from ddp_prune.timing import seconds_a_step, settle
-from ddp_prune.train import mode_bytes, resolve_training_mode
+from ddp_prune.train import earlier_run, mode_bytes, resolve_training_mode
 from ddp_training.batches import sequences_at_once
-from ddp_training.memory import USABLE, SizedModel, free_memory, gigabytes, pass_bytes
+from ddp_training.memory import USABLE, SizedModel, fit_activations, free_memory, gigabytes, pass_bytes
 from ddp_training.processes import make_accelerator
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import ModelError, SettingError, reading
@@ -51,8 +51,6 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan
     first, last = recipes[0], recipes[-1]
     if on:
         parse_cards(on)
-    accelerator = make_accelerator(output, None)
-    check_sharding(first, accelerator.num_processes)
     source = find_model(first, output, load=not on)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, removed, pools_of = list[str](), list[float | None](), []
@@ -70,8 +68,11 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan
         distilled = last.distillation > 0
         lines += describe(source.config, on, seq_len=last.seq_len, tokens=tokens, distillation=distilled)
         return Plan(lines=tuple(lines), removed=tuple(removed))
-    mode = resolve_training_mode(first, source, output, accelerator, lines.append)
-    recipes = settle(recipes, output, mode, source, pools, head_unit, accelerator, lines.append)
+    accelerator = make_accelerator(output, None)
+    check_sharding(first, accelerator.num_processes)
+    earlier = earlier_run(first, folders_of(recipes, output)[0], accelerator, in_family=len(recipes) > 1)
+    mode = resolve_training_mode(first, source, earlier, accelerator, lines.append)
+    recipes = settle(recipes, earlier, mode, source, pools, head_unit, accelerator, lines.append)
     runs, last = make_runs(recipes, pools_of, mode, profile), recipes[-1]
     needed, memory = _memory(runs[-1], source, accelerator)
     steps = runs[-1].steps.last
@@ -148,9 +149,12 @@ def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, 
         )
     model.requires_grad_(run.train != "masks")
     has_teacher = run.train == "weights" and recipe.distillation > 0  # a second model
-    weights = mode_bytes(recipe, source, Mode(run.train, run.optimizer), accelerator.num_processes)
-    at_once, sized = sequences_at_once(recipe, accelerator), SimpleNamespace(model=model, sizes=source.sizes)
-    passing = pass_bytes(cast(SizedModel, sized), at_once, recipe.seq_len)
+    weights = mode_bytes(recipe, source, Mode(run.train, run.optimizer), accelerator)
+    sized = cast(SizedModel, SimpleNamespace(model=model, sizes=source.sizes))
+    at_once, setting = sequences_at_once(recipe, accelerator), recipe.activation_checkpointing
+    fitting = fit_activations(sized, setting, at_once, recipe.seq_len, accelerator, "", held=weights)
+    at_once = at_once if recipe.micro_batch_size else fitting
+    passing = pass_bytes(sized, at_once, recipe.seq_len)
     return weights + passing, (
         f"memory: about {gigabytes(weights + passing)}: {gigabytes(weights)} for "
         f"{'the model and its teacher' if has_teacher else 'the model'}, {gigabytes(passing)} for {at_once} × "

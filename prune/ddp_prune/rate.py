@@ -17,7 +17,7 @@ from ddp_prune.run import Run
 from ddp_training.batches import Batches, Teacher
 from ddp_training.loss import OutputHead, distilled_loss, final_hidden
 from ddp_training.processes import broadcast_from_main
-from ddp_training.weights import TrainedWeights
+from ddp_training.weights import TrainedWeights, step_seed
 from ddp_vllm.errors import TrainingError
 
 RATES = {"weights": (2.5e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4), "lora": (6.25e-5, 2.5e-4, 1e-3, 4e-3, 1.6e-2)}
@@ -42,9 +42,10 @@ class Found(NamedTuple):
 
 
 def trial_steps(run: Run) -> int:
-    """Return about how many steps the trials of a run take."""
+    """Return about how many steps the trials of a run take, with the evaluations of held-out text between them."""
     has_trials = run.train != "masks" and run.recipe.distillation > 0 and run.recipe.learning_rate is None
-    return 3 * TRIAL_STEPS if has_trials else 0
+    # four evaluations of two forward passes per block, where a step does about four per sequence
+    return 3 * TRIAL_STEPS + 2 * TRIAL_BLOCKS // run.recipe.batch_size if has_trials else 0
 
 
 def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], float]) -> Found:
@@ -67,7 +68,13 @@ def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], flo
 
 
 def run_trials(
-    model: Any, teacher: Teacher, weights: TrainedWeights, batches: Batches, heldout: torch.Tensor, eta: float
+    model: Any,
+    teacher: Teacher,
+    weights: TrainedWeights,
+    batches: Batches,
+    heldout: torch.Tensor,
+    eta: float,
+    seed: int,
 ) -> Found:
     """Find the learning rate of a run, and leave the weights as they were.
 
@@ -86,7 +93,7 @@ def run_trials(
         try:
             for step in range(TRIAL_STEPS):
                 backward(step)
-                weights.move(rate, weights.join())
+                weights.move(rate, weights.join(), step_seed(seed, step))
             return heldout_loss()
         except TrainingError:  # a gradient is not a number
             return math.inf

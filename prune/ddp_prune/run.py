@@ -96,7 +96,7 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
         return [Steps(0, search, last.steps)]
     if last.controller != "gradual":
         raise SettingError(f"controller is {last.controller!r}, which prunes to one size only; give one size")
-    polish = max(1, min(last.steps - search, int((FAMILY_STEPS * last.steps - search) / len(recipes))))
+    polish = min(last.steps - search, max(1, int((FAMILY_STEPS * last.steps - search) / len(recipes))))
     found, done = list[Steps](), 0
     for recipe in recipes:
         removed, most_removed = (1 - 1 / each.size if last.speedup else each.size for each in (recipe, last))

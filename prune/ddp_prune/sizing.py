@@ -31,6 +31,7 @@ from ddp_training.memory import FROZEN, SizedModel, adapter_bytes, checkpoint_la
 from ddp_training.weights import MOMENTS, RANK, TrainedWeights
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dimensions_of, family_of
+from ddp_vllm.remote_code.widths import count_experts
 
 UTILIZATION = 0.4  # of the bfloat16 peak; assumed, not measured
 SMALL = (2, 4)  # numbers of layers that are run; memory is linear in the number of equal layers
@@ -55,7 +56,7 @@ CARDS = {
 
 def parse_cards(text: str) -> tuple[str, int]:
     """Read `h100-80gb` or `2xh100-80gb`: the name of a card, and how many. Raises: SettingError."""
-    count, _, name = text.rpartition("x") if text[:1].isdigit() and "x" in text[:4] else ("1", "", text)
+    count, _, name = text.partition("x") if text[:1].isdigit() else ("1", "", text)
     if name not in CARDS or not count.isdigit() or not 1 <= int(count) <= 64:
         raise SettingError(f"on is {text!r}; give a card, or several as 2xh100-80gb; known: {', '.join(CARDS)}")
     return name, int(count)
@@ -99,9 +100,7 @@ def active_parameters(config: Mapping[str, Any]) -> int:
         total = sum(each.numel() for each in model.parameters()) - model.get_input_embeddings().weight.numel()
         if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
             total += model.get_input_embeddings().weight.numel()
-        chosen, available = (config.get(name) or 1 for name in ("num_experts_per_tok", "num_experts"))
-        available = config.get("num_local_experts") or available
-    return int(total - experts * (1 - chosen / available))
+    return int(total - experts * (1 - (config.get("num_experts_per_tok") or 1) / (count_experts(config) or 1)))
 
 
 def step_bytes(

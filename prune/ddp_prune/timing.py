@@ -1,9 +1,9 @@
 """Time: how long a step takes on this machine, and the steps that fit into the minutes of a recipe."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +12,11 @@ from accelerate import Accelerator
 from ddp_models.loading import load_teacher
 from ddp_models.source import Source
 from ddp_prune.budget import Pool
-from ddp_prune.masks_file import provenance_of
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Mode, Run
-from ddp_prune.train import TRAINERS, is_same_recipe, load_trained
+from ddp_prune.train import TRAINERS, Earlier, explained, load_trained
 from ddp_training.batches import Batches, fit_batches, sequences_at_once
-from ddp_training.processes import broadcast_from_main
-from ddp_training.run_state import saved_header
 from ddp_vllm.errors import SettingError
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
@@ -32,7 +29,7 @@ Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
 def settle(
     recipes: Sequence[Recipe],
-    output: Path,
+    earlier: Earlier,
     mode: Mode,
     source: Source,
     pools: Sequence[Pool],
@@ -47,13 +44,8 @@ def settle(
     last = recipes[-1]
     if not last.minutes:
         return list(recipes)
-    saved = next((each for each in (saved_header(output), provenance_of(output)) if each.get("recipe")), {})
-    same = accelerator.is_main_process and is_same_recipe(saved.get("recipe", {}), recipes[0])
-    names = ("steps", "batch_size", "seq_len")
-    shape: Shape | None = broadcast_from_main(
-        accelerator, tuple(saved["recipe"][name] for name in names) if same else None
-    )
-    if shape is None:
+    shape: Shape = earlier[2:]
+    if mode != earlier[:2]:
         run = Run.alone(last, **mode._asdict())
         shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, source, head_unit, pools, accelerator))
     steps, batch, seq_len = shape
@@ -68,7 +60,8 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float]) -> Sh
     """
     recipe = run.recipe
     seconds = 60.0 * recipe.minutes
-    tokens = seconds / measure(run) * recipe.batch_size * recipe.seq_len
+    each = measure(run)
+    tokens = seconds / each * recipe.batch_size * recipe.seq_len
     most_tokens = recipe.batch_size * recipe.seq_len
     tokens_per_step = most_tokens
     while tokens_per_step > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
@@ -77,14 +70,14 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float]) -> Sh
     batch = max(1, min(recipe.batch_size, tokens_per_step // seq_len))
     if batch * seq_len < most_tokens:  # shorter sequences take another time per token
         run = dataclasses.replace(run, recipe=dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))
-    each = measure(run)
+        each = measure(run)
     num_trial_steps = trial_steps(run)
     steps = int((seconds / each - num_trial_steps) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
     if steps < FEWEST_STEPS:
         least = (num_trial_steps + FEWEST_STEPS * (FAMILY_STEPS if num_sizes > 1 else 1.0)) * each / 60.0
         raise SettingError(
             f"minutes is {recipe.minutes:g}, enough for {max(0, steps)} steps of {batch} × {seq_len:,} tokens where "
-            f"{FEWEST_STEPS} are needed; give at least {least:.2g}, or --train masks, or a lower --seq-len"
+            f"{FEWEST_STEPS} are needed; give at least {math.ceil(least)}, or --train masks, or a lower --seq-len"
         )
     return steps, batch, seq_len
 
@@ -94,6 +87,12 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
 
     One forward and backward pass over random tokens with all gates open is timed, after a warm-up.
     """
+    recipe = run.recipe
+    with explained(recipe):
+        return _seconds_a_step(run, source, head_unit, pools, accelerator)
+
+
+def _seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator) -> float:
     recipe = run.recipe
     gated, weights = load_trained(run, source, head_unit, accelerator)
     share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)

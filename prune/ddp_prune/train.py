@@ -3,7 +3,8 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_models.evaluation import Evaluation, bos_warning
-from ddp_models.loading import load, load_teacher
+from ddp_models.loading import load, load_teacher, loading_options
 from ddp_models.source import Source, weight_files
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
@@ -48,6 +49,7 @@ from ddp_training.run_state import RunState, saved_header
 from ddp_training.weights import RANK, TrainedWeights, highest_rate
 from ddp_vllm.errors import ModelError, SettingError, TrainingError
 from ddp_vllm.model_files import tokenizer_and_config_files
+from ddp_vllm.output import is_unfinished
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.provenance import published_recipe
 
@@ -64,10 +66,9 @@ def allowed_modes(recipe: Recipe) -> list[Mode]:
     ]
 
 
-def mode_bytes(recipe: Recipe, source: Source, mode: Mode, num_processes: int) -> int:
+def mode_bytes(recipe: Recipe, source: Source, mode: Mode, accelerator: Accelerator) -> int:
     """Return the bytes per process of the models and of what training them keeps, without a forward pass."""
-    stored = str(source.config.get("dtype") or source.config.get("torch_dtype"))
-    itemsize = 4 if (stored if recipe.dtype == "auto" else recipe.dtype) == "float32" else 2
+    itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
     teacher = mode.train == "weights" and recipe.distillation > 0
     whole = model_bytes(source.shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
     if mode.train == "lora":
@@ -75,26 +76,54 @@ def mode_bytes(recipe: Recipe, source: Source, mode: Mode, num_processes: int) -
     if not recipe.shard:
         return whole
     frozen = itemsize * sum(math.prod(each) for name, each in source.shapes.items() if name.startswith(FROZEN))
-    return frozen + (whole - frozen) // num_processes
+    return frozen + (whole - frozen) // accelerator.num_processes
+
+
+class Earlier(NamedTuple):
+    """What an interrupted run had settled; `train` and `optimizer` are "" if there is none with the same settings."""
+
+    train: str = ""
+    optimizer: str = ""
+    steps: int = 0
+    batch_size: int = 0
+    seq_len: int = 0
+
+
+def earlier_run(recipe: Recipe, output: Path, accelerator: Accelerator, *, in_family: bool) -> Earlier:
+    """Return what the interrupted run for this output had settled. All processes must call this together."""
+    found = Earlier()
+    if accelerator.is_main_process:
+        saved, written = saved_header(output), provenance_of(output)
+        if not saved and was_interrupted(recipe, output, written, in_family=in_family):
+            saved = {"recipe": written.get("recipe", {}), "resolved": written.get("run")}
+        if (resolved := saved.get("resolved")) and is_same_recipe(saved["recipe"], recipe):
+            sizes = (saved["recipe"][name] for name in ("steps", "batch_size", "seq_len"))
+            found = Earlier(resolved["train"], resolved["optimizer"], *sizes)
+    return broadcast_from_main(accelerator, found)
+
+
+def was_interrupted(recipe: Recipe, output: Path, written: Mapping[str, Any], *, in_family: bool) -> bool:
+    """Tell whether the command that wrote `output` has not finished, as far as files show: other sizes may be missing.
+
+    written: the provenance of `output`.
+    """
+    recovers = recipe.recover_minutes and written.get("recipe", {}).get("recover_minutes")
+    return in_family or bool(recovers and "recovery" not in written) or is_unfinished(output)
 
 
 def resolve_training_mode(
-    recipe: Recipe, source: Source, output: Path, accelerator: Accelerator, say: Callable[[str], None]
+    recipe: Recipe, source: Source, earlier: Earlier, accelerator: Accelerator, say: Callable[[str], None]
 ) -> Mode:
-    """Return the training mode: that of the interrupted run for this output, or the first that memory holds now.
+    """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
     say: prints the chosen mode, and the memory that the next mode up would require.
     Raises: SettingError if memory does not hold a mode that was asked for, or if torchao is missing.
     """
     modes = allowed_modes(recipe)
-    for saved in (saved_header(output), provenance_of(output)):
-        same = accelerator.is_main_process and is_same_recipe(saved.get("recipe", {}), recipe)
-        resolved = saved.get("resolved") or saved.get("run") or {}
-        found = broadcast_from_main(accelerator, (resolved.get("train"), resolved.get("optimizer")) if same else None)
-        if found in modes:
-            return Mode(*found)
+    if (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
+        return resumed
     free = free_memory(accelerator)
-    needed = {each: mode_bytes(recipe, source, each, accelerator.num_processes) for each in MODES}
+    needed = {each: mode_bytes(recipe, source, each, accelerator) for each in MODES}
     needs = {each: f"{each} requires {gigabytes(number)}" for each, number in needed.items()}
     usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
     if not usable:
@@ -214,11 +243,18 @@ def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState,
     Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no sequence fits a device.
     """
     set_seed(run.recipe.seed)
-    try:
+    with explained(run.recipe):
         return _train_size(inputs, run, pools, state, family)
+
+
+@contextmanager
+def explained(recipe: Recipe) -> Iterator[None]:
+    """Turn a lack of memory in the block into an error of the user. Raises: TrainingError."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:  # outside of a step, which has a message of its own
         raise TrainingError(
-            f"{run.recipe.model} and a sequence of {run.recipe.seq_len:,} tokens do not fit into the memory "
+            f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
             "of a device; free it of other processes, lower --seq-len, or distribute the weights over more devices "
             "with --shard"
         ) from error
@@ -306,7 +342,9 @@ def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], N
     if joint.heldout is None or trainer.teacher is None:
         method = "lora" if joint.weights.adapted else "full"
         return {"highest": highest_rate(method, trainer.gated.sizes.hidden_size)}
-    found = run_trials(model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation)
+    found = run_trials(
+        model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation, recipe.seed
+    )
     say(str(found))
     return {
         "highest": found.rate,

@@ -79,12 +79,14 @@ def prune_sizes(
 def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
     """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered.
 
-    The recipe's learning rate is that of pruning; recovery may train adapters, which take another.
+    The recipe's learning rate is that of pruning; recovery may train adapters, which take another. With minutes, the
+    checkpoint has the batch size and the sequence length that pruning settled on.
     """
     if not recipe.recover_minutes or "recovery" in checkpoint.provenance:
         return checkpoint
     shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
-    del shared["learning_rate"]
+    for name in ("learning_rate", *(("batch_size", "seq_len") if recipe.minutes else ())):
+        del shared[name]
     return ddp_vllm.recover(
         checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
         minutes=recipe.recover_minutes, **shared,

@@ -36,6 +36,8 @@ class RecoveryRecipe(TrainingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.method == "lora" and self.optimizer == "adamw-8bit":
+            raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
         if not (self.minutes or self.tokens):
             raise SettingError("minutes and tokens are 0; give one of them")
 

@@ -188,8 +188,10 @@ def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
     holds = [name for name in OPTIMIZERS if fits(STATE_BYTES[name] * num_weights, models.accelerator)]
     if method == "auto":
         method = "full" if optimizer in holds or (optimizer == "auto" and holds) else "lora"
-    if optimizer == "auto":
-        optimizer = holds[0] if holds and method == "full" else OPTIMIZERS[method == "full"]
+    if method == "lora":
+        optimizer = "adamw"
+    elif optimizer == "auto":
+        optimizer = holds[0] if holds else "adamw-8bit"
     if learn_from == "auto":
         learn_from = "assistant" if models.tokenizer.chat_template else "all"
     rate = recipe.learning_rate or highest_rate(method, models.model.config.hidden_size)

@@ -48,17 +48,19 @@ class SizedModel(Protocol):
 
 
 def fit_activations(
-    sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str
-) -> int:
+    sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str,
+    *, held: float = 0.0,
+) -> int:  # fmt: skip
     """Choose attention and checkpointing, and return how many sequences fit into a forward and backward pass.
 
     setting: checkpoint layers `on` or `off`; `auto` checkpoints if the activations of `num_sequences` need more than
         ACTIVATION_SHARE of the free memory.
     optimizer: of trained weights, if there are any.
+    held: bytes that are still free, but not for the pass.
     The number of sequences is halved until a pass fits, down to 1, which may still not fit. All processes choose alike.
     """
     fit_attention(sized.model, seq_len, accelerator.device)
-    free = free_memory(accelerator) - pending_bytes(sized.model, optimizer)
+    free = free_memory(accelerator) - pending_bytes(sized.model, optimizer) - held
     if setting == "auto":
         needed = num_sequences * seq_len * activation_bytes(sized, seq_len)
         setting = "on" if needed > ACTIVATION_SHARE * free else "off"

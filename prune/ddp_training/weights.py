@@ -13,6 +13,7 @@ one.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -71,7 +72,8 @@ class TrainedWeights:
                 torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
             parameter.requires_grad_(True)
         hook = torch.Tensor.register_post_accumulate_grad_hook
-        self.hooks = [hook(parameter, partial(self._add, name)) for name, parameter in self.trained.items()]
+        own = weakref.proxy(self)  # a hook that held this object would keep the model in memory for good
+        self.hooks = [hook(each, partial(TrainedWeights._add, own, name)) for name, each in self.trained.items()]
         self.share, self.sums, self.first = 1.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if self.in_8_bits:
             from torchao.optim import AdamW8bit

@@ -1,6 +1,8 @@
 """Fitting a device: checkpointed layers, narrow copies, estimates of memory, and free memory."""
 
+import gc
 import math
+import weakref
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -248,3 +250,16 @@ def test_free_memory_in_a_container(
     for answer in ({"cpu": 1000}, {"mps": 1000}, {0: 5, "cpu": 1000}):
         monkeypatch.setattr(memory, "get_max_memory", lambda answer=answer: answer)
         assert free_memory(Accelerator(cpu=True)) == free
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_trained_weights_that_are_dropped_leave_memory(method: str) -> None:
+    """Steps are timed on a model of their own; a hook of its parameters that held it could not be collected."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    weights = TrainedWeights(model, Accelerator(cpu=True), method)
+    alive = weakref.ref(model.lm_head)
+    model.get_decoder()(TOKENS, use_cache=False).last_hidden_state.sum().backward()
+    assert weights.sums
+    del model, weights
+    gc.collect()
+    assert alive() is None

@@ -144,7 +144,7 @@ def test_estimates_for_other_gpus_download_no_weights(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _: headers)
     (folder / "model.safetensors").unlink()
-    settings: dict[str, Any] = {"sparsity": 0.25, "on": "h100-80gb", "output": tmp_path / "pruned"}
+    settings: dict[str, Any] = {"sparsity": 0.25, "on": "2xrtx4090-24gb", "output": tmp_path / "pruned"}
     assert ddp_vllm.plan("owner/name", **settings).lines == ddp_vllm.plan(tiny_model, **settings).lines
 
 

@@ -15,7 +15,7 @@ from ddp_prune.rate import RATES, find_rate
 from ddp_prune.recipe import load_recipe
 from ddp_prune.run import MODES, Run
 from ddp_prune.timing import fit_minutes
-from ddp_prune.train import mode_bytes, resolve_training_mode
+from ddp_prune.train import Earlier, mode_bytes, resolve_training_mode
 from ddp_training import memory
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -65,6 +65,8 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     recipe = read_checkpoint(tmp_path / "out").provenance["recipe"]
     line = f"0.05 minutes: {recipe['steps']:,} steps of {recipe['batch_size']} × {recipe['seq_len']} tokens"
     assert recipe["steps"] == 60 and line in result.output.replace("\n", " ")
+    anew = CliRunner().invoke(main, ["prune", *options, "--overwrite"])  # nothing is resumed
+    assert anew.exit_code == 2 and "minutes is 0.05, enough for 0 steps" in anew.output
     both = CliRunner().invoke(main, ["prune", *options, "--overwrite", "--steps", "9"])
     assert both.exit_code == 2 and "steps and minutes are given" in both.output
 
@@ -116,17 +118,17 @@ def test_the_highest_harmless_rate_is_taken(harmful_from: float, chosen: float, 
 )
 def test_the_mode_is_the_first_that_memory_holds(
     free: float, options: list[str], chosen: tuple[str, str] | None, said: list[str], tiny_model: Path,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     source = open_source(str(tiny_model))
     settings = {options[i][2:]: options[i + 1] for i in range(0, len(options), 2)}
     recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, **settings})
-    needed = mode_bytes(recipe, source, MODES[0], 1)
+    lines, accelerator = list[str](), Accelerator(cpu=True)
+    needed = mode_bytes(recipe, source, MODES[0], accelerator)
     monkeypatch.setattr(train, "RANK", 1)  # the adapters of a tiny model are larger than the model
     monkeypatch.setattr(train, "free_memory", lambda _: free * needed)
     monkeypatch.setattr(memory, "free_memory", lambda _: free * needed)
-    lines, accelerator = list[str](), Accelerator(cpu=True)
-    resolve = partial(resolve_training_mode, recipe, source, tmp_path / "out", accelerator, lines.append)
+    resolve = partial(resolve_training_mode, recipe, source, Earlier(), accelerator, lines.append)
     if chosen:
         assert resolve() == chosen
     else:

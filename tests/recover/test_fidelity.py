@@ -137,10 +137,15 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
         refused = CliRunner().invoke(main, ["eval", *words])
         assert_refused(refused, refused.exit_code, reason)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
-    awq = shutil.copytree(tiny_model, tmp_path / "awq")
-    config = json.loads((awq / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
-    (awq / "config.json").write_text(json.dumps(config))
-    words = ["eval", str(awq), "--against", str(tiny_model), "--text", str(short)]
-    assert_refused(CliRunner().invoke(main, words), 3, "is quantized (awq); supported is compressed-tensors")
+    other, config = tmp_path / "other", json.loads((tiny_model / "config.json").read_text())
+    shutil.copytree(tiny_model, other)
+    for quantized, reason in (
+        ({"quant_method": "awq"}, "is quantized (awq); supported is compressed-tensors"),
+        ({"quant_method": "compressed-tensors"}, "has 321 tokens, "),
+    ):
+        changed = config | {"quantization_config": quantized, "vocab_size": 1 + config["vocab_size"]}
+        (other / "config.json").write_text(json.dumps(changed))
+        words = ["eval", str(other), "--against", str(tiny_model), "--text", str(short)]
+        assert_refused(CliRunner().invoke(main, words), 3, reason)
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
     assert_refused(CliRunner().invoke(main, ["eval", *own]), 2, "which is not on this machine; pass it with --against")
