@@ -63,11 +63,12 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
 
     `auto` is the stored dtype, but bfloat16 for float16, in which small gradients vanish. GPUs older than Ampere lack
     bfloat16, so `auto` is float32 there. Gemma-2 requires eager attention: transformers' fused attention omits the
-    soft-cap on scores, which the model was trained with and vLLM applies.
+    soft-cap on scores, which the model was trained with and vLLM applies. Raises: ModelError if the config is broken.
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    with reading(source.folder, ModelError, AGAIN):
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)
     if wanted is None:  # not in the config
         with safe_open(weight_files(source.folder)[0], framework="pt") as file:
@@ -94,8 +95,7 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    with reading(source.folder, ModelError, AGAIN):
-        options = loading_options(source, dtype, device)
+    options = loading_options(source, dtype, device)
     if device is not None and device.type != "cpu":
         options["device_map"] = {"": device}
     verbosity = logging.get_verbosity()
