@@ -15,8 +15,9 @@ from ddp_prune.budget import Pool
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import FAMILY_STEPS, Mode, Run
-from ddp_prune.train import TRAINERS, Earlier, explained, load_trained
+from ddp_prune.train import TRAINERS, Earlier, load_trained, too_large
 from ddp_training.batches import Batches, fit_batches, sequences_at_once
+from ddp_training.memory import explained
 from ddp_vllm.errors import SettingError
 
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
@@ -88,7 +89,7 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
     One forward and backward pass over random tokens with all gates open is timed, after a warm-up.
     """
     recipe = run.recipe
-    with explained(recipe):
+    with explained(too_large(recipe)):
         return _seconds_a_step(run, source, head_unit, pools, accelerator)
 
 

@@ -3,8 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -38,6 +37,7 @@ from ddp_training.memory import (
     FROZEN,
     TRAINING_SHARE,
     adapter_bytes,
+    explained,
     fit_attention,
     fits,
     free_memory,
@@ -47,7 +47,7 @@ from ddp_training.memory import (
 from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import RunState, saved_header
 from ddp_training.weights import RANK, TrainedWeights, highest_rate
-from ddp_vllm.errors import ModelError, SettingError, TrainingError
+from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import is_unfinished
 from ddp_vllm.pages.progress import StepProgress
@@ -243,21 +243,16 @@ def train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState,
     Raises: ModelError if the dense model cannot read; TrainingError as `take_steps`, or if no sequence fits a device.
     """
     set_seed(run.recipe.seed)
-    with explained(run.recipe):
+    with explained(too_large(run.recipe)):
         return _train_size(inputs, run, pools, state, family)
 
 
-@contextmanager
-def explained(recipe: Recipe) -> Iterator[None]:
-    """Turn a lack of memory in the block into an error of the user. Raises: TrainingError."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:  # outside of a step, which has a message of its own
-        raise TrainingError(
-            f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
-            "of a device; free it of other processes, lower --seq-len, or distribute the weights over more devices "
-            "with --shard"
-        ) from error
+def too_large(recipe: Recipe) -> str:
+    """Return the message for a model and a sequence that do not fit a device."""
+    return (
+        f"{recipe.model} and a sequence of {recipe.seq_len:,} tokens do not fit into the memory of a device; free it "
+        "of other processes, lower --seq-len, or distribute the weights over more devices with --shard"
+    )
 
 
 def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState, family: FamilyCheckpoints) -> Result:

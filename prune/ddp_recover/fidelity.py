@@ -12,9 +12,10 @@ from ddp_models.loading import load_model
 from ddp_models.source import Source, open_pruned, open_source
 from ddp_text.blocks import check_vocabulary, load_blocks
 from ddp_text.tokens import load_tokenizer
+from ddp_training.memory import explained
 from ddp_training.processes import make_accelerator
 from ddp_vllm.checkpoint import read_checkpoint, read_config
-from ddp_vllm.errors import ModelError, SettingError, TextError, TrainingError
+from ddp_vllm.errors import ModelError, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
 from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import hardware, today, versions
@@ -72,15 +73,14 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
     device = make_accelerator(output, None).device
-    try:
+    too_large = (
+        f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
+        "memory of the device; free it of other processes, or lower --max-length"
+    )
+    with explained(too_large):
         for who, each in (("dense", dense), ("pruned", source)):
             say(f"evaluating {each.folder.name}")
             evaluation.evaluate_texts(who, load_model(each, settings.dtype, device))
-    except torch.OutOfMemoryError as error:
-        raise TrainingError(
-            f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
-            "memory of the device; free it of other processes, or lower --max-length"
-        ) from error
     results: dict[str, Any] = {
         "format": FIDELITY_FORMAT,
         "started": today(),

@@ -37,7 +37,7 @@ from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import decisive, fingerprint
 from ddp_training.loop import take_steps
-from ddp_training.memory import STATE_BYTES, fit_attention, fits
+from ddp_training.memory import STATE_BYTES, explained, fit_attention, fits
 from ddp_training.processes import (
     broadcast_from_main,
     local_part,
@@ -48,7 +48,7 @@ from ddp_training.processes import (
 from ddp_training.run_state import RunState, check_run_folders, locked_run, saved_header
 from ddp_training.weights import OPTIMIZERS, TrainedWeights, highest_rate
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError, TrainingError
+from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
@@ -119,7 +119,11 @@ def recover(
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
     say: Say = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
-    try:
+    too_large = (
+        f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
+        "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
+    )
+    with explained(too_large):
         models = Models(
             model=load(pruned, recipe, accelerator),
             teacher=load(dense, recipe, accelerator),
@@ -144,11 +148,6 @@ def recover(
                         say(line)
                     show(written, recipe.teacher, console)
                     run.remove()
-    except torch.OutOfMemoryError as error:  # outside of a step, which has a message of its own
-        raise TrainingError(
-            f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
-            "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
-        ) from error
 
 
 def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:

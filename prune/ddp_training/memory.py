@@ -7,7 +7,8 @@ A checkpointed layer keeps only its input, and runs forward again in backward. A
 import ctypes
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ddp_training.loss import head_bytes
 from ddp_training.processes import local_part
+from ddp_vllm.errors import TrainingError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.remote_code.tensors import LAYERS
 
@@ -193,6 +195,15 @@ def activation_bytes(sized: SizedModel, seq_len: int) -> int:
     trained = any(each.requires_grad for each in sized.model.parameters())
     norms = (8 + 2 * itemsize * trained) * sizes.hidden_size
     return sizes.num_layers * (norms + attention) + itemsize * (channels + experts)
+
+
+@contextmanager
+def explained(message: str) -> Iterator[None]:
+    """Turn a lack of memory in the block, outside of a step, into an error of the user. Raises: TrainingError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(message) from error
 
 
 def free_memory(accelerator: Accelerator) -> int:
