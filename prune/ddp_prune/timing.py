@@ -90,25 +90,22 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
     """
     recipe = run.recipe
     with explained(too_large(recipe)):
-        return _seconds_a_step(run, source, head_unit, pools, accelerator)
-
-
-def _seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator) -> float:
-    recipe = run.recipe
-    gated, weights = load_trained(run, source, head_unit, accelerator)
-    share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
-    tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
-    model: Any = gated.model
-    blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
-    batches = Batches(blocks, tried, accelerator)
-    fit_batches(gated, batches, tried, accelerator, lambda _: None, run.optimizer)
-    trainer = TRAINERS[recipe.controller](gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator)
-    if weights:
-        copied = run.train == "weights" and recipe.distillation > 0
-        dense = load_teacher(source, recipe, accelerator, model) if copied else None
-        trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
-    for step in range(2):
-        began = time.perf_counter()
-        trainer.step(step)
-    seconds = torch.tensor([(time.perf_counter() - began) * share / at_once], device=accelerator.device)
-    return float(accelerator.gather(seconds).max())
+        gated, weights = load_trained(run, source, head_unit, accelerator)
+        share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
+        tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
+        model: Any = gated.model
+        blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
+        batches = Batches(blocks, tried, accelerator)
+        fit_batches(gated, batches, tried, accelerator, lambda _: None, run.optimizer)
+        trainer = TRAINERS[recipe.controller](
+            gated, batches, dataclasses.replace(run, recipe=tried), pools, accelerator
+        )
+        if weights:
+            copied = run.train == "weights" and recipe.distillation > 0
+            dense = load_teacher(source, recipe, accelerator, model) if copied else None
+            trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
+        for step in range(2):
+            began = time.perf_counter()
+            trainer.step(step)
+        seconds = torch.tensor([(time.perf_counter() - began) * share / at_once], device=accelerator.device)
+        return float(accelerator.gather(seconds).max())

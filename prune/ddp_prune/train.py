@@ -96,7 +96,7 @@ def earlier_run(recipe: Recipe, output: Path, accelerator: Accelerator, *, in_fa
         saved, written = saved_header(output), provenance_of(output)
         if not saved and was_interrupted(recipe, output, written, in_family=in_family):
             saved = {"recipe": written.get("recipe", {}), "resolved": written.get("run")}
-        if (resolved := saved.get("resolved")) and is_same_recipe(saved["recipe"], recipe):
+        if (resolved := saved.get("resolved")) and is_same_recipe(saved.get("recipe", {}), recipe):
             sizes = (saved["recipe"][name] for name in ("steps", "batch_size", "seq_len"))
             found = Earlier(resolved["train"], resolved["optimizer"], *sizes)
     return broadcast_from_main(accelerator, found)
