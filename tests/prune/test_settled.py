@@ -88,11 +88,18 @@ def test_tokens_per_step_follow_from_the_time(minutes: float, shape: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("harmful_from", "chosen", "num_trials"),
-    [(6e-4, 1.6e-4, 3), (1.0, 6.4e-4, 3), (1.6e-4, 4e-5, 2), (4e-5, 1e-5, 2), (1e-5, 2.5e-6, 3), (0.0, 2.5e-6, 3)],
+    ("losses", "chosen", "num_trials"),
+    [
+        ([2.8, 2.79, 2.82, 3.5], 1.6e-4, 4),
+        ([2.8, 2.9, 2.7, 2.7], 1e-5, 2),  # above the lowest so far, although below the dense model's
+        ([3.04, 3.06, 2.0, 2.0], 1e-5, 2),
+        ([3.1, 2.0, 2.0, 2.0], 2.5e-6, 1),
+        ([2.9, 2.9, 2.9, 2.9], 6.4e-4, 4),
+    ],
 )
-def test_the_highest_harmless_rate_is_taken(harmful_from: float, chosen: float, num_trials: int) -> None:
-    found = find_rate(RATES["weights"], 3.0, lambda rate: 3.0 + (0.5 if rate >= harmful_from else -0.1))
+def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chosen: float, num_trials: int) -> None:
+    tried = dict(zip(RATES["weights"][1:], losses, strict=True))
+    found = find_rate(RATES["weights"], 3.0, tried.__getitem__)
     assert found.rate == chosen and len(found.losses) == num_trials
     assert f"learning rate {chosen:g}: held-out loss" in str(found)
 
