@@ -45,7 +45,7 @@ HEAD = f"""# What it takes
 <!-- Written by docs/make_sizing.py. -->
 
 Peak memory per GPU and hours for the default run: 1,000 steps of 16 × 2,048 tokens, {TOKENS / 1e6:.0f} M in all.
-`--train auto` takes the lowest row whose weights, teacher and optimizer fit into 70 % of the free memory.
+`--train auto` takes the last row whose weights, teacher and optimizer fit into 70 % of the free memory.
 Pass a mode by name to use more of it.
 
 | mode | bytes per prunable 16-bit weight | options |
@@ -57,9 +57,9 @@ Pass a mode by name to use more of it.
 
 `ddp-vllm prune MODEL --sparsity 0.2 --dry-run --on 2xh100-80gb -o out` prints the same for any model.
 
-Memory was found by running the training step at its real size on tensors without data, with checkpointed layers and
-8,192 tokens per pass; with ¹, 2,048 tokens, because more do not fit. "–" does not fit: 25.2, 84.9 and 150.1 GB
-of 10⁹ bytes are usable on these cards. Several GPUs share the weights (`--shard`).
+Memory was found by running the training step at its real size on PyTorch's fake tensors, with checkpointed layers and
+8,192 tokens per pass; with ¹, 2,048 tokens, because more do not fit. "–" means that it does not fit. Usable memory:
+25.2 GB (RTX 4090), 84.9 GB (H100) and 150.1 GB (H200), of 10⁹ bytes. Several GPUs share the weights (`--shard`).
 Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak. No run on a GPU has
 checked either yet. On a CPU the simulation gave 0.90 (masks only), 0.87 (adamw-8bit) and 0.98 (adamw) of the measured
 peak of SmolLM2-135M, 0.4 to 2.3 GB, and 0.99 for Qwen2.5-Coder-0.5B with adamw, 7.6 GB
