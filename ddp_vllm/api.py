@@ -1,4 +1,4 @@
-"""The verbs as Python functions. Settings are keyword arguments; each function returns what it made.
+"""The commands as Python functions. Settings are keyword arguments; each function returns what it made.
 
     import ddp_vllm
 

@@ -1,4 +1,4 @@
-"""Ask a pruned model in vLLM; ddp-vllm only has to be installed in the same environment.
+"""Ask a pruned model in vLLM; it requires ddp-vllm in the same environment.
 
 python examples/chat.py ./pruned "What are the three primary colours?"
 """
