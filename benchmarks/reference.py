@@ -145,8 +145,8 @@ def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, 
         outputs = [work / cell.table / cell.model]
     commands, seconds, peak = list[str](), 0.0, 0.0
     for command, output in zip(cell.commands, outputs, strict=True):
-        beside = work / cell.table / cell.model
-        names = {"model": model, "seed": cell.seed, "repository": HERE.parent, "beside": beside, **table["names"]}
+        names = {"model": model, "seed": cell.seed, "repository": HERE.parent, **table["names"]}
+        names["cells"] = work / cell.table / cell.model
         while "{" in command:  # names may contain names
             command = command.format(*outputs, **names)
         words = [*shlex.split(command), "-o", str(output)]
