@@ -141,7 +141,7 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     shutil.copytree(tiny_model, other)
     for quantized, reason in (
         ({"quant_method": "awq"}, "is quantized (awq); supported is compressed-tensors"),
-        ({"quant_method": "compressed-tensors"}, "has 321 tokens, "),
+        ({"quant_method": "compressed-tensors"}, "has a vocabulary of 321 tokens and "),
     ):
         changed = config | {"quantization_config": quantized, "vocab_size": 1 + config["vocab_size"]}
         (other / "config.json").write_text(json.dumps(changed))
