@@ -68,8 +68,8 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     ours, theirs = (each.config.get("vocab_size") for each in (source, dense))
     if ours != theirs:
         raise ModelError(
-            f"{settings.model} has a vocabulary of {ours} tokens and {dense.folder} one of {theirs}; pass the model that "
-            "it was made from"
+            f"{settings.model} has a vocabulary of {ours} tokens and {dense.folder} one of {theirs}; pass the model "
+            "that it was made from"
         )
     tokenizer = load_tokenizer(str(source.folder))
     texts = {name: _load_text(name, settings, tokenizer, dense.config["vocab_size"]) for name in settings.texts}
