@@ -7,7 +7,7 @@ benchmarks/protocol.toml has the tables. A row is a list of ddp-vllm commands th
 a model and a seed. Each call computes missing cells, seed by seed, until the minutes are over, and writes
 benchmarks/results/TABLE/MODEL-ROW-SEED.json: the commands, versions, hardware, seconds, peak memory, size, perplexity,
 KL divergence and top-1 agreement with the dense model. An interrupted call resumes. Once all models of a table with
-`speed` exist, one more cell measures the speed of all of them in turns.
+`speed` exist, or those of `--rows`, one more cell measures their speed in turns.
 
 FOLDER has sharegpt.jsonl, openstax.jsonl, c4_sample.jsonl and wiki.test.raw; conversations are held out by hash, and
 the text of Python is the standard library of the running interpreter.
@@ -119,9 +119,11 @@ def main() -> None:
     for name, table in protocol["tables"].items():
         if arguments.tables and name not in arguments.tables.split(","):
             continue
+        if rows := list(filter(None, arguments.rows.split(","))):
+            table["rows"] = [row for row in table["rows"] if row["name"] in rows]
         of_table = {model: path for model, path in models.items() if model in table.get("models", models)}
         for cell in cells(name, table, list(of_table), arguments.seeds):
-            if (not arguments.rows or cell.row in arguments.rows.split(",")) and not cell.file.exists():
+            if not cell.file.exists():
                 print(f"{today()} {cell.table}: {cell.name}", flush=True)
                 run(cell, models[cell.model], ddp_vllm, work, table)
         for model, path in of_table.items() if "speed" in table else ():
@@ -205,7 +207,7 @@ def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: d
 
 
 def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
-    """Measure the models of all rows and the dense one in turns; do nothing if that was done, or a model is missing."""
+    """Measure the models of the rows and the dense one in turns; do nothing if that was done, or a model is missing."""
     folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells}
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-steps.json"

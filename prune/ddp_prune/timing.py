@@ -23,7 +23,8 @@ from ddp_vllm.errors import SettingError
 WANTED_STEPS = 400  # tokens per step are halved until so many steps fit
 FEWEST_STEPS = 50  # a search in fewer steps closes too many gates at once
 FEWEST_TOKENS = 512  # per step
-SHORTEST = 256  # tokens of a sequence, unless the recipe has shorter ones
+SHORTEST, SHORTEST_OF_WEIGHTS = 256, 1024
+"""Tokens of a sequence, unless the recipe has shorter ones: weights get worse in contexts longer than they train on."""
 
 Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
@@ -67,7 +68,8 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float]) -> Sh
     tokens_per_step = most_tokens
     while tokens_per_step > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
         tokens_per_step //= 2
-    seq_len = min(recipe.seq_len, max(SHORTEST, tokens_per_step // 2))
+    shortest = SHORTEST if run.train == "masks" else SHORTEST_OF_WEIGHTS
+    seq_len = min(recipe.seq_len, max(shortest, tokens_per_step // 2))
     batch = max(1, min(recipe.batch_size, tokens_per_step // seq_len))
     if batch * seq_len < most_tokens:  # shorter sequences take another time per token
         run = dataclasses.replace(run, recipe=dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))

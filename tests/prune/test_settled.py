@@ -72,13 +72,19 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
 
 
 @pytest.mark.parametrize(
-    ("minutes", "shape"),
-    [(1000.0, (1831, 16, 2048)), (60.0, (439, 4, 2048)), (5.0, (585, 2, 256)), (0.2, None)],
-    ids=["much time", "an hour", "minutes", "too few"],
+    ("minutes", "train", "shape"),
+    [
+        (1000.0, "masks", (1831, 16, 2048)),
+        (60.0, "masks", (439, 4, 2048)),
+        (5.0, "masks", (585, 2, 256)),
+        (5.0, "weights", (230, 1, 1024)),
+        (0.2, "masks", None),
+    ],
+    ids=["much time", "an hour", "minutes", "minutes for weights", "too few"],
 )
-def test_tokens_per_step_follow_from_the_time(minutes: float, shape: tuple[int, int, int] | None) -> None:
+def test_tokens_per_step_follow_from_the_time(minutes: float, train: str, shape: tuple[int, int, int] | None) -> None:
     """On a machine that trains 1,000 tokens per second."""
-    run = Run.alone(load_recipe(None, {"model": "m", "sparsity": 0.2, "minutes": minutes}))
+    run = Run.alone(load_recipe(None, {"model": "m", "sparsity": 0.2, "minutes": minutes}), train=train)
     measure = lambda run: run.recipe.batch_size * run.recipe.seq_len / 1000.0  # noqa: E731
     if shape:
         assert fit_minutes(run, 1, measure) == shape
