@@ -22,8 +22,8 @@ from ddp_benchmarks.protocol import script_parser
 from ddp_models.loading import load, load_teacher
 from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
+from ddp_prune.mode import MODES
 from ddp_prune.recipe import load_recipe
-from ddp_prune.run import MODES
 from ddp_prune.sizing import simulate
 from ddp_training.loss import CHUNK_BYTES, OutputHead, distilled_loss, final_hidden
 from ddp_training.memory import checkpoint_layers, peak_bytes, reset_peak

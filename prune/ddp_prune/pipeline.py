@@ -12,19 +12,11 @@ from ddp_models.source import Source, check_index, check_spares_source, open_sou
 from ddp_prune.budget import Pool, head_unit_of, suited_pools
 from ddp_prune.export import export, layer_widths
 from ddp_prune.masks_file import provenance_of
+from ddp_prune.mode import earlier_run, is_same_recipe, resolve_training_mode, was_interrupted
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, make_runs
 from ddp_prune.timing import settle
-from ddp_prune.train import (
-    Inputs,
-    Result,
-    earlier_run,
-    is_same_recipe,
-    read_inputs,
-    resolve_training_mode,
-    train_size,
-    was_interrupted,
-)
+from ddp_prune.train import Inputs, Result, read_inputs, train_size
 from ddp_text.documents import sources_of
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints
 from ddp_training.processes import broadcast_from_main, main_process_first, make_accelerator, raise_on_all_ranks

@@ -12,12 +12,12 @@ from accelerate import Accelerator
 from ddp_models.loading import check_sharding, loading_options
 from ddp_models.source import AGAIN, Source
 from ddp_prune.budget import Pool, suited_pools
+from ddp_prune.mode import Mode, earlier_run, mode_bytes, resolve_training_mode
 from ddp_prune.pipeline import find_model, folders_of, latency_profile
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import Mode, Run, make_runs
+from ddp_prune.run import Run, make_runs
 from ddp_prune.sizing import describe, parse_cards
 from ddp_prune.timing import seconds_a_step, settle
-from ddp_prune.train import earlier_run, mode_bytes, resolve_training_mode
 from ddp_training.batches import sequences_at_once
 from ddp_training.memory import USABLE, SizedModel, fit_activations, free_memory, gigabytes, pass_bytes
 from ddp_training.processes import make_accelerator

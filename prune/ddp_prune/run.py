@@ -14,6 +14,7 @@ from ddp_vllm.latency import Profile
 
 if TYPE_CHECKING:  # which imports torch
     from ddp_prune.budget import Pool
+    from ddp_prune.mode import Mode
 
 FAMILY_STEPS = 1.3  # steps of all sizes together, in multiples of the steps of the largest cut alone
 
@@ -27,23 +28,6 @@ class Steps(NamedTuple):
     """Steps after which its search ends and the support is rounded and frozen; at least one more than `first`."""
     last: int
     """Steps after which its polish ends."""
-
-
-class Mode(NamedTuple):
-    """The training mode and its optimizer."""
-
-    train: str
-    """`masks`, `lora` or `weights`."""
-    optimizer: str
-    """Optimizer of the weights or of the low-rank additions; "" for masks only."""
-
-    def __str__(self) -> str:
-        besides = {"masks": "only", "lora": "and low-rank additions", "weights": f"and weights with {self.optimizer}"}
-        return f"masks {besides[self.train]}"
-
-
-MODES = (Mode("weights", "adamw"), Mode("weights", "adamw-8bit"), Mode("lora", "adamw"), Mode("masks", ""))
-"""Ordered from the best quality to the least memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +95,7 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
 
 
 def make_runs(
-    recipes: Sequence[Recipe], pools: Sequence[Sequence["Pool"]], mode: Mode, profile: Profile | None
+    recipes: Sequence[Recipe], pools: Sequence[Sequence["Pool"]], mode: "Mode", profile: Profile | None
 ) -> list[Run]:
     """Return the run of each size; its search begins at the keep ratios of the previous size."""
     starts = [{}, *({pool.name: pool.keep_ratio for pool in each} for each in pools)]

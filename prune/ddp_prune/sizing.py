@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_models.loading import shard_layers, share_frozen_weights
 from ddp_prune.gates import GatedModel
-from ddp_prune.run import MODES, Mode
+from ddp_prune.mode import MODES, Mode
 from ddp_training.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, OutputHead, distill, final_hidden
 from ddp_training.memory import FROZEN, SizedModel, adapter_bytes, checkpoint_layers, gigabytes, model_bytes, pass_bytes
 from ddp_training.weights import MOMENTS, RANK, TrainedWeights

@@ -12,10 +12,11 @@ from accelerate import Accelerator
 from ddp_models.loading import load_teacher
 from ddp_models.source import Source
 from ddp_prune.budget import Pool
+from ddp_prune.mode import Earlier, Mode
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import FAMILY_STEPS, Mode, Run
-from ddp_prune.train import TRAINERS, Earlier, load_trained, too_large
+from ddp_prune.run import FAMILY_STEPS, Run
+from ddp_prune.train import TRAINERS, load_trained, too_large
 from ddp_training.batches import Batches, fit_batches, sequences_at_once
 from ddp_training.memory import explained
 from ddp_vllm.errors import SettingError

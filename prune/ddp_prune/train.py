@@ -1,12 +1,10 @@
 """Trains one size: the dense model and text in, its gates, their evaluation and the updated weights out."""
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,137 +14,33 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from ddp_models.evaluation import Evaluation, bos_warning
-from ddp_models.loading import load, load_teacher, loading_options
+from ddp_models.loading import load, load_teacher
 from ddp_models.source import Source, weight_files
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
 from ddp_prune.gates import GatedModel
-from ddp_prune.masks_file import provenance_of
 from ddp_prune.rate import run_trials
 from ddp_prune.recipe import Recipe
-from ddp_prune.run import MODES, Mode, Run
+from ddp_prune.run import Run
 from ddp_prune.trainer import Learned, Trainer
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
 from ddp_text.documents import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
-from ddp_training.fingerprint import decisive, fingerprint
+from ddp_training.fingerprint import fingerprint
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
 from ddp_training.memory import (
-    FROZEN,
-    TRAINING_SHARE,
-    adapter_bytes,
     explained,
     fit_attention,
-    fits,
-    free_memory,
-    gigabytes,
-    model_bytes,
 )
-from ddp_training.processes import broadcast_from_main
-from ddp_training.run_state import RunState, saved_header
-from ddp_training.weights import RANK, TrainedWeights, highest_rate
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_training.run_state import RunState
+from ddp_training.weights import TrainedWeights, highest_rate
+from ddp_vllm.errors import ModelError
 from ddp_vllm.model_files import tokenizer_and_config_files
-from ddp_vllm.output import is_unfinished
 from ddp_vllm.pages.progress import StepProgress
-from ddp_vllm.provenance import published_recipe
 
 TRAINERS = {"gradual": Trainer, "alm": AlmTrainer}
-
-
-def allowed_modes(recipe: Recipe) -> list[Mode]:
-    """Return the training modes that a recipe allows, from the one that recovers the most."""
-    train = "masks" if recipe.train == "auto" and recipe.controller == "alm" else recipe.train
-    return [
-        mode
-        for mode in MODES
-        if train in ("auto", mode.train) and (mode.train != "weights" or recipe.optimizer in ("auto", mode.optimizer))
-    ]
-
-
-def mode_bytes(recipe: Recipe, source: Source, mode: Mode, accelerator: Accelerator) -> int:
-    """Return the bytes per process of the models and of what training them keeps, without a forward pass."""
-    itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
-    teacher = mode.train == "weights" and recipe.distillation > 0
-    whole = model_bytes(source.shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
-    if mode.train == "lora":
-        whole += adapter_bytes(source.shapes, itemsize, RANK)
-    if not recipe.shard:
-        return whole
-    frozen = itemsize * sum(math.prod(each) for name, each in source.shapes.items() if name.startswith(FROZEN))
-    return frozen + (whole - frozen) // accelerator.num_processes
-
-
-class Earlier(NamedTuple):
-    """What an interrupted run had settled; `train` and `optimizer` are "" if there is none with the same settings."""
-
-    train: str = ""
-    optimizer: str = ""
-    steps: int = 0
-    batch_size: int = 0
-    seq_len: int = 0
-
-
-def earlier_run(recipe: Recipe, output: Path, accelerator: Accelerator, *, in_family: bool) -> Earlier:
-    """Return what the interrupted run for this output had settled. All processes must call this together."""
-    found = Earlier()
-    if accelerator.is_main_process:
-        saved, written = saved_header(output), provenance_of(output)
-        if not saved and was_interrupted(recipe, output, written, in_family=in_family):
-            saved = {"recipe": written.get("recipe", {}), "resolved": written.get("run")}
-        if (resolved := saved.get("resolved")) and is_same_recipe(saved.get("recipe", {}), recipe):
-            sizes = (saved["recipe"][name] for name in ("steps", "batch_size", "seq_len"))
-            found = Earlier(resolved["train"], resolved["optimizer"], *sizes)
-    return broadcast_from_main(accelerator, found)
-
-
-def was_interrupted(recipe: Recipe, output: Path, written: Mapping[str, Any], *, in_family: bool) -> bool:
-    """Tell whether the command that wrote `output` has not finished, as far as files show: other sizes may be missing.
-
-    written: the provenance of `output`.
-    """
-    recovers = recipe.recover_minutes and written.get("recipe", {}).get("recover_minutes")
-    return in_family or bool(recovers and "recovery" not in written) or is_unfinished(output)
-
-
-def resolve_training_mode(
-    recipe: Recipe, source: Source, earlier: Earlier, accelerator: Accelerator, say: Callable[[str], None]
-) -> Mode:
-    """Return the training mode: that of the interrupted run, or the first that memory holds now.
-
-    say: prints the chosen mode, and the memory that the next mode up would require.
-    Raises: SettingError if memory does not hold a mode that was asked for, or if torchao is missing.
-    """
-    modes = allowed_modes(recipe)
-    if (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
-        return resumed
-    free = free_memory(accelerator)
-    needed = {each: mode_bytes(recipe, source, each, accelerator) for each in MODES}
-    needs = {each: f"{each} requires {gigabytes(number)}" for each, number in needed.items()}
-    usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
-    if not usable:
-        raise SettingError("optimizer adamw-8bit requires torchao; install it with: pip install torchao")
-    chosen = next((each for each in usable if fits(needed[each], accelerator)), usable[-1])
-    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # asked for: all memory may do
-        fitting = "; ".join(needs[each] for each in MODES if needed[each] <= TRAINING_SHARE * free)
-        raise SettingError(
-            f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
-            + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
-        )
-    above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
-    say(
-        f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
-        + "".join(f"; {needs[each]}" for each in above)
-    )
-    return chosen
-
-
-def is_same_recipe(saved: dict[str, Any], recipe: Recipe) -> bool:
-    """Tell whether the decisive settings are the same; checkpoints hold names instead of paths."""
-    ours = published_recipe(json.loads(json.dumps(recipe.to_dict())))
-    return decisive(published_recipe(saved)) == decisive(ours)
 
 
 @dataclass(frozen=True, kw_only=True)

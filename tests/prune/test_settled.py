@@ -10,12 +10,12 @@ from click.testing import CliRunner, Result
 from runs import die_at, weights
 
 from ddp_models.source import open_source
-from ddp_prune import timing, train
+from ddp_prune import mode, timing
+from ddp_prune.mode import MODES, Earlier, mode_bytes, resolve_training_mode
 from ddp_prune.rate import RATES, find_rate
 from ddp_prune.recipe import load_recipe
-from ddp_prune.run import MODES, Run
+from ddp_prune.run import Run
 from ddp_prune.timing import fit_minutes
-from ddp_prune.train import Earlier, mode_bytes, resolve_training_mode
 from ddp_training import memory
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -138,8 +138,8 @@ def test_the_mode_is_the_first_that_memory_holds(
     recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, **settings})
     lines, accelerator = list[str](), Accelerator(cpu=True)
     needed = mode_bytes(recipe, source, MODES[0], accelerator)
-    monkeypatch.setattr(train, "RANK", 1)  # the adapters of a tiny model are larger than the model
-    monkeypatch.setattr(train, "free_memory", lambda _: free * needed)
+    monkeypatch.setattr(mode, "RANK", 1)  # the adapters of a tiny model are larger than the model
+    monkeypatch.setattr(mode, "free_memory", lambda _: free * needed)
     monkeypatch.setattr(memory, "free_memory", lambda _: free * needed)
     resolve = partial(resolve_training_mode, recipe, source, Earlier(), accelerator, lines.append)
     if chosen:
