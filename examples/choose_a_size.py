@@ -5,7 +5,7 @@
 All sizes share one search, which takes 1.3 times the steps of the smallest model alone. With --budget speedup, --sizes
 are speedups such as 1.1,1.25,1.5; that requires vLLM on this machine, which times the model first.
 
-To see how it works on two CPU cores, pass --steps 80 --batch-size 2 --seq-len 256.
+To see how it works on two CPU cores, pass --steps 60 --batch-size 1 --seq-len 1024.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 By default every expert gets its own width, which vLLM serves through the plugin of ddp-vllm. With --whole-experts every
 layer loses equally many experts, and every program that runs the dense model runs the result.
 
-To see how it works on two CPU cores, take a small mixture and pass --steps 40 --batch-size 2 --seq-len 256.
+To see how it works on two CPU cores, take a small mixture and pass --steps 40 --batch-size 1 --seq-len 1024.
 """
 
 import argparse

@@ -8,10 +8,10 @@
 set -euo pipefail
 
 OUT=${OUT:-speedrun}
-STEPS=${STEPS:-80}
+STEPS=${STEPS:-60}
 MODEL=${MODEL:-$(ddp-vllm fetch smollm2-135m)} # a folder or a Hub name
 CHATS=${CHATS:-$(ddp-vllm fetch sharegpt)}     # a JSONL file, one conversation per line
-SMALL=${SMALL---batch-size 2 --seq-len 256}
+SMALL=${SMALL---batch-size 1 --seq-len 1024}
 TEST_LINES=${TEST_LINES:-200}                  # conversations that no model is trained on
 mkdir -p "$OUT"
 head -n "-$TEST_LINES" "$CHATS" > "$OUT/train.jsonl"

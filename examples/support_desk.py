@@ -6,7 +6,7 @@ tickets.jsonl has one conversation per line: `messages` with `role` and `content
 `value`. The last ten lines are set aside. No model is trained on them; both models answer their first questions.
 
 A real run takes the default of 1,000 steps of 16 × 2,048 tokens and a GPU. To see how it works on two CPU cores, pass
---steps 80 --batch-size 2 --seq-len 256.
+--steps 60 --batch-size 1 --seq-len 1024.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from ddp_vllm.errors import TrainingError
 RATES = {"weights": (2.5e-6, 1e-5, 4e-5, 1.6e-4, 6.4e-4), "lora": (6.25e-5, 2.5e-4, 1e-3, 4e-3, 1.6e-2)}
 FIRST = 1  # index of the rate that is tried first
 TRIAL_STEPS = 10
-TRIAL_BLOCKS = 16  # held-out blocks at most, by which a trial is judged
+TRIAL_TOKENS = 4096  # held-out tokens by which a trial is judged
 HARM = 0.05  # nats per token by which the loss after a trial may exceed the lowest so far
 
 
@@ -47,7 +47,12 @@ def trial_steps(run: Run) -> int:
     """Return about how many steps the trials of a run take, with the evaluations of held-out text between them."""
     has_trials = run.train != "masks" and run.recipe.distillation > 0 and run.recipe.learning_rate is None
     # four evaluations of two forward passes per block, where a step does about four per sequence
-    return 3 * TRIAL_STEPS + 2 * TRIAL_BLOCKS // run.recipe.batch_size if has_trials else 0
+    blocks = _num_blocks(run.recipe.seq_len)
+    return 3 * TRIAL_STEPS + 2 * blocks // run.recipe.batch_size if has_trials else 0
+
+
+def _num_blocks(seq_len: int) -> int:
+    return max(1, TRIAL_TOKENS // seq_len)
 
 
 def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], float]) -> Found:
@@ -99,7 +104,7 @@ def run_trials(
 
     @torch.no_grad()
     def heldout_loss() -> float:
-        blocks = heldout[:TRIAL_BLOCKS].to(accelerator.device).split(1)
+        blocks = heldout[: _num_blocks(heldout.shape[1])].to(accelerator.device).split(1)
         total = sum(
             cross_entropy + eta * divergence
             for tokens in blocks
