@@ -55,8 +55,8 @@ def table(name: str, model: str) -> Iterator[str]:
     columns: dict[str, Callable[[str, Sequence[Result]], str]] = {}
     columns["row"] = lambda row, results: row + (f", {len(results)} seeds" if len(results) > 1 else "")
     if speeds:
-        columns["decode step"] = lambda row, _: ratio_text(speeds[row])
-        columns["prefill"] = lambda row, _: ratio_text(speeds[row]["prefill"])
+        columns["decode step"] = lambda row, _: ratio_text(speeds[row]) if row in speeds else ""
+        columns["prefill"] = lambda row, _: ratio_text(speeds[row]["prefill"]) if row in speeds else ""
     columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
     columns |= {"KL": partial(agreement, "kl", ".3f"), "top-1": partial(agreement, "top1", ".1%")}
     if shares:
@@ -102,8 +102,9 @@ def draw_chart(figure: Figure, *, model: str) -> None:
     axes = figure.add_subplot()
     axes.plot(1.0, 1.0, "s", color="0.5", markersize=5)
     axes.annotate("dense", (1.0, 1.0), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    for row, results in read("speed", model).items():
-        verdict = read_speeds("speed", model)[row]
+    rows = read("speed", model)
+    for row, verdict in read_speeds("speed", model).items():
+        results = rows[row]
         logs = [math.log(text["pruned"] / text["dense"]) for each in results for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
