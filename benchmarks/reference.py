@@ -126,8 +126,9 @@ def main() -> None:
             if not cell.file.exists():
                 print(f"{today()} {cell.table}: {cell.name}", flush=True)
                 run(cell, models[cell.model], ddp_vllm, work, table)
-        for model, path in of_table.items() if "speed" in table else ():
-            measure_speed(list(cells(name, table, [model], 1)), path, ddp_vllm, work, table["speed"])
+        timed = {**table, "rows": [row for row in table["rows"] if row.get("timed", True)]}
+        for model, path in of_table.items() if "speed" in table and timed["rows"] else ():
+            measure_speed(list(cells(name, timed, [model], 1)), path, ddp_vllm, work, table["speed"])
 
 
 def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -> Iterator[Cell]:
