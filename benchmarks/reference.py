@@ -156,7 +156,7 @@ def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, 
         short = shlex.join(words).replace(f"{folder}/", "").replace(f"{work}/{cell.table}/", "")
         commands.append("ddp-vllm " + short.replace(model, Path(model).name).replace(f"{HERE.parent}/", ""))
         done = folder / f"{len(commands)}.done"
-        if output.exists() and not Path(f"{output}.run").exists() and not is_study and not done.exists():
+        if (output / "config.json").exists() and not Path(f"{output}.run").exists() and not done.exists():
             done.write_text(json.dumps([0.0, 0.0]), encoding="utf-8")  # an earlier call was killed, its command was not
         if not done.exists():
             spent, most = ddp_vllm(words)
