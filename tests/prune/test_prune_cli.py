@@ -12,9 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from runs import assert_refused, prune
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import load_recipe
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import main
@@ -40,14 +38,9 @@ def test_prune_writes_a_model_that_knows_how_it_was_made(pruned: tuple[Path, Res
     layers, provenance = read_checkpoint(output).layers, read_checkpoint(output).provenance
     assert sum(layer.num_kv_heads for layer in layers) == 7  # round(0.6·3·4)
     assert sum(layer.intermediate_size for layer in layers) == 173  # round(0.6·3·96)
-    model = AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)
-    tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
-    assert tokens.shape == (1, 7)
     assert load_recipe(None, provenance["recipe"]).model == tiny_model.name
     assert provenance["recipe"]["steps"] == 6 and provenance["head_unit"] == "kv-group"
     assert provenance["perplexity"]["dense"] > 1 and set(provenance["rounding"]) == {"attn", "mlp"}
-    gates, _ = read_masks(output / MASKS_FILE)
-    assert int((gates["attn"] > 0).sum()) == 7 and int((gates["mlp"] > 0).sum()) == 173
     lines = (output / "ddp_metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     text = result.stdout
@@ -157,7 +150,6 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
 
 def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:
     arguments = ["apply", str(tiny_model), "--masks", str(pruned[0] / MASKS_FILE), "-o", str(tmp_path / "out"), "--tp"]
-    assert_refused(CliRunner().invoke(main, [*arguments, "0"]), 2, "tensor-parallel size is 0", "at least 1")
     words = ["tensor-parallel size 8 does not split layer", "KV heads", "valid sizes: 1", "prune with --tp 8"]
     assert_refused(CliRunner().invoke(main, [*arguments, "8"]), 2, *words)
     assert list(tmp_path.iterdir()) == []
