@@ -125,8 +125,7 @@ def save_model(folder: Path, family: str, layers: list[tuple[list[int], int]], *
 
 def save_dense(folder: Path, model_type: str, **settings: Any) -> Any:
     """Write a random dense model in float32."""
-    settings = {**SIZES, "num_hidden_layers": 2, **settings}
-    config = AutoConfig.for_model(model_type, **{name: value for name, value in settings.items() if value is not None})
+    config = AutoConfig.for_model(model_type, **{**SIZES, "num_hidden_layers": 2, **settings})
     return _save(folder, AutoModelForCausalLM.from_config, config)
 
 
@@ -248,7 +247,6 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": 100}, "a sliding window of 100 tokens"),
     ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "positions of type yarn"),
-    ("olmoe", {"head_dim": None, "num_experts": 4, "num_experts_per_tok": 2}, "convert_hf_to_gguf.py converts"),
 ]
 
 

@@ -66,10 +66,6 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
 def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
     with pytest.raises(SettingError, match="--concurrency 1 to 8, not 16"):
         profile.times(Workload(phase="decode", batch=16, context=256))
-    with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
-        profile.check_suits(CONFIG | {"hidden_size": 128})
-    with pytest.raises(SettingError, match="a machine with cores 2"):
-        profile.check_here({"cpu": "a CPU", "cores": 64, "gpus": []})
     with pytest.raises(SettingError, match="not finished"):
         read_profile(written(tmp_path, complete=False))
     with pytest.raises(SettingError, match="not a profile of this version"):

@@ -1,7 +1,6 @@
 """Models that other tools pruned: converted, they say what the tool's own forward pass says, in every runtime."""
 
 import json
-import os
 import tracemalloc
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -281,7 +280,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # how a folder 
     "pickles": (pickled, ["pytorch_model.bin", "python -c", "save_pretrained"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no model*.safetensors"]),
     "a tensor twice": (twice, ["is in model", "remove one"]),
-    "cut short": (lambda folder: os.truncate(folder / "model.safetensors", 90_000), ["truncated"]),
     "ours already": (config(ddp_layers=[]), ["already"]),
     "an unknown family": (config(model_type="gpt2"), ["'gpt2' is not supported"]),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), ["quantized (gptq)"]),

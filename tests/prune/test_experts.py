@@ -367,7 +367,6 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     ),
     "heads": (lambda c: c["ddp_layers"][0].update(query_heads_per_kv_head=[2]), ["ddp_layers[0]", "attention must"]),
     "MLP": (lambda c: c["ddp_layers"][1].update(intermediate_size=39), ["ddp_layers[1]", "39", "40"]),
-    "top-k": (lambda c: c.update(num_experts_per_tok=9), ["num_experts_per_tok is 9", "8 experts", "1…8"]),
     "quantized": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "bfloat16"]),
 }  # fmt: skip
 

@@ -169,8 +169,6 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
     [
         (SIZES, ["--controller", "alm"], "prunes to one size only"),
         ("0.2,0.2", [], "different numbers"),
-        ("0.2,1.5", [], "between 0 and 1"),
-        ("0.2,much", [], "several separated by commas"),
     ],
 )
 def test_what_is_no_family_is_refused(
@@ -200,10 +198,8 @@ def test_speedups_are_a_family_too(profile: Path, tiny_model: Path, tiny_text: P
         assert f"**predicted**: {latency['speedup']:.2f}" in (checkpoint.folder / "README.md").read_text()
 
 
-def test_a_profile_of_another_machine_or_model_is_refused(
+def test_a_profile_of_another_machine_is_refused(
     profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     options = ["--budget", "latency", "--profile", str(profile)]
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "machine with cpu a CPU")
-    options = ["--budget", "latency", "--profile", str(written(tmp_path)), "--other-machine", "--context-length", "256"]
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "num_hidden_layers is 4, here it is 3")

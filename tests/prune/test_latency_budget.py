@@ -143,9 +143,6 @@ def test_the_exact_choice_is_the_best_of_all() -> None:
         ({"speedup": 1.3, "sparsity": 0.2}, "no sparsity or target"),
         ({"speedup": 0.9}, "above 1"),
         ({"scope": "layer"}, "leave scope out"),
-        ({"scope": "expert", "speedup": 0.0, "sparsity": 0.2}, "leave scope out"),
-        ({"concurrency": 64}, "--concurrency 1 to 8, not 64"),
-        ({"phase": "dream"}, "must be one of"),
     ],
 )
 def test_impossible_speedups_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

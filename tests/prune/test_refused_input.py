@@ -142,8 +142,6 @@ def test_texts_that_cannot_be_used(tiny_model: Path, tmp_path: Path, capfd: pyte
 
 def test_names_of_models_texts_and_outputs(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """The first two are written into the checkpoint."""
-    assert_refused(prune(tmp_path / "none", tiny_text, tmp_path / "out"), 3, str(tmp_path / "none"), "check the path")
-    assert_refused(apply(tmp_path / "none", tmp_path / "m", tmp_path / "out"), 3, "check the path")
     for name in ("o" * 250, os.fsdecode(b"o\xff")):
         assert_refused(prune(tiny_model, tiny_text, tmp_path / name), 5, "bytes of UTF-8")
     assert list(tmp_path.iterdir()) == []
@@ -177,11 +175,6 @@ def test_the_dense_model_is_no_output(pruned: Path, model: Path, tiny_text: Path
         assert_refused(prune(model, tiny_text, output, "--overwrite"), 5, "dense model", "choose another folder")
         assert_refused(apply(model, pruned / MASKS_FILE, output, "--overwrite"), 5, "dense model")
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
-
-
-def test_a_pruned_model_is_no_dense_one_nor_the_other_way_round(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
-    assert_refused(CliRunner().invoke(main, ["inspect", str(tiny_model)]), 7, "not a pruned checkpoint")
-    assert_refused(prune(pruned, "a.jsonl", tmp_path / "out"), 3, "pruned already")
 
 
 PROVENANCE: dict[str, str] = {  # of masks; words of the refusal
