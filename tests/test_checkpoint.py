@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from safetensors.numpy import load_file, save_file
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.errors import CheckpointError
 
 LAYERS = [
@@ -205,7 +204,7 @@ NO_MODEL_HAS: list[tuple[str, Any, str]] = [  # field of config.json, a value, w
 def test_a_number_that_no_model_has_is_refused(name: str, value: Any, said: str, folder: Path) -> None:
     """Before, `inspect` took most of them, and a forward pass made something else of each."""
     _edit(folder, lambda config: config.update({name: value}))
-    result = CliRunner().invoke(main, ["inspect", str(folder)])
+    result = invoke("inspect", folder)
     assert result.exit_code == 7 and result.stderr.count("\n") == 1, result.output
     assert said in result.stderr, result.stderr
 
@@ -236,7 +235,7 @@ def test_refuses_a_corrupted_checkpoint(case: str, folder: Path) -> None:
     corrupt(folder)
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(folder)
-    result = CliRunner().invoke(main, ["inspect", str(folder)])
+    result = invoke("inspect", folder)
     assert result.exit_code == 7 and result.stdout == ""
     assert result.stderr == f"ddp-vllm: {' '.join(str(caught.value).split())}\n"
     for word in words:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from commands import invoke, passed
 
 from ddp_benchmarks.evaluate import run_alone
-from ddp_vllm.cli import main
 from ddp_vllm.evaluations import mean_difference
 
 
@@ -23,7 +23,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["eval", *arguments])
+    return invoke("eval", *arguments)
 
 
 @pytest.fixture
@@ -43,8 +43,7 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
     rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(7)]
     (piqa.parent / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [str(halved), "--tasks", "piqa,gsm8k", "--limit", "2", "--rows", str(piqa.parent), "-o", "out"]
-    first = run(*arguments)
-    assert first.exit_code == 0, first.output
+    first = passed(run(*arguments))
     assert "PIQA" in first.stdout and "GSM8K" in first.stdout
     assert "50.00 ± 50.00" in first.stdout  # the rows differ in nothing but the answer: one of them is right
     (file,) = (tmp_path / "out").glob("results_*.json")
@@ -55,8 +54,7 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
     assert len(results["ddp_vllm"]["answers"]["gsm8k"]) == 2
     cached = list((tmp_path / "out" / "tasks").iterdir())
     dense = shutil.copytree(tiny, tmp_path / "dense")
-    again = run(*arguments, "--against", str(dense))
-    assert again.exit_code == 0, again.output
+    again = passed(run(*arguments, "--against", str(dense)))
     assert "reusing 2 of 2 tasks" in again.stdout and list((tmp_path / "out" / "tasks").iterdir()) == cached
     assert "100.0 %" in again.stdout and "cannot tell: between 69.3 points worse and 69.3 better" in again.stdout
     results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 
 import ddp_vllm
 from ddp_benchmarks import profile, side_by_side
 from ddp_benchmarks.profile import ProfileSettings, run_profile
-from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import shapes_of
 
@@ -120,7 +119,7 @@ def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: P
     assert verdict["ratio"] == verdict["prefill"]["ratio"] == pytest.approx(2)
     assert json.loads((tmp_path / "steps.json").read_text())["verdicts"] == found["verdicts"]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
-    result = CliRunner().invoke(main, ["bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options])
+    result = invoke("bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options)
     heading, sentence, prefill, line = result.stdout.splitlines()[-4:]
     assert heading == "decode, 2 sequences of 48 tokens:" and sentence == verdict["sentence"]
     assert prefill == f"prefill {verdict['prefill']['sentence']}"
@@ -151,8 +150,8 @@ def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
         (["--steps", "8"], "--steps 8 is below 12"),
         (["--concurrency", "many"], "neither a number nor several"),
     ):
-        result = CliRunner().invoke(main, [*arguments, *more])
+        result = invoke(*arguments, *more)
         assert result.exit_code == SettingError.exit_code and said in result.stderr, result.stderr
     (tmp_path / "machine.json").write_text("mine")
-    result = CliRunner().invoke(main, arguments)
+    result = invoke(*arguments)
     assert result.exit_code == 5 and "exists" in result.stderr and (tmp_path / "machine.json").read_text() == "mine"

@@ -4,17 +4,15 @@ import re
 import shutil
 from pathlib import Path
 
-from click.testing import CliRunner
+from commands import invoke, passed
 from written_folders import write_masks
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.pages.summary import units
 
 
 def _inspect(folder: Path) -> str:
-    result = CliRunner().invoke(main, ["inspect", str(folder)])
-    assert result.exit_code == 0, result.output
+    result = passed(invoke("inspect", folder))
     return result.stdout
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke, passed
 from safetensors.numpy import load_file, save_file
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 
 MODELS = ("dense", "pruned", "recovered")
 LOSSES = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
@@ -51,7 +50,7 @@ def recovered(trained: Path, tmp_path: Path) -> Path:
 
 
 def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None:
-    assert CliRunner().invoke(main, ["report", str(recovered)]).exit_code == 0
+    passed(invoke("report", recovered))
     page = (recovered / "report.html").read_text()
     for text in (
         "dense says &lt;b&gt;",
@@ -78,5 +77,5 @@ BROKEN: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 def test_what_is_not_ours_is_refused_in_one_line(case: str, trained: Path, tmp_path: Path) -> None:
     parts = {"recovery": json.loads(json.dumps(recovery())), "perplexity": json.loads(json.dumps(quality()))}
     BROKEN[case](parts["recovery"], parts["perplexity"])
-    result = CliRunner().invoke(main, ["report", str(rewrite(trained, tmp_path / "out", **parts))])
+    result = invoke("report", rewrite(trained, tmp_path / "out", **parts))
     assert result.exit_code == 7 and result.stderr.count("\n") == 1, (result.output, result.exception)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import invoke, passed
 from matplotlib.image import imread
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_masks, write_weights
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
@@ -25,8 +24,7 @@ FIGURES = ["heads", "widths", "gates", "curves"]
 @pytest.fixture(scope="module")
 def pruned(trained: Path) -> Path:
     """The trained folder, with its report."""
-    result = CliRunner().invoke(main, ["report", str(trained)])
-    assert result.exit_code == 0, result.output
+    result = passed(invoke("report", trained))
     assert result.stdout == f"written: {trained / 'report.html'}\n"
     return trained
 
@@ -82,31 +80,28 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     write_weights(tmp_path / "out", config, layers)
     write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}}, searched=True)
     (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
+    passed(invoke("report", tmp_path / "out"))
     page = PageReader((tmp_path / "out" / "report.html").read_text())
     assert page.figures == ["experts", "gates", "curves"] and "× even share" in page.text
     checkpoint = read_checkpoint(tmp_path / "out")
     widths, use = expert_widths(checkpoint), expert_use(checkpoint)
     assert widths[[0, 2]].tolist() == sizes and np.isnan(widths[1]).all()
     assert use is not None and use[2] == pytest.approx(np.array(chosen["2"]) * 8 / sum(chosen["2"]))
-    result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
-    assert (
-        result.exit_code == 0 and "7/8" in result.stdout and "in layers 2 (1 of 8)" in " ".join(result.stdout.split())
-    )
+    result = passed(invoke("inspect", tmp_path / "out"))
+    assert "7/8" in result.stdout and "in layers 2 (1 of 8)" in " ".join(result.stdout.split())
 
 
 def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(pruned, tmp_path / "copy"))
-    result = CliRunner().invoke(main, ["report", str(folder), "-o", str(folder / "config.json")])
+    result = invoke("report", folder, "-o", folder / "config.json")
     assert result.exit_code == 5 and "cannot be written" in result.stderr and result.stderr.count("\n") == 1
     masks = load_file(folder / "ddp_masks.safetensors")
     masks["mlp.gates"][2, masks["mlp.gates"][2].argmax()] = 0.0
     save_file(masks, folder / "ddp_masks.safetensors", {"ddp": "{}"})
-    result = CliRunner().invoke(main, ["report", str(folder)])
+    result = invoke("report", folder)
     assert result.exit_code == 7 and "different checkpoints" in result.stderr
     shutil.copy(pruned / "ddp_masks.safetensors", folder)
     for line in ("{", '{"loss": 1}'):
         (folder / "ddp_metrics.jsonl").write_text(line)
-        result = CliRunner().invoke(main, ["report", str(folder)])
+        result = invoke("report", folder)
         assert result.exit_code == 7 and "cannot be read" in result.stderr, line

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from runs import assert_refused, edit_json, export_whole, small_files, weights
+from commands import assert_refused, invoke
+from runs import edit_json, export_whole, small_files, weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -17,7 +17,6 @@ from ddp_models.source import Source, open_source
 from ddp_prune.export import apply_masks, export
 from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores
-from ddp_vllm.cli import main
 from ddp_vllm.families import unit_shapes
 from ddp_vllm.masks import MASKS_FILE
 
@@ -118,7 +117,7 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_nothing(pruned: Path, tiny_m
     """safetensors has an error of its own for that."""
     arguments = ["apply", str(tiny_model), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
     with small_files(20_000):
-        result = CliRunner().invoke(main, arguments)
+        result = invoke(*arguments)
     assert_refused(result, 5, f"{tmp_path / 'out'} cannot be written", "make room")
     assert [path.name for path in tmp_path.iterdir()] == ["pruned"]
 

@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import assert_refused, invoke, passed
 from latency_profiles import written
-from runs import assert_refused, prune
+from runs import prune
 
 from ddp_prune import cli, plan, verbs
 from ddp_prune.recipe import Recipe, load_recipes
-from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
@@ -113,8 +112,7 @@ def dry_run(model: Path, folder: Path, *options: str) -> str:
     before = sorted(folder.iterdir())
     given = {"PROFILE": str(profile), "RECIPE": str(folder / "r.toml")}
     arguments = ["prune", str(model), "--dry-run", "-o", str(folder / "out"), "--data", "no text"]
-    result = CliRunner().invoke(main, [*arguments, *(given.get(each, each) for each in options)])
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = passed(invoke(*arguments, *(given.get(each, each) for each in options)))
     assert sorted(folder.iterdir()) == before
     return result.stdout
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from runs import assert_refused, edit_json, edit_weights, prune
+from click.testing import Result
+from commands import assert_refused, invoke, passed
+from runs import edit_json, edit_weights, prune
 from safetensors.torch import load_file, save_file
 
 from ddp_models.source import open_source
 from ddp_prune import train
 from ddp_prune.export import export
-from ddp_vllm.cli import main
 from ddp_vllm.manifest import MANIFEST
 from ddp_vllm.masks import MASKS_FILE
 
@@ -44,7 +44,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def apply(model: Path, masks: Path, output: Path, *more: str) -> Result:
-    return CliRunner().invoke(main, ["apply", str(model), "--masks", str(masks), "-o", str(output), *more])
+    return invoke("apply", model, "--masks", masks, "-o", output, *more)
 
 
 Edit = Callable[[Path], Any]
@@ -111,7 +111,7 @@ def test_eval_of_a_dense_model_that_no_class_can_load(model: Path, tmp_path: Pat
     rows = tmp_path / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
     arguments = ["eval", str(model), "--tasks", "piqa", "--rows", str(rows), "-o", str(tmp_path / "out")]
-    assert_refused(CliRunner().invoke(main, arguments), 3, str(model), "cannot be loaded by lm-eval's hf backend")
+    assert_refused(invoke(*arguments), 3, str(model), "cannot be loaded by lm-eval's hf backend")
 
 
 @pytest.mark.parametrize("where", ["load", "Evaluation"])
@@ -162,7 +162,8 @@ def test_outputs_that_exist_or_cannot_be_written(
     assert_refused(prune(tiny_model, tiny_text, tmp_path, "--overwrite"), 5, str(tmp_path), "leaves it alone")
     assert_refused(prune(tiny_model, tiny_text, thesis / "out"), 5, "thesis.txt", "cannot be written")
     (output / "old").write_text("")
-    assert prune(tiny_model, tiny_text, output, "--overwrite").exit_code == 0 and not (output / "old").exists()
+    passed(prune(tiny_model, tiny_text, output, "--overwrite"))
+    assert not (output / "old").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "thesis.txt"}
     assert thesis.read_text() == "years of work"
 
@@ -207,6 +208,6 @@ def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: 
         save_file(gates, masks, {"ddp": "{}"})
         refused("mlp gates", "prune again")
     save_file(load_file(pruned / MASKS_FILE), masks, {"ddp": '{"recipe": {"data": 5, "model": "m"}}'})
-    assert apply(tiny_model, masks, tmp_path / "fine").exit_code == 0  # fields that are not read may be odd
+    passed(apply(tiny_model, masks, tmp_path / "fine"))  # fields that are not read may be odd
     shutil.rmtree(tmp_path / "fine")
     assert [path.name for path in tmp_path.iterdir()] == [MASKS_FILE]

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import assert_refused, invoke, passed
 from hostile import ATTACKS, LOADABLE, make_hostile
-from runs import SMALL, assert_refused
+from runs import SMALL
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_text.templates import Templates
-from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.remote_code.__init__ import FILES
@@ -108,7 +107,7 @@ def test_no_verb_runs_code_that_came_with_a_model(
 ) -> None:
     """The model is read without its code, and the output holds none of it."""
     dense, folder, ran = hostile(*LOADABLE)
-    result = CliRunner().invoke(main, verbs(dense, folder, conversations, tmp_path / "out")[verb])
+    result = invoke(*verbs(dense, folder, conversations, tmp_path / "out")[verb])
     assert not ran.exists()
     if verb in REFUSING:
         assert_refused(result, result.exit_code)
@@ -130,7 +129,7 @@ def test_code_that_keeps_a_model_from_being_loaded_does_not_run(
     attack: str, hostile: Callable[..., tuple[Path, Path, Path]], conversations: Path, tmp_path: Path, cache: Path
 ) -> None:
     dense, folder, ran = hostile(attack)
-    result = CliRunner().invoke(main, verbs(dense, folder, conversations, tmp_path / "out")["prune"])
+    result = invoke(*verbs(dense, folder, conversations, tmp_path / "out")["prune"])
     assert not ran.exists()
     if result.exit_code:
         assert_refused(result, result.exit_code)
@@ -155,7 +154,7 @@ def test_benchmarks_run_no_code_that_came_with_a_model(
         "--",
         "--no-such-word",
     ]
-    assert_refused(CliRunner().invoke(main, arguments), 8, "ended with code 2")
+    assert_refused(invoke(*arguments), 8, "ended with code 2")
     assert not ran.exists()
 
 
@@ -170,7 +169,7 @@ def test_no_verb_follows_a_link_out_of_a_model_folder(
         for name in ("chat_template.jinja", METRICS_FILE):
             (each / name).unlink(missing_ok=True)
             (each / name).symlink_to(secret)
-    result = CliRunner().invoke(main, verbs(dense, folder, tiny_text, tmp_path / "out")[verb])
+    result = invoke(*verbs(dense, folder, tiny_text, tmp_path / "out")[verb])
     told = "is not as it was written" if verb == "push" else "is a link out of the model's folder"
     assert_refused(result, result.exit_code, told)
     assert result.exit_code in (3, 7) and not [path for path in tmp_path.glob("out*") if path.is_file()]
@@ -189,7 +188,7 @@ def test_a_link_out_of_the_folder_is_not_published(
     file.symlink_to(secret)
     arguments = ["apply", str(dense), "--masks", str(masks / MASKS_FILE), "-o", str(tmp_path / "out")]
     code = 7 if name == MASKS_FILE else 3
-    assert_refused(CliRunner().invoke(main, arguments), code, name, "link out of the model's folder")
+    assert_refused(invoke(*arguments), code, name, "link out of the model's folder")
 
 
 def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path,
     (snapshot / "again.json").symlink_to("config.json")
     (snapshot / "tokenizer_code.py").write_text("")
     arguments = ["apply", str(snapshot), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
+    passed(invoke(*arguments))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in pruned.iterdir()} - OF_A_RUN
 
 
@@ -270,5 +269,5 @@ def test_a_chat_template_that_does_not_end_is_an_error(
     for each in (dense, folder):
         (each / "chat_template.jinja").write_text(NESTED)
     text = conversations if verb == "prune" else tiny_text
-    result = CliRunner().invoke(main, verbs(dense, folder, text, tmp_path / "out")[verb])
+    result = invoke(*verbs(dense, folder, text, tmp_path / "out")[verb])
     assert_refused(result, 4, "chat template of", "it takes more than")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_refused, prune, recover
+from commands import assert_refused, passed
+from runs import prune, recover
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_recover.weight_trainer import WeightTrainer
@@ -21,7 +22,7 @@ def test_prune_with_recover_takes_no_other_model_for_its_own(
 ) -> None:
     """One that was pruned alone is left alone, and where the text has changed masks are learned again."""
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 20.0)
-    assert prune(tiny_model, tiny_text, tmp_path / "alone").exit_code == 0
+    passed(prune(tiny_model, tiny_text, tmp_path / "alone"))
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "alone", "--recover-minutes", "1"), 5, "exists")
     text = tmp_path / "text.jsonl"
     shutil.copy(tiny_text, text)
@@ -30,8 +31,8 @@ def test_prune_with_recover_takes_no_other_model_for_its_own(
         assert prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1").exit_code == 1
     text.write_text(text.read_text().replace("fox", "cat"))
     assert_refused(prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1"), 5, "exists")
-    result = prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1", "--overwrite")
-    assert result.exit_code == 0 and "polish 6/6" in result.output and "recover 3/3" in result.output
+    result = passed(prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1", "--overwrite"))
+    assert "polish 6/6" in result.output and "recover 3/3" in result.output
 
 
 def other_model(folder: Path, **sizes: int) -> str:
@@ -97,7 +98,7 @@ def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(pruned, trust_remote_code=True)
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(folder)
-    assert recover(folder, tmp_path / "out", "--tokens", "64").exit_code == 0
+    passed(recover(folder, tmp_path / "out", "--tokens", "64"))
     tokenizer.add_tokens(["fox number"])
     tokenizer.save_pretrained(folder)
     assert_refused(recover(folder, tmp_path / "other"), 3, "makes token 321", "0 to 319")
