@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import invoke, passed
+from commands import assert_refused, invoke, passed
 from rich.table import Table
 from written_folders import MACHINE, write_bench, write_evaluation, write_masks, write_model
 
@@ -120,7 +120,7 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     assert '<a href="../half/report.html">half</a>' in page.read_text()
     (tmp_path / "empty").mkdir()
     result = invoke("compare", pruned, "--results", tmp_path / "empty", "--overwrite")
-    assert result.exit_code == 4 and "empty holds no results of ddp-vllm bench or eval" in result.stderr
+    assert_refused(result, 4, "empty holds no results of ddp-vllm bench or eval")
 
 
 def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:
@@ -215,8 +215,7 @@ def test_damaged_results_are_one_line(case: str, pruned: Path, tmp_path: Path) -
     damage(content)
     (pruned / name).write_text(json.dumps(content))
     result = invoke("compare", pruned, "-o", tmp_path / "page.html")
-    assert result.exit_code == 4 and result.stderr.count("\n") == 1, (result.stderr, result.exception)
-    assert Path(name).name in result.stderr and "is damaged" in result.stderr
+    assert_refused(result, 4, Path(name).name, "is damaged")
 
 
 @pytest.mark.parametrize(
@@ -232,6 +231,5 @@ def test_options_that_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pruned = write_pruned(tmp_path / "half", "owner/dense")
-    result = invoke("compare", pruned, *options)
-    assert result.exit_code == 2 and said in result.stderr
+    assert_refused(invoke("compare", pruned, *options), 2, said)
     assert [*tmp_path.iterdir()] == [pruned]

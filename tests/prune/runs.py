@@ -123,26 +123,37 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def assert_same_weights(one: Path, other: Path) -> None:
+    """To the bit."""
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 def heldout_of(folder: Path, text: Path) -> torch.Tensor:
     """Return the blocks of a text that `prune` holds out."""
     sizes = {"seq_len": 16, "train_blocks": 2, "heldout_blocks": 16, "min_train_blocks": 2, "seed": 0}
     return load_blocks(str(text), load_tokenizer(str(folder)), **sizes).heldout  # type: ignore[arg-type]
 
 
-def die_at(number: int, run: Callable[[], Result]) -> Result:
+def die_at(number: int, run: Callable[[], Result], trainer: Any = Trainer) -> Result:
     """Run a command that is interrupted before the step of this number."""
-    step = Trainer.step
+    step = trainer.step
 
-    def die(self: Trainer, at: int) -> dict[str, float]:
+    def die(self: Any, at: int) -> dict[str, float]:
         if at == number:
             raise KeyboardInterrupt
         return step(self, at)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "step", die)
+        patch.setattr(trainer, "step", die)
         result = run()
     assert result.exit_code == 130, result.output
     return result
+
+
+def out_of_memory(*_: object, **__: object) -> None:
+    """Stand in for what a GPU refuses: none runs in these tests."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def edit_json(path: Path, **changes: Any) -> None:

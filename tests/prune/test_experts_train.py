@@ -97,7 +97,7 @@ def test_prune_inspect_and_apply(model: Path, tiny_text: Path, tmp_path: Path, m
     card = (tmp_path / "pruned" / "README.md").read_text()
     assert "| expert channels | 384 | 230 |" in card and "in layers 0 (1 of 8)" in card
     assert f"| 2 | {sum(map(bool, sizes[2] or ()))}/8 |" in card
-    masks = str(tmp_path / "pruned" / MASKS_FILE)
+    masks = tmp_path / "pruned" / MASKS_FILE
     passed(invoke("apply", model, "--masks", masks, "-o", tmp_path / "again"))
     again, pruned = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "pruned"))
     assert again == pruned

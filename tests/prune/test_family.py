@@ -11,7 +11,7 @@ import torch
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 from latency_profiles import written
-from runs import SMALL, die_at, prune, weights
+from runs import SMALL, assert_same_weights, die_at, prune
 
 from ddp_prune import pipeline
 from ddp_prune.masks_file import read_masks
@@ -91,7 +91,7 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
     assert len(branches) == 2 * (num_sizes - 1) + 1 and len(died) == len(results) - 1 >= 6 * num_sizes
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     for name in names:
-        _assert_same(tmp_path / "whole" / name, tmp_path / "out" / name)
+        assert_same_weights(tmp_path / "whole" / name, tmp_path / "out" / name)
 
 
 def _until_done(run: Callable[[], Result]) -> list[Result]:
@@ -99,13 +99,8 @@ def _until_done(run: Callable[[], Result]) -> list[Result]:
     results = [run()]
     while results[-1].exit_code == 130:
         results.append(run())
-    assert results[-1].exit_code == 0, results[-1].output
+    passed(results[-1])
     return results
-
-
-def _assert_same(first: Path, second: Path) -> None:
-    whole, resumed = weights(first), weights(second)
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_a_family_leaves_other_runs_in_its_folder_alone(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -148,8 +143,8 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
     profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget follows the times, not the name of their file."""
-    options = ["--speedup", "1.1", "--context-length", "256", "--profile", str(profile), "--other-machine"]
-    command = ["prune", str(tiny_model), "--data", str(tiny_text), *SMALL, *options, "--save-every", "1", "-o"]
+    options = ["--speedup", "1.1", "--context-length", "256", "--profile", profile, "--other-machine"]
+    command = ["prune", tiny_model, "--data", tiny_text, *SMALL, *options, "--save-every", "1", "-o"]
     die_at(4, lambda: invoke(*command, tmp_path / "out"))
     content = json.loads(profile.read_text())
     for each in content["times"]:  # attention costs nearly nothing now
@@ -160,7 +155,7 @@ def test_a_profile_that_is_measured_again_starts_a_run_anew(
     result = passed(invoke(*command, tmp_path / "out"))
     assert "profile changed since the run in " in result.output and "resuming after" not in result.output
     passed(invoke(*command, tmp_path / "anew"))
-    _assert_same(tmp_path / "anew", tmp_path / "out")
+    assert_same_weights(tmp_path / "anew", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -185,9 +180,9 @@ def profile(tiny_model: Path, tmp_path: Path) -> Path:
 
 def test_speedups_are_a_family_too(profile: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Every size is predicted to be as fast as was asked for, and says so."""
-    options = ["--speedup", "1.1,1.2", "--context-length", "256", "--profile", str(profile), "--other-machine"]
-    arguments = ["prune", str(tiny_model), "--data", str(tiny_text), "-o", str(tmp_path / "out"), *SMALL, *options]
-    passed(invoke(*arguments, "--steps", "20"))
+    options = ["--speedup", "1.1,1.2", "--context-length", "256", "--profile", profile, "--other-machine"]
+    options += [*SMALL, "--steps", "20"]
+    passed(invoke("prune", tiny_model, "--data", tiny_text, "-o", tmp_path / "out", *options))
     for asked in (1.1, 1.2):
         checkpoint = read_checkpoint(tmp_path / "out" / f"speedup-{asked}")
         latency = checkpoint.provenance["latency"]

@@ -160,9 +160,8 @@ def test_a_mixture_is_pruned_to_the_speedup_that_its_checkpoint_states(
     tiny_experts: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     profile = written(tmp_path, json.loads((tiny_experts / "config.json").read_text()), 1)
-    arguments = ["prune", str(tiny_experts), "--speedup", "1.01", "--profile", str(profile), "--other-machine"]
-    arguments += ["--context-length", "256", "--data", str(tiny_text), "-o", str(tmp_path / "out"), *SMALL]
-    passed(invoke(*arguments))
+    options = ["--speedup", "1.01", "--profile", profile, "--other-machine", "--context-length", "256", *SMALL]
+    passed(invoke("prune", tiny_experts, *options, "--data", tiny_text, "-o", tmp_path / "out"))
     layers = read_checkpoint(tmp_path / "out").layers
     predicted = read_checkpoint(tmp_path / "out").provenance["latency"]["speedup"]
     assert 1.01 <= predicted == pytest.approx(read_profile(profile).speedup(layers, recipe(profile).workload)[0])

@@ -79,8 +79,7 @@ def test_apply_aligns_by_the_saliency_of_the_masks(
     masks = pruned[0] / MASKS_FILE
 
     def apply(align: str, path: Path = masks) -> Result:
-        arguments = ["apply", str(tiny_model), "--masks", str(path), "-o", str(tmp_path / "out"), "--align", align]
-        return invoke(*arguments)
+        return invoke("apply", tiny_model, "--masks", path, "-o", tmp_path / "out", "--align", align)
 
     passed(apply("32"))
     checkpoint = read_checkpoint(tmp_path / "out")
@@ -146,7 +145,7 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
 
 
 def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:
-    arguments = ["apply", str(tiny_model), "--masks", str(pruned[0] / MASKS_FILE), "-o", str(tmp_path / "out"), "--tp"]
+    result = invoke("apply", tiny_model, "--masks", pruned[0] / MASKS_FILE, "-o", tmp_path / "out", "--tp", 8)
     words = ["tensor-parallel size 8 does not split layer", "KV heads", "valid sizes: 1", "prune with --tp 8"]
-    assert_refused(invoke(*arguments, "8"), 2, *words)
+    assert_refused(result, 2, *words)
     assert list(tmp_path.iterdir()) == []

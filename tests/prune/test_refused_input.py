@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import Result
 from commands import assert_refused, invoke, passed
-from runs import edit_json, edit_weights, prune
+from runs import edit_json, edit_weights, out_of_memory, prune
 from safetensors.torch import load_file, save_file
 
 from ddp_models.source import open_source
@@ -110,20 +110,15 @@ def test_eval_of_a_dense_model_that_no_class_can_load(model: Path, tmp_path: Pat
     edit_json(model / "config.json", hidden_act="nope")
     rows = tmp_path / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
-    arguments = ["eval", str(model), "--tasks", "piqa", "--rows", str(rows), "-o", str(tmp_path / "out")]
-    assert_refused(invoke(*arguments), 3, str(model), "cannot be loaded by lm-eval's hf backend")
+    result = invoke("eval", model, "--tasks", "piqa", "--rows", rows, "-o", tmp_path / "out")
+    assert_refused(result, 3, str(model), "cannot be loaded by lm-eval's hf backend")
 
 
 @pytest.mark.parametrize("where", ["load", "Evaluation"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is made here: no GPU runs in these tests."""
-
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(train, where, run_out)
+    monkeypatch.setattr(train, where, out_of_memory)
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out"), 6, str(tiny_model), "memory of a device", "--shard")
     assert list(tmp_path.iterdir()) == []
 

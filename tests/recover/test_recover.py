@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from click.testing import Result
 from commands import assert_refused, invoke, passed
-from runs import prune, recover, weights
+from runs import assert_same_weights, die_at, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
 from ddp_recover.weight_trainer import WeightTrainer
@@ -25,29 +26,6 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-
-
-def assert_equal_weights(one: Path, other: Path) -> None:
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.fixture
-def die_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Result]], None]:
-    """Run a command that is interrupted before the step of this number."""
-    step = WeightTrainer.step
-
-    def run(at: int, command: Callable[[], Result]) -> None:
-        def die(self: WeightTrainer, number: int) -> dict[str, float]:
-            if number == at:
-                raise KeyboardInterrupt
-            return step(self, number)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(WeightTrainer, "step", die)
-            assert command().exit_code != 0
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -91,33 +69,31 @@ def test_the_written_model_is_the_evaluated_one_and_better(
 
 
 @pytest.mark.parametrize(("method", "steps"), [("full", 7), ("lora", 3)])
-def test_a_killed_run_resumes_to_the_bit(
-    method: str, steps: int, pruned: Path, tmp_path: Path, die_at: Callable[..., None]
-) -> None:
+def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
     options = ["--method", method, "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
-    die_at(steps, lambda: recover(pruned, tmp_path / "out", *options))
+    die_at(steps, lambda: recover(pruned, tmp_path / "out", *options), WeightTrainer)
     less_memory = ["--activation-checkpointing", "on", "--save-every", "5"]  # as an error advises; same gradients
     result = recover(pruned, tmp_path / "out", "--method", method, *less_memory)
     assert f"resuming after step {steps // 3 * 3}" in result.output, result.output
-    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+    assert_same_weights(tmp_path / "whole", tmp_path / "out")
     lines = [json.loads(line)["step"] for line in (tmp_path / "out" / "ddp_recovery.jsonl").read_text().splitlines()]
     assert lines == list(range(1, 31))
 
 
 def test_minutes_become_a_number_of_steps_that_a_resumed_run_keeps(
-    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, die_at: Callable[..., None]
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is timed once: a run that resumes on a machine of another speed ends with the same weights."""
     seconds, timed = iter([1.0, 50.0]), WeightTrainer.seconds_a_step
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: timed(self) and next(seconds))
-    command = ["recover", str(pruned), "-o", str(tmp_path / "out"), "--minutes", "0.15", "--save-every", "2"]
-    die_at(4, lambda: invoke(*command))
-    result = invoke(*command)
+    run = partial(invoke, "recover", pruned, "-o", tmp_path / "out", "--minutes", "0.15", "--save-every", "2")
+    die_at(4, run, WeightTrainer)
+    result = run()
     assert "resuming after step 4" in result.output, result.output
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["tokens"] == 9 * 32
     passed(recover(pruned, tmp_path / "untimed", "--tokens", "288"))
-    assert_equal_weights(tmp_path / "out", tmp_path / "untimed")  # timing a step trained nothing
+    assert_same_weights(tmp_path / "out", tmp_path / "untimed")  # timing a step trained nothing
 
 
 def test_experts_are_trained_at_their_widths(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -133,9 +109,8 @@ def test_experts_are_trained_at_their_widths(tiny_experts: Path, tiny_text: Path
 
 
 def test_prune_with_recover_is_prune_and_then_recover(
-    recovered: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    die_at: Callable[..., None],
-) -> None:  # fmt: skip
+    recovered: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed in the recovery, the same command does not train the masks again; settings of memory are handed on."""
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
     memory = {"activation_checkpointing": "on", "save_every": 3}
@@ -144,11 +119,11 @@ def test_prune_with_recover_is_prune_and_then_recover(
     def run() -> Result:
         return prune(tiny_model, tiny_text, tmp_path / "out", "--recover-minutes", "1", *options)
 
-    die_at(0, run)
+    die_at(0, run, WeightTrainer)
     assert "recovery" not in read_checkpoint(tmp_path / "out").provenance
     result = passed(run())
     assert "search" not in result.output and "recover 30/30" in result.output
-    assert_equal_weights(tmp_path / "out", recovered)
+    assert_same_weights(tmp_path / "out", recovered)
     recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
     assert {name: recipe[name] for name in memory} == memory
     assert_refused(run(), 5, "exists")
@@ -213,7 +188,7 @@ def test_a_recovery_in_place_happens_once_whenever_it_was_killed(
     result = passed(run())
     assert "search" not in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert_equal_weights(out, recovered)
+    assert_same_weights(out, recovered)
 
 
 @pytest.mark.parametrize("moment", ["write_report", "remove"])
@@ -264,10 +239,9 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
 ) -> None:
     """And the result can be recovered from the model that the masks were applied to."""
     shutil.copytree(tiny_model, tmp_path / "copy")
-    masks = str(recovered / "ddp_masks.safetensors")
-    command = ["apply", str(tmp_path / "copy"), "--masks", masks, "-o", str(tmp_path / "again")]
-    passed(invoke(*command))
-    assert_equal_weights(pruned, tmp_path / "again")
+    masks = recovered / "ddp_masks.safetensors"
+    passed(invoke("apply", tmp_path / "copy", "--masks", masks, "-o", tmp_path / "again"))
+    assert_same_weights(pruned, tmp_path / "again")
     assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
     passed(recover(tmp_path / "again", tmp_path / "recovered", "--tokens", "64"))
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == "copy"

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from commands import assert_refused, passed
-from runs import prune, recover
+from runs import out_of_memory, prune, recover
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddp_recover.weight_trainer import WeightTrainer
@@ -105,11 +104,6 @@ def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tmp_path: Path
 
 
 def test_models_that_a_device_cannot_hold(pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is made here: no GPU runs in these tests."""
-
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr("ddp_recover.recover.load", run_out)
+    monkeypatch.setattr("ddp_recover.recover.load", out_of_memory)
     assert_refused(recover(pruned, tmp_path / "out"), 6, str(pruned), "memory of a device", "--method lora")
     assert list(tmp_path.iterdir()) == []
