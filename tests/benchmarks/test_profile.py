@@ -1,22 +1,18 @@
 """Profiles of a machine: models without weights are built and timed in turns, and each measurement is kept."""
 
-import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from click.testing import CliRunner
+from commands import invoke
 
 import ddp_vllm
 from ddp_benchmarks import profile, side_by_side
 from ddp_benchmarks.profile import ProfileSettings, run_profile
-from ddp_benchmarks.side_by_side import StepSettings, compare_steps
-from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
-from ddp_vllm.latency import Workload, shapes_of
+from ddp_vllm.latency import shapes_of
 
 COUNT_OUTPUTS = """
 import json, sys
@@ -115,33 +111,23 @@ def test_an_interrupted_profile_resumes(tiny: Path, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("known")
-def test_steps_of_two_models_are_compared_side_by_side(tiny: Path, tmp_path: Path) -> None:
-    other = str(shutil.copytree(tiny, tmp_path / "other"))
-    work = Workload(phase="decode", batch=2, context=48)
-    settings = StepSettings(dense=str(tiny), pruned=(other,), workload=work, rounds=3, steps=24)
-    found = compare_steps(settings, say=lambda line: None)
-    assert found["seconds"] == {str(tiny): [2.0] * 3, other: [1.0] * 3}
-    (verdict,) = found["verdicts"]
-    assert verdict["ratio"] == pytest.approx(2) and found["settings"]["workload"]["context"] == 48
-    assert verdict["prefill"]["ratio"] == pytest.approx(2)
-    with pytest.raises(SettingError, match="name each once"):
-        compare_steps(dataclasses.replace(settings, pruned=(str(tiny),)), say=lambda line: None)
-
-
-@pytest.mark.usefixtures("known")
 def test_steps_are_compared_from_python_and_by_the_command(tiny: Path, halved: Path, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"concurrency": 2, "context_length": 48, "rounds": 3, "steps": 24}
     found = ddp_vllm.bench_steps(tiny, [halved], output=str(tmp_path / "steps.json"), **sizes)
-    assert found["verdicts"][0]["ratio"] == pytest.approx(2)
+    assert found["seconds"] == {str(tiny): [2.0] * 3, str(halved): [1.0] * 3}
+    (verdict,) = found["verdicts"]
+    assert verdict["ratio"] == verdict["prefill"]["ratio"] == pytest.approx(2)
     assert json.loads((tmp_path / "steps.json").read_text())["verdicts"] == found["verdicts"]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
-    result = CliRunner().invoke(main, ["bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options])
+    result = invoke("bench", "steps", f"--dense={tiny}", f"--pruned={halved}", "--json", *options)
     heading, sentence, prefill, line = result.stdout.splitlines()[-4:]
-    assert heading == "decode, 2 sequences of 48 tokens:" and sentence == found["verdicts"][0]["sentence"]
-    assert prefill == f"prefill {found['verdicts'][0]['prefill']['sentence']}"
+    assert heading == "decode, 2 sequences of 48 tokens:" and sentence == verdict["sentence"]
+    assert prefill == f"prefill {verdict['prefill']['sentence']}"
     assert json.loads(line)["verdicts"] == found["verdicts"]
     with pytest.raises(SettingError, match="--context-length 48 is below 60"):
         ddp_vllm.bench_steps(tiny, halved, context_length=48, steps=60)
+    with pytest.raises(SettingError, match="name each once"):
+        ddp_vllm.bench_steps(tiny, tiny)
 
 
 @pytest.mark.vllm
@@ -164,8 +150,8 @@ def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
         (["--steps", "8"], "--steps 8 is below 12"),
         (["--concurrency", "many"], "neither a number nor several"),
     ):
-        result = CliRunner().invoke(main, [*arguments, *more])
+        result = invoke(*arguments, *more)
         assert result.exit_code == SettingError.exit_code and said in result.stderr, result.stderr
     (tmp_path / "machine.json").write_text("mine")
-    result = CliRunner().invoke(main, arguments)
+    result = invoke(*arguments)
     assert result.exit_code == 5 and "exists" in result.stderr and (tmp_path / "machine.json").read_text() == "mine"

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import assert_refused, invoke, passed
 from rich.table import Table
 from written_folders import MACHINE, write_bench, write_evaluation, write_masks, write_model
 
-from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.measurements import collect
@@ -116,20 +115,18 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     (pruned / "report.html").touch()
     page = tmp_path / "pages" / "page.html"
     page.parent.mkdir()
-    result = CliRunner().invoke(main, ["compare", str(pruned), "--results", str(numbers), "-o", str(page)])
-    assert result.exit_code == 0, result.output
+    passed(invoke("compare", pruned, "--results", numbers, "-o", page))
     assert "**[half](../half/report.html)**: 75.0 % of the dense accuracy" in page.with_suffix(".md").read_text()
     assert '<a href="../half/report.html">half</a>' in page.read_text()
     (tmp_path / "empty").mkdir()
-    result = CliRunner().invoke(main, ["compare", str(pruned), "--results", str(tmp_path / "empty"), "--overwrite"])
-    assert result.exit_code == 4 and "empty holds no results of ddp-vllm bench or eval" in result.stderr
+    result = invoke("compare", pruned, "--results", tmp_path / "empty", "--overwrite")
+    assert_refused(result, 4, "empty holds no results of ddp-vllm bench or eval")
 
 
 def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:
     """Of the page, of the model, and in the line of rich; none reaches the terminal."""
     pruned = write_pruned(tmp_path / "half\x1b]0;evil\x07", "owner/dense")
-    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page\x1b[31m.html")])
-    assert result.exit_code == 0, result.output
+    result = passed(invoke("compare", pruned, "-o", tmp_path / "page\x1b[31m.html"))
     assert "\\x1b]0;evil\\x07 was not evaluated" in result.stderr and "page\\x1b[31m.html and" in result.stdout
     with (console := SafeConsole(force_terminal=True)).capture() as capture:
         console.print("\x1b]0;evil", style="bold", markup=False)
@@ -173,8 +170,7 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     """Before anything was benchmarked: by the perplexity and the promise that each checkpoint carries."""
     sizes = write_family(tmp_path / "sizes", "owner/dense")
     arguments = ["compare", *map(str, sizes), "-o", str(tmp_path / "page.html"), "--tolerance"]
-    result = CliRunner().invoke(main, [*arguments, "1.2"])
-    assert result.exit_code == 0, result.output
+    result = passed(invoke(*arguments, "1.2"))
     assert "within 1.2 times: speedup-1.25: held-out perplexity 1.17× [" in result.output
     page = (tmp_path / "page.md").read_text()
     assert "| speed of a step, predicted | 1 | 1.10× [1.09, 1.11] | 1.25× [1.24, 1.26] | 1.50× [1.49, 1.51] |" in page
@@ -182,9 +178,9 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "Held-out perplexity against speed" in html and "report.html" not in html
     assert "| held-out perplexity, dense → own | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
     assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
-    result = CliRunner().invoke(main, [*arguments, "1.01", "--overwrite"])
+    result = invoke(*arguments, "1.01", "--overwrite")
     assert "none has a held-out perplexity of at most 1.01 times" in result.output
-    shown = CliRunner().invoke(main, ["inspect", str(sizes[0])])
+    shown = invoke("inspect", sizes[0])
     assert "1.10× [1.09, 1.11] the dense model's speed (decode, 8 sequences of 1,024 tokens;" in " ".join(
         shown.output.split()
     )
@@ -218,9 +214,8 @@ def test_damaged_results_are_one_line(case: str, pruned: Path, tmp_path: Path) -
     content = json.loads((pruned / name).read_text())
     damage(content)
     (pruned / name).write_text(json.dumps(content))
-    result = CliRunner().invoke(main, ["compare", str(pruned), "-o", str(tmp_path / "page.html")])
-    assert result.exit_code == 4 and result.stderr.count("\n") == 1, (result.stderr, result.exception)
-    assert Path(name).name in result.stderr and "is damaged" in result.stderr
+    result = invoke("compare", pruned, "-o", tmp_path / "page.html")
+    assert_refused(result, 4, Path(name).name, "is damaged")
 
 
 @pytest.mark.parametrize(
@@ -236,6 +231,5 @@ def test_options_that_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pruned = write_pruned(tmp_path / "half", "owner/dense")
-    result = CliRunner().invoke(main, ["compare", str(pruned), *options])
-    assert result.exit_code == 2 and said in result.stderr
+    assert_refused(invoke("compare", pruned, *options), 2, said)
     assert [*tmp_path.iterdir()] == [pruned]

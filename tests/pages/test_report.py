@@ -1,23 +1,27 @@
-"""The report of a pruned checkpoint: its numbers are the checkpoint's, its pictures are there, nothing is fetched."""
+"""Report and `inspect` of a pruned checkpoint: its numbers, its pictures, nothing fetched, its recovery."""
 
 import dataclasses
 import json
+import math
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import assert_refused, invoke, passed
 from matplotlib.image import imread
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 from written_folders import PageReader, write_masks, write_weights
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.pages.card import model_card
 from ddp_vllm.pages.metrics import expert_use, expert_widths
 from ddp_vllm.pages.report import write_report
+from ddp_vllm.pages.summary import units
 from ddp_vllm.pages.terminal import print_checkpoint
 
 FIGURES = ["heads", "widths", "gates", "curves"]
@@ -26,8 +30,7 @@ FIGURES = ["heads", "widths", "gates", "curves"]
 @pytest.fixture(scope="module")
 def pruned(trained: Path) -> Path:
     """The trained folder, with its report."""
-    result = CliRunner().invoke(main, ["report", str(trained)])
-    assert result.exit_code == 0, result.output
+    result = passed(invoke("report", trained))
     assert result.stdout == f"written: {trained / 'report.html'}\n"
     return trained
 
@@ -83,34 +86,116 @@ def test_report_of_experts_shows_widths_and_use(tmp_path: Path) -> None:
     write_weights(tmp_path / "out", config, layers)
     write_masks(tmp_path / "out", {"experts": gates}, {"routing": {"chosen": chosen}}, searched=True)
     (tmp_path / "out" / "ddp_metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "experts_sparsity": 0.1}\n' * 3)
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
+    passed(invoke("report", tmp_path / "out"))
     page = PageReader((tmp_path / "out" / "report.html").read_text())
     assert page.figures == ["experts", "gates", "curves"] and "× even share" in page.text
     checkpoint = read_checkpoint(tmp_path / "out")
     widths, use = expert_widths(checkpoint), expert_use(checkpoint)
     assert widths[[0, 2]].tolist() == sizes and np.isnan(widths[1]).all()
     assert use is not None and use[2] == pytest.approx(np.array(chosen["2"]) * 8 / sum(chosen["2"]))
-    result = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
-    assert (
-        result.exit_code == 0 and "7/8" in result.stdout and "in layers 2 (1 of 8)" in " ".join(result.stdout.split())
-    )
+    text = _inspect(tmp_path / "out")
+    assert "7/8" in text and "in layers 2 (1 of 8)" in " ".join(text.split())
 
 
 def test_report_refuses_masks_of_other_widths_and_unwritable_places(pruned: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(pruned, tmp_path / "copy"))
-    result = CliRunner().invoke(main, ["report", str(folder), "-o", str(folder / "config.json")])
-    assert result.exit_code == 5 and "cannot be written" in result.stderr and result.stderr.count("\n") == 1
+    assert_refused(invoke("report", folder, "-o", folder / "config.json"), 5, "cannot be written")
     masks = load_file(folder / "ddp_masks.safetensors")
     masks["mlp.gates"][2, masks["mlp.gates"][2].argmax()] = 0.0
     save_file(masks, folder / "ddp_masks.safetensors", {"ddp": "{}"})
-    result = CliRunner().invoke(main, ["report", str(folder)])
-    assert result.exit_code == 7 and "different checkpoints" in result.stderr
-    odd = read_checkpoint(pruned).provenance["perplexity"] | {"block_losses": {"dense": 1.0}}
-    save_file(masks, folder / "ddp_masks.safetensors", {"ddp": json.dumps({"perplexity": odd})})
-    assert CliRunner().invoke(main, ["report", str(folder)]).exit_code == 7
+    assert_refused(invoke("report", folder), 7, "different checkpoints")
     shutil.copy(pruned / "ddp_masks.safetensors", folder)
     for line in ("{", '{"loss": 1}'):
         (folder / "ddp_metrics.jsonl").write_text(line)
-        result = CliRunner().invoke(main, ["report", str(folder)])
-        assert result.exit_code == 7 and "cannot be read" in result.stderr, line
+        assert_refused(invoke("report", folder), 7, "cannot be read")
+
+
+def _inspect(folder: Path) -> str:
+    return passed(invoke("inspect", folder)).stdout
+
+
+def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
+    text = _inspect(trained)
+    widths = [("4", "8", "93"), ("4", r"6 \(1 2 2 1\)", "57"), ("–", "–", "23")]
+    for index, (kv_heads, query_heads, channels) in enumerate(widths):
+        assert re.search(rf"{index} │ +{kv_heads} │ +{query_heads} │ +{channels} │", text), text
+    for label, dense, left in units(read_checkpoint(trained)):
+        assert re.search(rf"{label} +{left:,} of +{dense:,} +{100 * (1 - left / dense):.1f}% removed", text)
+    assert re.search(r"held-out perplexity +dense \d+\.\d\d → pruned \d+\.\d\d \(256 tokens of a.jsonl\)", text)
+    assert "sparsity was 25.0% before; 115 more units dropped, 2 revived" in text
+
+
+def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "out[v2]"))
+    change = {"raw_sparsity": 0.1, "dropped": 1, "revived": 2}
+    write_masks(folder, {}, {"rounding": {"[/nope]": change, "\x1b[31mred": change}})
+    text = _inspect(folder)
+    assert "out[v2]: kept units" in text and "rounding of [/nope]" in text
+    assert "rounding of \\x1b[31mred" in text and "\x1b" not in text
+
+
+MODELS = ("dense", "pruned", "recovered")
+LOSSES = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
+
+
+def quality() -> dict[str, Any]:
+    found: dict[str, Any] = {name: math.exp(sum(losses) / 2) for name, losses in LOSSES.items()}
+    return found | {"tokens": 32, "block_losses": LOSSES}
+
+
+def recovery() -> dict[str, Any]:
+    return {
+        "recipe": {"method": "full", "tokens": 960, "learning_rate": 2e-4},
+        "texts": ["/mine/chats.jsonl"],
+        "seconds": 61.0,
+        "watched": {"/mine/b<ooks.jsonl": quality()},
+        "prompts": ["Who?", "What?"],
+        "answers": {name: [f"{name} says <b>", f"{name}\nagain"] for name in MODELS},
+    }
+
+
+def rewrite(folder: Path, output: Path, **parts: Any) -> Path:
+    """Copy a pruned folder with other provenance."""
+    shutil.copytree(folder, output)
+    masks = output / "ddp_masks.safetensors"
+    provenance = read_checkpoint(folder).provenance | parts
+    save_file(load_file(masks), masks, {"ddp": json.dumps(provenance)})
+    steps = [{"step": step, "loss": 3.0 / step, "ce": 2.0 / step, "kl": 0.5 / step} for step in range(1, 9)]
+    (output / "ddp_recovery.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+    return output
+
+
+@pytest.fixture
+def recovered(trained: Path, tmp_path: Path) -> Path:
+    return rewrite(trained, tmp_path / "recovered", perplexity=quality(), recovery=recovery())
+
+
+def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None:
+    passed(invoke("report", recovered))
+    page = (recovered / "report.html").read_text()
+    for text in (
+        "dense says &lt;b&gt;",
+        "recovered\nagain",
+        "recovered / dense",
+        "Perplexity on b&lt;ooks.jsonl",
+        "960 tokens",
+    ):
+        assert text in page, text
+    assert "/mine/" not in page.partition("<summary>")[0]
+    assert page.index("dense says") < page.index("<h2>Size")  # answers come first
+    assert 'id="recovery"' in page
+
+
+BROKEN: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "answers no lists": lambda r, q: r["answers"].update(dense=3),
+    "watched without numbers": lambda r, q: r.update(watched={"a": {}}),
+    "recovered no number": lambda r, q: q.update(recovered="good"),
+    "a loss out of bounds": lambda r, q: q["block_losses"].update(recovered=[1.0, 1e9]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_not_ours_is_refused_in_one_line(case: str, trained: Path, tmp_path: Path) -> None:
+    parts = {"recovery": json.loads(json.dumps(recovery())), "perplexity": json.loads(json.dumps(quality()))}
+    BROKEN[case](parts["recovery"], parts["perplexity"])
+    assert_refused(invoke("report", rewrite(trained, tmp_path / "out", **parts)), 7)

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke, passed
 from runs import BLOCKS, STEPS, Lab, assert_same, prune
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ddp_prune import trainer as trainer_module
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE
 
 LAYERS, EXPERTS, CHANNELS = 2, 8, 24  # with experts; a third layer, the middle one, is dense
@@ -88,8 +87,7 @@ def test_an_expert_that_never_fires_is_not_pruned_for_that(lab: Lab, monkeypatch
 @pytest.mark.usefixtures("cache", "no_pictures")
 def test_prune_inspect_and_apply(model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    result = prune(model, tiny_text, tmp_path / "pruned", "--scope", "expert")
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = passed(prune(model, tiny_text, tmp_path / "pruned", "--scope", "expert"))
     checkpoint = read_checkpoint(tmp_path / "pruned")
     sizes = [layer.expert_intermediate_sizes for layer in checkpoint.layers]
     assert sizes[1] is None and sum(map(sum, filter(None, sizes))) == round(0.6 * NUM_UNITS)
@@ -99,11 +97,8 @@ def test_prune_inspect_and_apply(model: Path, tiny_text: Path, tmp_path: Path, m
     card = (tmp_path / "pruned" / "README.md").read_text()
     assert "| expert channels | 384 | 230 |" in card and "in layers 0 (1 of 8)" in card
     assert f"| 2 | {sum(map(bool, sizes[2] or ()))}/8 |" in card
-    inspected = CliRunner().invoke(main, ["inspect", str(tmp_path / "pruned")])
-    assert inspected.exit_code == 0 and "expert channels" in inspected.stdout and "8/8" in inspected.stdout
-    masks = str(tmp_path / "pruned" / MASKS_FILE)
-    applied = CliRunner().invoke(main, ["apply", str(model), "--masks", masks, "-o", str(tmp_path / "again")])
-    assert applied.exit_code == 0, applied.output
+    masks = tmp_path / "pruned" / MASKS_FILE
+    passed(invoke("apply", model, "--masks", masks, "-o", tmp_path / "again"))
     again, pruned = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "pruned"))
     assert again == pruned
     assert {"experts.gates", "experts.z", "experts.saliency"} == load_file(masks).keys()

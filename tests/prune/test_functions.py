@@ -52,6 +52,11 @@ def test_a_model_goes_through_all_functions_without_a_word(
     assert capsys.readouterr().out == ""
 
 
+def test_a_name_that_is_not_public_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'prnue'"):
+        ddp_vllm.prnue  # noqa: B018
+
+
 def test_what_is_published_says_nothing_of_this_machine(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Nor does what was recovered or cut again; here the dense model and the text are found all the same."""
     settings = {"data": [tiny_text, str(tiny_text)], "sparsity": 0.4, **TINY}

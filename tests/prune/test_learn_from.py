@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from chat_templates import PUBLISHED, tokenizer_of
+from commands import passed
 from runs import BLOCKS, Lab, pools_of, prune
 from safetensors.torch import load_file
 
@@ -154,12 +155,11 @@ def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, t
 
     both, found = chats("both.jsonl", "user", "assistant"), []
     for source in ("all", "assistant"):
-        result = prune(model, both, tmp_path / source, "--learn-from", source)
-        assert result.exit_code == 0, result.output
+        passed(prune(model, both, tmp_path / source, "--learn-from", source))
         found.append(load_file(tmp_path / source / MASKS_FILE))
     assert any(not torch.equal(found[0][name], found[1][name]) for name in found[0])
-    told = prune(model, chats("asked.jsonl", "user"), tmp_path / "asked", "--learn-from", "assistant")
-    assert told.exit_code == 0 and "no turns of an assistant were found" in told.output
+    told = passed(prune(model, chats("asked.jsonl", "user"), tmp_path / "asked", "--learn-from", "assistant"))
+    assert "no turns of an assistant were found" in told.output
 
 
 def test_text_without_an_assistants_words_is_refused() -> None:

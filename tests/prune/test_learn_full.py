@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from commands import invoke, passed
 from runs import die_at, heldout_of, prune, weights
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,6 @@ from ddp_prune import gates
 from ddp_training import memory
 from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.pages.report import write_report
 
@@ -32,8 +32,7 @@ def test_what_is_written_is_what_was_judged_and_better_than_scales_alone(
     """Also of stacked experts, whose weights have other names and shapes on disk."""
     model, perplexities = tiny_model if kind == "dense" else tiny_experts, []
     for train in ("masks", "weights", "lora"):
-        result = prune(model, tiny_text, tmp_path / train, "--steps", "30", "--train", train)
-        assert result.exit_code == 0, result.output
+        passed(prune(model, tiny_text, tmp_path / train, "--steps", "30", "--train", train))
         perplexities.append(stated := read_checkpoint(tmp_path / train).provenance["perplexity"])
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / train, trust_remote_code=True)
         found = torch.tensor(losses(plain, heldout_of(tmp_path / train, tiny_text)))
@@ -53,7 +52,7 @@ def test_neither_micro_batches_nor_closed_units_that_are_not_computed_change_a_s
     options = ["--train", "weights", "--dtype", "float32", "--steps", "12", "--head-unit", "query-head"]
 
     def trained(name: str, *more: str) -> dict[str, Any]:
-        assert prune(tiny_model, tiny_text, tmp_path / name, *options, *more).exit_code == 0
+        passed(prune(tiny_model, tiny_text, tmp_path / name, *options, *more))
         return weights(tmp_path / name)
 
     narrow, cut = trained("narrow"), trained("cut", "--micro-batch-size", "1")
@@ -77,8 +76,8 @@ def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_c
     monkeypatch.setattr(memory, "TRAINING_SHARE", share)
     die_at(3, run)
     monkeypatch.setattr(memory, "TRAINING_SHARE", 0.7 - share)
-    result = run()
-    assert result.exit_code == 0 and "resuming after step 2" in result.output, result.output
+    result = passed(run())
+    assert "resuming after step 2" in result.output
     assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen
 
 
@@ -105,8 +104,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
 
     monkeypatch.setattr(loading, "load_model", load)
     options = ["--train", "weights", "--recover-minutes", "0.001", *options]
-    result = prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4")
-    assert result.exit_code == 0, result.output
+    passed(prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4"))
     assert found == alive
 
 
@@ -115,10 +113,9 @@ def test_masks_of_joint_training_are_applied_without_what_weights_learned(
 ) -> None:
     """The folder then has the dense model's weights, is worse than the pruned one, and terminal and pages say so."""
     options = ["--train", "weights", "--steps", "30"]
-    assert prune(tiny_model, tiny_text, tmp_path / "full", *options).exit_code == 0
+    passed(prune(tiny_model, tiny_text, tmp_path / "full", *options))
     masks = tmp_path / "full" / MASKS_FILE
-    result = CliRunner().invoke(main, ["apply", str(tiny_model), "--masks", str(masks), "-o", str(tmp_path / "again")])
-    assert result.exit_code == 0, result.output
+    result = passed(invoke("apply", tiny_model, "--masks", masks, "-o", tmp_path / "again"))
     (warning,) = (line for line in result.stderr.splitlines() if line.startswith("warning: "))
     assert "weights were trained together with these masks" in warning and "ddp-vllm recover" in warning
     heldout = heldout_of(tmp_path / "full", tiny_text)

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from runs import assert_refused, prune
+from click.testing import Result
+from commands import assert_refused, invoke, passed
+from runs import prune
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import load_recipe
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -40,14 +38,9 @@ def test_prune_writes_a_model_that_knows_how_it_was_made(pruned: tuple[Path, Res
     layers, provenance = read_checkpoint(output).layers, read_checkpoint(output).provenance
     assert sum(layer.num_kv_heads for layer in layers) == 7  # round(0.6·3·4)
     assert sum(layer.intermediate_size for layer in layers) == 173  # round(0.6·3·96)
-    model = AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)
-    tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
-    assert tokens.shape == (1, 7)
     assert load_recipe(None, provenance["recipe"]).model == tiny_model.name
     assert provenance["recipe"]["steps"] == 6 and provenance["head_unit"] == "kv-group"
     assert provenance["perplexity"]["dense"] > 1 and set(provenance["rounding"]) == {"attn", "mlp"}
-    gates, _ = read_masks(output / MASKS_FILE)
-    assert int((gates["attn"] > 0).sum()) == 7 and int((gates["mlp"] > 0).sum()) == 173
     lines = (output / "ddp_metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     text = result.stdout
@@ -62,8 +55,7 @@ def test_prune_writes_a_model_that_knows_how_it_was_made(pruned: tuple[Path, Res
 def test_attention_that_is_not_pruned_stays_whole(
     train: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    result = prune(tiny_model, tiny_text, tmp_path / "out", "--attention-sparsity", "0", "--train", train)
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = passed(prune(tiny_model, tiny_text, tmp_path / "out", "--attention-sparsity", "0", "--train", train))
     assert "budget: keep 12 of 12 attn units" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "out")
     assert [layer.query_heads_per_kv_head for layer in checkpoint.layers] == [(2, 2, 2, 2)] * 3
@@ -72,8 +64,7 @@ def test_attention_that_is_not_pruned_stays_whole(
 
 @pytest.mark.usefixtures("no_pictures")
 def test_widths_are_aligned_and_split_over_devices(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    result = prune(tiny_model, tiny_text, tmp_path / "out", "--align", "16", "--tp", "2")
-    assert result.exit_code == 0, result.output
+    result = passed(prune(tiny_model, tiny_text, tmp_path / "out", "--align", "16", "--tp", "2"))
     assert "budget: keep 173 of 288 mlp units (60.1%), mlp in blocks of 32" in result.stdout
     checkpoint = read_checkpoint(tmp_path / "out")
     widths = [layer.intermediate_size for layer in checkpoint.layers]
@@ -88,11 +79,9 @@ def test_apply_aligns_by_the_saliency_of_the_masks(
     masks = pruned[0] / MASKS_FILE
 
     def apply(align: str, path: Path = masks) -> Result:
-        arguments = ["apply", str(tiny_model), "--masks", str(path), "-o", str(tmp_path / "out"), "--align", align]
-        return CliRunner().invoke(main, arguments)
+        return invoke("apply", tiny_model, "--masks", path, "-o", tmp_path / "out", "--align", align)
 
-    result = apply("32")
-    assert result.exit_code == 0, result.output
+    passed(apply("32"))
     checkpoint = read_checkpoint(tmp_path / "out")
     widths = [layer.intermediate_size for layer in checkpoint.layers]
     assert sum(widths) == 160 and not any(width % 32 for width in widths)
@@ -149,15 +138,14 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
         patch.setattr(Trainer, "step", interrupted(2))
         result = prune(tiny_model, tiny_text, tmp_path / "other")
         assert result.exit_code == 130 and result.stderr == "\nddp-vllm: stopped\n"
-    result = prune(tiny_model, tiny_text, tmp_path / "out")
-    assert result.exit_code == 0 and "resuming after step 4" in result.stdout
+    result = passed(prune(tiny_model, tiny_text, tmp_path / "out"))
+    assert "resuming after step 4" in result.stdout
     same = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", pruned[0])]
     assert same[0] == same[1]
 
 
 def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:
-    arguments = ["apply", str(tiny_model), "--masks", str(pruned[0] / MASKS_FILE), "-o", str(tmp_path / "out"), "--tp"]
-    assert_refused(CliRunner().invoke(main, [*arguments, "0"]), 2, "tensor-parallel size is 0", "at least 1")
+    result = invoke("apply", tiny_model, "--masks", pruned[0] / MASKS_FILE, "-o", tmp_path / "out", "--tp", 8)
     words = ["tensor-parallel size 8 does not split layer", "KV heads", "valid sizes: 1", "prune with --tp 8"]
-    assert_refused(CliRunner().invoke(main, [*arguments, "8"]), 2, *words)
+    assert_refused(result, 2, *words)
     assert list(tmp_path.iterdir()) == []

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from runs import assert_refused, edit_json, edit_weights, prune
+from click.testing import Result
+from commands import assert_refused, invoke, passed
+from runs import edit_json, edit_weights, out_of_memory, prune
 from safetensors.torch import load_file, save_file
 
 from ddp_models.source import open_source
 from ddp_prune import train
 from ddp_prune.export import export
-from ddp_vllm.cli import main
 from ddp_vllm.manifest import MANIFEST
 from ddp_vllm.masks import MASKS_FILE
 
@@ -44,7 +44,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def apply(model: Path, masks: Path, output: Path, *more: str) -> Result:
-    return CliRunner().invoke(main, ["apply", str(model), "--masks", str(masks), "-o", str(output), *more])
+    return invoke("apply", model, "--masks", masks, "-o", output, *more)
 
 
 Edit = Callable[[Path], Any]
@@ -110,20 +110,15 @@ def test_eval_of_a_dense_model_that_no_class_can_load(model: Path, tmp_path: Pat
     edit_json(model / "config.json", hidden_act="nope")
     rows = tmp_path / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
-    arguments = ["eval", str(model), "--tasks", "piqa", "--rows", str(rows), "-o", str(tmp_path / "out")]
-    assert_refused(CliRunner().invoke(main, arguments), 3, str(model), "cannot be loaded by lm-eval's hf backend")
+    result = invoke("eval", model, "--tasks", "piqa", "--rows", rows, "-o", tmp_path / "out")
+    assert_refused(result, 3, str(model), "cannot be loaded by lm-eval's hf backend")
 
 
 @pytest.mark.parametrize("where", ["load", "Evaluation"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is made here: no GPU runs in these tests."""
-
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(train, where, run_out)
+    monkeypatch.setattr(train, where, out_of_memory)
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out"), 6, str(tiny_model), "memory of a device", "--shard")
     assert list(tmp_path.iterdir()) == []
 
@@ -142,8 +137,6 @@ def test_texts_that_cannot_be_used(tiny_model: Path, tmp_path: Path, capfd: pyte
 
 def test_names_of_models_texts_and_outputs(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """The first two are written into the checkpoint."""
-    assert_refused(prune(tmp_path / "none", tiny_text, tmp_path / "out"), 3, str(tmp_path / "none"), "check the path")
-    assert_refused(apply(tmp_path / "none", tmp_path / "m", tmp_path / "out"), 3, "check the path")
     for name in ("o" * 250, os.fsdecode(b"o\xff")):
         assert_refused(prune(tiny_model, tiny_text, tmp_path / name), 5, "bytes of UTF-8")
     assert list(tmp_path.iterdir()) == []
@@ -164,7 +157,8 @@ def test_outputs_that_exist_or_cannot_be_written(
     assert_refused(prune(tiny_model, tiny_text, tmp_path, "--overwrite"), 5, str(tmp_path), "leaves it alone")
     assert_refused(prune(tiny_model, tiny_text, thesis / "out"), 5, "thesis.txt", "cannot be written")
     (output / "old").write_text("")
-    assert prune(tiny_model, tiny_text, output, "--overwrite").exit_code == 0 and not (output / "old").exists()
+    passed(prune(tiny_model, tiny_text, output, "--overwrite"))
+    assert not (output / "old").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "thesis.txt"}
     assert thesis.read_text() == "years of work"
 
@@ -177,11 +171,6 @@ def test_the_dense_model_is_no_output(pruned: Path, model: Path, tiny_text: Path
         assert_refused(prune(model, tiny_text, output, "--overwrite"), 5, "dense model", "choose another folder")
         assert_refused(apply(model, pruned / MASKS_FILE, output, "--overwrite"), 5, "dense model")
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
-
-
-def test_a_pruned_model_is_no_dense_one_nor_the_other_way_round(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
-    assert_refused(CliRunner().invoke(main, ["inspect", str(tiny_model)]), 7, "not a pruned checkpoint")
-    assert_refused(prune(pruned, "a.jsonl", tmp_path / "out"), 3, "pruned already")
 
 
 PROVENANCE: dict[str, str] = {  # of masks; words of the refusal
@@ -214,6 +203,6 @@ def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: 
         save_file(gates, masks, {"ddp": "{}"})
         refused("mlp gates", "prune again")
     save_file(load_file(pruned / MASKS_FILE), masks, {"ddp": '{"recipe": {"data": 5, "model": "m"}}'})
-    assert apply(tiny_model, masks, tmp_path / "fine").exit_code == 0  # fields that are not read may be odd
+    passed(apply(tiny_model, masks, tmp_path / "fine"))  # fields that are not read may be odd
     shutil.rmtree(tmp_path / "fine")
     assert [path.name for path in tmp_path.iterdir()] == [MASKS_FILE]

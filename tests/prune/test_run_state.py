@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from runs import assert_refused, die_at, edit_weights, prune, small_files
+from commands import assert_refused, passed
+from runs import die_at, edit_weights, prune, small_files
 
 from ddp_prune.recipe import Recipe
 from ddp_training import fingerprint as fingerprint_module
@@ -50,8 +51,7 @@ def test_other_text_or_weights_start_anew(changed: str, work: Path) -> None:
         text.write_text(text.read_text().replace("fox", "cat"))
     else:
         edit_weights(work / "model", lambda weights: weights["model.layers.1.mlp.up_proj.weight"].mul_(1.5))
-    result = _prune(work)
-    assert result.exit_code == 0, result.output
+    result = passed(_prune(work))
     assert f"another run was put aside in {work / 'out.run.old'}\n" in result.stdout
     assert "search 1/6" in result.stdout and "resuming after" not in result.stdout
     assert not (work / "out.run").exists() and (work / "out.run.old" / "state.safetensors").read_bytes() == saved
@@ -181,8 +181,8 @@ def test_one_process_works_on_a_run_and_what_a_killed_one_left_is_no_hindrance(w
         result = _prune(work)
     assert_refused(result, 5, f"another process works on {work / 'out.run'}")
     assert "search" not in result.stdout and not (work / "out").exists()
-    result = _prune(work)
-    assert result.exit_code == 0 and "put aside" not in result.stdout, result.output
+    result = passed(_prune(work))
+    assert "put aside" not in result.stdout
     assert sorted(path.name for path in work.iterdir()) == ["model", "out", "text [v2].jsonl"]
 
 

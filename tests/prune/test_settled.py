@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
-from click.testing import CliRunner, Result
-from runs import die_at, weights
+from click.testing import Result
+from commands import invoke, passed
+from runs import assert_same_weights, die_at
 
 from ddp_models.source import open_source
 from ddp_prune import mode, timing
@@ -18,7 +18,6 @@ from ddp_prune.run import Run
 from ddp_prune.timing import fit_minutes
 from ddp_training import memory
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.errors import SettingError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -38,16 +37,15 @@ def test_the_rate_is_found_by_trials_which_leave_no_trace(
 
     def run(name: str, *more: str) -> Result:
         options = ["--train", mode, "--steps", "28", "--save-every", "4", "-o", str(tmp_path / name)]
-        return CliRunner().invoke(main, ["prune", *of(tiny_model, tiny_text), *options, *more])
+        return invoke("prune", *of(tiny_model, tiny_text), *options, *more)
 
     die_at(26, lambda: run("found"))
     result = run("found")
     assert "resuming after step 24" in result.output and "held-out loss" not in result.output
     found = read_checkpoint(tmp_path / "found").provenance["learning_rate"]
     assert found["highest"] in RATES[mode] and f"{found['highest']:g}" in found["trials"]
-    assert run("told", "--learning-rate", str(found["highest"])).exit_code == 0
-    one, other = weights(tmp_path / "found"), weights(tmp_path / "told")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    passed(run("told", "--learning-rate", str(found["highest"])))
+    assert_same_weights(tmp_path / "found", tmp_path / "told")
 
 
 def test_minutes_become_steps_that_a_resumed_run_keeps(
@@ -56,8 +54,7 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     """On a machine whose clock tells 0.05 seconds per step; a resumed run does not look at it again."""
     monkeypatch.setattr(timing, "seconds_a_step", lambda *_: 0.05)
     options = [*of(tiny_model, tiny_text), "--train", "masks", "--minutes", "0.05", "--save-every", "1"]
-    options += ["-o", str(tmp_path / "out")]
-    run = partial(CliRunner().invoke, main, ["prune", *options])
+    run = partial(invoke, "prune", *options, "-o", tmp_path / "out")
     die_at(4, run)
     monkeypatch.setattr(timing, "seconds_a_step", lambda *_: 9.0)
     result = run()
@@ -65,9 +62,9 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     recipe = read_checkpoint(tmp_path / "out").provenance["recipe"]
     line = f"0.05 minutes: {recipe['steps']:,} steps of {recipe['batch_size']} × {recipe['seq_len']} tokens"
     assert recipe["steps"] == 60 and line in result.output.replace("\n", " ")
-    anew = CliRunner().invoke(main, ["prune", *options, "--overwrite"])  # nothing is resumed
+    anew = run("--overwrite")  # nothing is resumed
     assert anew.exit_code == 2 and "minutes is 0.05, enough for 0 steps" in anew.output
-    both = CliRunner().invoke(main, ["prune", *options, "--overwrite", "--steps", "9"])
+    both = run("--overwrite", "--steps", "9")
     assert both.exit_code == 2 and "steps and minutes are given" in both.output
 
 
@@ -157,7 +154,7 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
 
     def run(name: str, rate: str) -> Result:
         options = ["--train", "weights", "--steps", "12", "--learning-rate", rate, "--watch", str(other)]
-        return CliRunner().invoke(main, ["prune", *of(tiny_model, tiny_text), *options, "-o", str(tmp_path / name)])
+        return invoke("prune", *of(tiny_model, tiny_text), *options, "-o", tmp_path / name)
 
     harmed, sound = run("harmed", "0.3"), run("sound", "1e-5")
     assert harmed.exit_code == sound.exit_code == 0, (harmed.output, sound.output)

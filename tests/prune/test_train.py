@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BLOCKS, STEPS, Lab, assert_same
+from runs import BLOCKS, STEPS, Lab, assert_same, out_of_memory
 
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
@@ -176,15 +176,12 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_masks(lab: La
 
 
 def test_a_run_that_ran_out_of_memory_resumes_with_what_it_was_told_to_try(lab: Lab) -> None:
-    """The error is made here: no GPU runs in these tests. 3 does not divide the 4 sequences of a step."""
+    """3 does not divide the 4 sequences of a step."""
     expected, steps = lab.run("whole", micro_batch_size=4), list[float]()
 
     def run_out(metrics: dict[str, float]) -> None:
         if metrics["step"] == 6:
-            hook.append(lab.gated.model.model.norm.register_forward_pre_hook(refuse))
-
-    def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            hook.append(lab.gated.model.model.norm.register_forward_pre_hook(out_of_memory))
 
     hook: list[Any] = []
     told = r"ran out of memory at step 7; .*out\.run.*micro_batch_size = 1"

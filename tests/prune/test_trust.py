@@ -12,43 +12,56 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from hostile import ATTACKS, LOADABLE, make_hostile
-from runs import SMALL, assert_refused
+from commands import assert_refused, invoke, passed
+from runs import SMALL, edit_json
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ddp_text.templates import Templates
-from ddp_vllm.cli import main
 from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.remote_code.__init__ import FILES
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join(map(str, (ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks")))
+CODE = """
+import pathlib
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+pathlib.Path({ran!r}).touch()
+class Config(LlamaConfig): ...
+class Model(LlamaForCausalLM): ...
+class Tokenizer(PreTrainedTokenizerFast): ...
+def generate(model, *args, **kwargs): raise AssertionError
+"""
+TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}{{% for m in messages %}}{{{{ m.content }}}}"
+TEMPLATE += "{{% endfor %}}"
+LOADABLE = ("config", "tokenizer", "generation")
+"""Attacks on a model that loads without its code; the others may keep it from being loaded."""
+ATTACKS = (*LOADABLE, "tokenizer class", "chat template", "index")
 OF_A_RUN = {"ddp_metrics.jsonl", "report.html", "report"}
 
 
-def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list[str]]:
+def verbs(dense: Path, pruned: Path, text: Path, output: Path) -> dict[str, list[Any]]:
     """Return a command line of each verb that reads a model, but `bench` and `profile`, which start vLLM."""
     rows = output.parent / "piqa_val.jsonl"
     rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
-    lm_eval = ["--tasks", "piqa", "--rows", str(rows), "--limit", "1", "--max-length", "64", "-o", str(output)]
+    lm_eval = ["--tasks", "piqa", "--rows", rows, "--limit", "1", "--max-length", "64", "-o", output]
     return {
-        "prune": ["prune", str(dense), "--sparsity", "0.4", "--data", str(text), "-o", str(output), *SMALL],
-        "apply": ["apply", str(dense), "--masks", str(pruned / MASKS_FILE), "-o", str(output)],
+        "prune": ["prune", dense, "--sparsity", "0.4", "--data", text, "-o", output, *SMALL],
+        "apply": ["apply", dense, "--masks", pruned / MASKS_FILE, "-o", output],
         "recover": [
-            *("recover", str(pruned), "--teacher", str(dense), "--tokens", "32", "--data", str(text)),
-            *("--seq-len", "16", "--batch-size", "2", "-o", str(output)),
+            *("recover", pruned, "--teacher", dense, "--tokens", "32", "--data", text),
+            *("--seq-len", "16", "--batch-size", "2", "-o", output),
         ],
-        "quantize": ["quantize", str(pruned), "--scheme", "W8A8", "-o", str(output)],
-        "export": ["export", str(pruned), "-o", str(output)],
-        "push": ["push", str(pruned), "me/x", "--dry-run"],
-        "report": ["report", str(pruned), "-o", str(output)],
-        "compare": ["compare", str(pruned), "--dense", str(dense), "-o", str(output.with_suffix(".html"))],
-        "eval": ["eval", str(pruned), *lm_eval],
-        "eval of a dense model": ["eval", str(dense), *lm_eval],
+        "quantize": ["quantize", pruned, "--scheme", "W8A8", "-o", output],
+        "export": ["export", pruned, "-o", output],
+        "push": ["push", pruned, "me/x", "--dry-run"],
+        "report": ["report", pruned, "-o", output],
+        "compare": ["compare", pruned, "--dense", dense, "-o", output.with_suffix(".html")],
+        "eval": ["eval", pruned, *lm_eval],
+        "eval of a dense model": ["eval", dense, *lm_eval],
     }
 
 
@@ -86,6 +99,32 @@ def test_whoever_reads_a_model_says_that_its_code_is_not_trusted() -> None:
 REFUSING = ("push", "export", "quantize")  # changed folders; no form in GGUF; no llm-compressor here
 
 
+def make_hostile(folder: Path, attack: str, ran: Path) -> Path:
+    """Change one thing of a dense or pruned folder so that whoever trusts it creates the file `ran`."""
+    code = CODE.format(ran=str(ran))
+    for name in ("evil", "tokenization_evil", *(file.stem for file in FILES if attack == "config")):
+        (folder / f"{name}.py").write_text(code)
+    if attack == "config":
+        edit_json(folder / "config.json", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    elif attack.startswith("tokenizer"):
+        stated = {"tokenizer_class": "EvilTokenizer"} if attack == "tokenizer class" else {}
+        auto_map = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+        edit_json(folder / "tokenizer_config.json", auto_map=auto_map, **stated)
+    elif attack == "generation":
+        (folder / "custom_generate").mkdir()
+        (folder / "custom_generate" / "generate.py").write_text(code)
+        edit_json(folder / "generation_config.json", custom_generate=str(folder))
+    elif attack == "chat template":
+        (folder / "chat_template.jinja").write_text(TEMPLATE.format(ran=ran))
+    else:
+        weights = folder / "model.safetensors"
+        weights.rename(folder / "model-1.safetensors")
+        (folder.parent / "model-1.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes())
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../model-1.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
 @pytest.fixture
 def hostile(tiny_model: Path, pruned: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path, Path]]:
     """Make a dense and a pruned folder with some attacks; return them and the file that their code would create."""
@@ -108,12 +147,12 @@ def test_no_verb_runs_code_that_came_with_a_model(
 ) -> None:
     """The model is read without its code, and the output holds none of it."""
     dense, folder, ran = hostile(*LOADABLE)
-    result = CliRunner().invoke(main, verbs(dense, folder, conversations, tmp_path / "out")[verb])
+    result = invoke(*verbs(dense, folder, conversations, tmp_path / "out")[verb])
     assert not ran.exists()
     if verb in REFUSING:
         assert_refused(result, result.exit_code)
     else:
-        assert result.exit_code == 0, result.stderr
+        passed(result)
     for path in (tmp_path / "out").rglob("*.py"):
         assert path.read_bytes() in [file.read_bytes() for file in FILES]
     if (tmp_path / "out" / "config.json").exists():
@@ -130,7 +169,7 @@ def test_code_that_keeps_a_model_from_being_loaded_does_not_run(
     attack: str, hostile: Callable[..., tuple[Path, Path, Path]], conversations: Path, tmp_path: Path, cache: Path
 ) -> None:
     dense, folder, ran = hostile(attack)
-    result = CliRunner().invoke(main, verbs(dense, folder, conversations, tmp_path / "out")["prune"])
+    result = invoke(*verbs(dense, folder, conversations, tmp_path / "out")["prune"])
     assert not ran.exists()
     if result.exit_code:
         assert_refused(result, result.exit_code)
@@ -144,18 +183,9 @@ def test_benchmarks_run_no_code_that_came_with_a_model(
     """Up to the start of vLLM, which does not know the last word."""
     dense, folder, ran = hostile(*LOADABLE)
     monkeypatch.setenv("PYTHONPATH", PATH)
-    models = ["--dense", str(dense), "--pruned", str(folder)] if verb == "bench steps" else [str(dense)]
-    arguments = [
-        *verb.split(),
-        *models,
-        "--context-length",
-        "128",
-        "-o",
-        str(tmp_path / "out.json"),
-        "--",
-        "--no-such-word",
-    ]
-    assert_refused(CliRunner().invoke(main, arguments), 8, "ended with code 2")
+    models = ["--dense", dense, "--pruned", folder] if verb == "bench steps" else [dense]
+    words = [*verb.split(), *models, "--context-length", "128", "-o", tmp_path / "out.json", "--", "--no-such-word"]
+    assert_refused(invoke(*words), 8, "ended with code 2")
     assert not ran.exists()
 
 
@@ -170,7 +200,7 @@ def test_no_verb_follows_a_link_out_of_a_model_folder(
         for name in ("chat_template.jinja", METRICS_FILE):
             (each / name).unlink(missing_ok=True)
             (each / name).symlink_to(secret)
-    result = CliRunner().invoke(main, verbs(dense, folder, tiny_text, tmp_path / "out")[verb])
+    result = invoke(*verbs(dense, folder, tiny_text, tmp_path / "out")[verb])
     told = "is not as it was written" if verb == "push" else "is a link out of the model's folder"
     assert_refused(result, result.exit_code, told)
     assert result.exit_code in (3, 7) and not [path for path in tmp_path.glob("out*") if path.is_file()]
@@ -187,9 +217,8 @@ def test_a_link_out_of_the_folder_is_not_published(
     file.parent.mkdir(exist_ok=True)
     file.rename(secret) if file.exists() else secret.mkdir()
     file.symlink_to(secret)
-    arguments = ["apply", str(dense), "--masks", str(masks / MASKS_FILE), "-o", str(tmp_path / "out")]
-    code = 7 if name == MASKS_FILE else 3
-    assert_refused(CliRunner().invoke(main, arguments), code, name, "link out of the model's folder")
+    result = invoke("apply", dense, "--masks", masks / MASKS_FILE, "-o", tmp_path / "out")
+    assert_refused(result, 7 if name == MASKS_FILE else 3, name, "link out of the model's folder")
 
 
 def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path, tmp_path: Path) -> None:
@@ -202,8 +231,7 @@ def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path,
     (snapshot / "tokenizer_secret").write_text("secret")
     (snapshot / "again.json").symlink_to("config.json")
     (snapshot / "tokenizer_code.py").write_text("")
-    arguments = ["apply", str(snapshot), "--masks", str(pruned / MASKS_FILE), "-o", str(tmp_path / "out")]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
+    passed(invoke("apply", snapshot, "--masks", pruned / MASKS_FILE, "-o", tmp_path / "out"))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in pruned.iterdir()} - OF_A_RUN
 
 
@@ -270,5 +298,5 @@ def test_a_chat_template_that_does_not_end_is_an_error(
     for each in (dense, folder):
         (each / "chat_template.jinja").write_text(NESTED)
     text = conversations if verb == "prune" else tiny_text
-    result = CliRunner().invoke(main, verbs(dense, folder, text, tmp_path / "out")[verb])
+    result = invoke(*verbs(dense, folder, text, tmp_path / "out")[verb])
     assert_refused(result, 4, "chat template of", "it takes more than")

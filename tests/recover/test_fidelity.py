@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
-from runs import assert_refused, prune
+from commands import assert_refused, invoke, passed
+from runs import out_of_memory, prune
 
 from ddp_models.evaluation import Evaluation
 from ddp_models.loading import load_model
@@ -17,7 +17,6 @@ from ddp_models.source import open_source
 from ddp_training.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.cli import main
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.compare import text_table
 from ddp_vllm.pages.measurements import collect
@@ -46,7 +45,7 @@ def once(tiny_model: Path, tiny_text: Path, tmp_path_factory: pytest.TempPathFac
         patch.setenv("DDP_VLLM_CACHE", str(folder / "cache"))
         patch.setattr("ddp_vllm.pages.written.write_report", lambda _checkpoint, output: output)
         patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
-        assert prune(tiny_model, tiny_text, folder / "pruned").exit_code == 0
+        passed(prune(tiny_model, tiny_text, folder / "pruned"))
     return folder / "pruned", folder / "cache"
 
 
@@ -71,9 +70,7 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, text:
     chats = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "melt ice"}, {"from": "gpt", "value": "the sun does that, the sun"}]
     chats.write_text((json.dumps({"conversations": turns}) + "\n") * 20)
-    command = ["eval", str(pruned), "--max-length", "16", "--text", str(text), "--text", str(chats)]
-    done = CliRunner().invoke(main, command)
-    assert done.exit_code == 0, done.output
+    done = passed(invoke("eval", pruned, "--max-length", "16", "--text", text, "--text", chats))
     assert f"{text.name}: perplexity" in done.output and "nats" in done.output
     (file,) = (pruned / "eval").glob("text_*.json")
     found = json.loads(file.read_text())["texts"]
@@ -111,13 +108,9 @@ def test_perplexity_over_masked_text_is_that_of_its_tokens(tiny_model: Path) -> 
 
 
 def test_text_that_a_device_cannot_hold(pruned: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is made where torch makes it in reading: no GPU runs in these tests."""
-
-    def run_out(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr("transformers.models.llama.LlamaModel.forward", run_out)
-    refused = CliRunner().invoke(main, ["eval", str(pruned), "--max-length", "16", "--text", str(text)])
+    """The error is made where torch makes it in reading."""
+    monkeypatch.setattr("transformers.models.llama.LlamaModel.forward", out_of_memory)
+    refused = invoke("eval", pruned, "--max-length", "16", "--text", text)
     assert_refused(refused, 6, str(pruned), "memory of the device", "--max-length")
     assert not (pruned / "eval").exists()
 
@@ -125,16 +118,16 @@ def test_text_that_a_device_cannot_hold(pruned: Path, text: Path, monkeypatch: p
 def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a word")
-    twin, own = tmp_path / "elsewhere" / short.name, [str(pruned), "--text", str(short)]
+    twin, own = tmp_path / "elsewhere" / short.name, [pruned, "--text", short]
     for words, reason in (
         (own, "give more text, or lower --max-length"),
-        ([str(tiny_model), "--text", str(short)], "pass that model with --against"),
+        ([tiny_model, "--text", short], "pass that model with --against"),
         ([*own, "--max-length", "3"], "below 16"),
         ([*own, "--limit", "3"], "--limit has no effect without --tasks"),
-        ([*own, "--text", str(twin)], "two texts are called short.txt"),
-        ([str(pruned), "--text", str(tmp_path / "none.txt")], "is not a file"),
+        ([*own, "--text", twin], "two texts are called short.txt"),
+        ([pruned, "--text", tmp_path / "none.txt"], "is not a file"),
     ):
-        refused = CliRunner().invoke(main, ["eval", *words])
+        refused = invoke("eval", *words)
         assert_refused(refused, refused.exit_code, reason)
         assert refused.exit_code and not (pruned / "eval").exists() and not (tiny_model / "eval").exists()
     other, config = tmp_path / "other", json.loads((tiny_model / "config.json").read_text())
@@ -145,7 +138,6 @@ def test_what_cannot_be_compared(pruned: Path, tiny_model: Path, tmp_path: Path)
     ):
         changed = config | {"quantization_config": quantized, "vocab_size": 1 + config["vocab_size"]}
         (other / "config.json").write_text(json.dumps(changed))
-        words = ["eval", str(other), "--against", str(tiny_model), "--text", str(short)]
-        assert_refused(CliRunner().invoke(main, words), 3, reason)
+        assert_refused(invoke("eval", other, "--against", tiny_model, "--text", short), 3, reason)
     shutil.rmtree(cache_folder() / "origins")  # as on another machine
-    assert_refused(CliRunner().invoke(main, ["eval", *own]), 2, "which is not on this machine; pass it with --against")
+    assert_refused(invoke("eval", *own), 2, "which is not on this machine; pass it with --against")

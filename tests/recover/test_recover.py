@@ -5,13 +5,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from runs import assert_refused, prune, recover, weights
+from click.testing import Result
+from commands import assert_refused, invoke, passed
+from runs import assert_same_weights, die_at, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
 from ddp_recover.weight_trainer import WeightTrainer
@@ -21,33 +23,9 @@ from ddp_training.loss import losses
 from ddp_training.run_state import RunState
 from ddp_vllm import output
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 from ddp_vllm.pages import written
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-
-
-def assert_equal_weights(one: Path, other: Path) -> None:
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.fixture
-def die_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Result]], None]:
-    """Run a command that is interrupted before the step of this number."""
-    step = WeightTrainer.step
-
-    def run(at: int, command: Callable[[], Result]) -> None:
-        def die(self: WeightTrainer, number: int) -> dict[str, float]:
-            if number == at:
-                raise KeyboardInterrupt
-            return step(self, number)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(WeightTrainer, "step", die)
-            assert command().exit_code != 0
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +35,7 @@ def recovered(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(written, "write_report", lambda _checkpoint, output: output)
         patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
-        assert recover(pruned, folder).exit_code == 0
+        passed(recover(pruned, folder))
     return folder
 
 
@@ -66,8 +44,8 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     method: str, pruned: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """Plain transformers finds the stated perplexity; every weight but the embedding has moved."""
-    result = recover(pruned, tmp_path / "out", "--method", method, "--dtype", "float32")
-    assert result.exit_code == 0 and "recovered" in result.output, result.output
+    result = passed(recover(pruned, tmp_path / "out", "--method", method, "--dtype", "float32"))
+    assert "recovered" in result.output
     before, after = read_checkpoint(pruned), read_checkpoint(tmp_path / "out")
     assert after.layers == before.layers and after.shapes == before.shapes
     quality, recovery = after.provenance["perplexity"], after.provenance["recovery"]
@@ -91,41 +69,38 @@ def test_the_written_model_is_the_evaluated_one_and_better(
 
 
 @pytest.mark.parametrize(("method", "steps"), [("full", 7), ("lora", 3)])
-def test_a_killed_run_resumes_to_the_bit(
-    method: str, steps: int, pruned: Path, tmp_path: Path, die_at: Callable[..., None]
-) -> None:
+def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
     options = ["--method", method, "--save-every", "3"]
-    assert recover(pruned, tmp_path / "whole", *options).exit_code == 0
-    die_at(steps, lambda: recover(pruned, tmp_path / "out", *options))
+    passed(recover(pruned, tmp_path / "whole", *options))
+    die_at(steps, lambda: recover(pruned, tmp_path / "out", *options), WeightTrainer)
     less_memory = ["--activation-checkpointing", "on", "--save-every", "5"]  # as an error advises; same gradients
     result = recover(pruned, tmp_path / "out", "--method", method, *less_memory)
     assert f"resuming after step {steps // 3 * 3}" in result.output, result.output
-    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+    assert_same_weights(tmp_path / "whole", tmp_path / "out")
     lines = [json.loads(line)["step"] for line in (tmp_path / "out" / "ddp_recovery.jsonl").read_text().splitlines()]
     assert lines == list(range(1, 31))
 
 
 def test_minutes_become_a_number_of_steps_that_a_resumed_run_keeps(
-    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, die_at: Callable[..., None]
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is timed once: a run that resumes on a machine of another speed ends with the same weights."""
     seconds, timed = iter([1.0, 50.0]), WeightTrainer.seconds_a_step
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: timed(self) and next(seconds))
-    command = ["recover", str(pruned), "-o", str(tmp_path / "out"), "--minutes", "0.15", "--save-every", "2"]
-    die_at(4, lambda: CliRunner().invoke(main, command))
-    result = CliRunner().invoke(main, command)
+    run = partial(invoke, "recover", pruned, "-o", tmp_path / "out", "--minutes", "0.15", "--save-every", "2")
+    die_at(4, run, WeightTrainer)
+    result = run()
     assert "resuming after step 4" in result.output, result.output
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["tokens"] == 9 * 32
-    assert recover(pruned, tmp_path / "untimed", "--tokens", "288").exit_code == 0
-    assert_equal_weights(tmp_path / "out", tmp_path / "untimed")  # timing a step trained nothing
+    passed(recover(pruned, tmp_path / "untimed", "--tokens", "288"))
+    assert_same_weights(tmp_path / "out", tmp_path / "untimed")  # timing a step trained nothing
 
 
 def test_experts_are_trained_at_their_widths(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Mixtral's names on disk are not those of transformers' modules."""
-    assert prune(tiny_experts, tiny_text, tmp_path / "pruned").exit_code == 0
+    passed(prune(tiny_experts, tiny_text, tmp_path / "pruned"))
     for method in ("full", "lora"):
-        result = recover(tmp_path / "pruned", tmp_path / method, "--method", method)
-        assert result.exit_code == 0, result.output
+        passed(recover(tmp_path / "pruned", tmp_path / method, "--method", method))
         before, after = weights(tmp_path / "pruned"), weights(tmp_path / method)
         experts = [name for name in before if ".block_sparse_moe.experts." in name]
         assert len(experts) > 10 and not any(torch.equal(before[name], after[name]) for name in experts)
@@ -134,9 +109,8 @@ def test_experts_are_trained_at_their_widths(tiny_experts: Path, tiny_text: Path
 
 
 def test_prune_with_recover_is_prune_and_then_recover(
-    recovered: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    die_at: Callable[..., None],
-) -> None:  # fmt: skip
+    recovered: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed in the recovery, the same command does not train the masks again; settings of memory are handed on."""
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
     memory = {"activation_checkpointing": "on", "save_every": 3}
@@ -145,11 +119,11 @@ def test_prune_with_recover_is_prune_and_then_recover(
     def run() -> Result:
         return prune(tiny_model, tiny_text, tmp_path / "out", "--recover-minutes", "1", *options)
 
-    die_at(0, run)
+    die_at(0, run, WeightTrainer)
     assert "recovery" not in read_checkpoint(tmp_path / "out").provenance
-    result = run()
-    assert result.exit_code == 0 and "search" not in result.output and "recover 30/30" in result.output
-    assert_equal_weights(tmp_path / "out", recovered)
+    result = passed(run())
+    assert "search" not in result.output and "recover 30/30" in result.output
+    assert_same_weights(tmp_path / "out", recovered)
     recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
     assert {name: recipe[name] for name in memory} == memory
     assert_refused(run(), 5, "exists")
@@ -211,10 +185,10 @@ def test_a_recovery_in_place_happens_once_whenever_it_was_killed(
         for what in KILLS[moment]:
             patch.setattr(*what)
         run()
-    result = run()
-    assert result.exit_code == 0 and "search" not in result.output, result.output
+    result = passed(run())
+    assert "search" not in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert_equal_weights(out, recovered)
+    assert_same_weights(out, recovered)
 
 
 @pytest.mark.parametrize("moment", ["write_report", "remove"])
@@ -235,8 +209,8 @@ def test_a_command_that_was_killed_after_its_output_was_written_is_finished(
     assert (tmp_path / f"{name}.run" / "state.safetensors").exists()
     before = weights(tmp_path / name)
     assert_refused(run("--seed", "1"), 5, "exists")  # another command leaves the output and the run
-    result = run()
-    assert result.exit_code == 0 and "/6 " not in result.output and "/30 " not in result.output, result.output
+    result = passed(run())
+    assert "/6 " not in result.output and "/30 " not in result.output
     assert not list(tmp_path.glob(f"{name}.run*"))
     assert all(torch.equal(weights(tmp_path / name)[each], tensor) for each, tensor in before.items())
     assert_refused(run(), 5, "exists")
@@ -247,10 +221,9 @@ def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
 ) -> None:
     """A recovered model is recovered once more, on another text; text that is trained on is not watched."""
     numbers = write_texts("numbers.jsonl", [" ".join(str(i * j) for i in range(40)) for j in range(60)])
-    assert recover(pruned, tmp_path / "good", "--learning-rate", "5e-3").exit_code == 0
+    passed(recover(pruned, tmp_path / "good", "--learning-rate", "5e-3"))
     badly = ("--learning-rate", "0.03", "--warmup", "0")
-    result = recover(tmp_path / "good", tmp_path / "out", "--data", str(numbers), *badly)
-    assert result.exit_code == 0, result.output
+    result = passed(recover(tmp_path / "good", tmp_path / "out", "--data", str(numbers), *badly))
     (name,) = read_checkpoint(tmp_path / "out").provenance["recovery"]["watched"]
     assert re.search(f"worse than before recovery on .*/{name};", result.output)
     assert f"worse than before recovery on {numbers}" not in result.output
@@ -266,12 +239,11 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
 ) -> None:
     """And the result can be recovered from the model that the masks were applied to."""
     shutil.copytree(tiny_model, tmp_path / "copy")
-    masks = str(recovered / "ddp_masks.safetensors")
-    command = ["apply", str(tmp_path / "copy"), "--masks", masks, "-o", str(tmp_path / "again")]
-    assert CliRunner().invoke(main, command).exit_code == 0
-    assert_equal_weights(pruned, tmp_path / "again")
+    masks = recovered / "ddp_masks.safetensors"
+    passed(invoke("apply", tmp_path / "copy", "--masks", masks, "-o", tmp_path / "again"))
+    assert_same_weights(pruned, tmp_path / "again")
     assert not {"recovery", "perplexity"} & read_checkpoint(tmp_path / "again").provenance.keys()
-    assert recover(tmp_path / "again", tmp_path / "recovered", "--tokens", "64").exit_code == 0
+    passed(recover(tmp_path / "again", tmp_path / "recovered", "--tokens", "64"))
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == "copy"
 
 
@@ -283,6 +255,6 @@ def test_auto_trains_all_weights_where_memory_holds_an_optimizer(
 ) -> None:
     monkeypatch.setattr("ddp_training.memory.free_memory", lambda _: free)
     with torch.compiler.set_stance("force_eager"):
-        assert recover(pruned, tmp_path / "out", "--tokens", "64").exit_code == 0
+        passed(recover(pruned, tmp_path / "out", "--tokens", "64"))
     recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
     assert (recipe["method"], recipe["optimizer"]) == (method, optimizer)

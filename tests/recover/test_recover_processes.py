@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke, passed
 from runs import SMALL, prune
 from safetensors.torch import load_file
 from two_processes import command_line, launch
 
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.cli import main
 
 pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in the two
 
@@ -25,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in t
 def test_two_processes_recover_what_one_does(
     method: str, ways: dict[str, list[str]], tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    assert prune(tiny_model, tiny_text, tmp_path / "pruned").exit_code == 0
+    passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
     command = [
         "recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--data", str(tiny_text), "--method", method,
         "--tokens", "320", "--learning-rate", "1e-3", "-o",
     ]  # fmt: skip
-    assert CliRunner().invoke(main, [*command, str(tmp_path / "one")]).exit_code == 0
+    passed(invoke(*command, tmp_path / "one"))
     for name, more in ways.items():
         (first, out, err), (second, silence, _) = launch(tmp_path, command_line, *command, str(tmp_path / name), *more)
         assert first == second == 0, err
@@ -55,7 +54,7 @@ def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
 ) -> None:
     options = [*SMALL, "--train", "weights", "--sparsity", "0.4"]
     command = ["prune", str(tiny_model), "--data", str(tiny_text), *options, "-o"]
-    assert CliRunner().invoke(main, [*command, str(tmp_path / "one")]).exit_code == 0
+    passed(invoke(*command, tmp_path / "one"))
     (first, _, err), (second, _, _) = launch(tmp_path, command_line, *command, str(tmp_path / "two"), "--shard")
     assert first == second == 0, err
     assert_close(tmp_path / "two", tmp_path / "one")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from click.testing import CliRunner, Result
-from runs import BLOCKS, Lab, assert_refused, pools_of
+from click.testing import Result
+from commands import assert_refused, invoke, passed
+from runs import BLOCKS, Lab, pools_of
 
 from ddp_prune.masks_file import read_masks
 from ddp_prune.run import Run
@@ -21,7 +22,6 @@ from ddp_study.study import METHODS
 from ddp_study.tables import TABLES, chains
 from ddp_training.batches import Batches
 from ddp_training.run_state import RunState
-from ddp_vllm.cli import main
 
 pytestmark = pytest.mark.usefixtures("cache")
 LAYERS, EXPERTS, CHANNELS, KEPT = 3, 4, 10, 73
@@ -51,7 +51,7 @@ def test_text(tmp_path: Path) -> Path:
 def run_table(table: str, model: Path, text: Path, test: Path, output: Path, *options: str) -> Result:
     small = ["--steps", "4", "--batch-size", "2", "--seq-len", "16", "--samples", "3"]
     arguments = ["study", table, str(model), "--data", str(text), "--test", str(test), "-o", str(output), *small]
-    return CliRunner().invoke(main, [*arguments, *options])
+    return invoke(*arguments, *options)
 
 
 methods = partial(run_table, "methods")
@@ -69,8 +69,7 @@ def test_every_method_keeps_the_same_number(
     model, names = (tiny_model, DENSE) if kind == "dense" else (tiny_experts, EXPERT)
     other = "camera" if kind == "dense" else "wanda-sp"
     listed = ",".join([*names, other])
-    result = methods(model, tiny_text, test_text, tmp_path / "out", "--sparsity", "0.4", "--methods", listed)
-    assert result.exit_code == 0, (result.output, result.exception)
+    passed(methods(model, tiny_text, test_text, tmp_path / "out", "--sparsity", "0.4", "--methods", listed))
     found = cells(tmp_path / "out")
     expected = {"attn": 7, "mlp": 173} if kind == "dense" else {"experts": 192}
     for name in names:
@@ -104,12 +103,11 @@ def test_a_cell_is_measured_once_and_an_interruption_loses_one(
         assert methods(tiny_model, tiny_text, test_text, out, *options).exit_code == 130
     before = cells(out)
     assert set(before) == {"dense", "magnitude_0.4_0", "random_0.4_0"}
-    result = methods(tiny_model, tiny_text, test_text, out, *options)
-    assert result.exit_code == 0, result.output
+    result = passed(methods(tiny_model, tiny_text, test_text, out, *options))
     assert result.output.count("measured before") == 2 and cells(out).items() >= before.items()
     assert (out / "methods.md").read_text().count("random") and not list((out / "cells").glob("*.run"))
     alone = tmp_path / "alone"
-    assert methods(tiny_model, tiny_text, test_text, alone, "--sparsity", "0.4", "--methods", "fisher").exit_code == 0
+    passed(methods(tiny_model, tiny_text, test_text, alone, "--sparsity", "0.4", "--methods", "fisher"))
     assert cells(alone)["fisher_0.4_0"]["perplexity"] == cells(out)["fisher_0.4_0"]["perplexity"]
 
 
@@ -118,8 +116,7 @@ def test_scales_of_a_score_are_trained_and_a_masks_file_is_a_method(
 ) -> None:
     """The support of the score stays. A masks file is evaluated as it is, in the column of its sparsity."""
     options = ("--sparsity", "0.4", "--methods", "wanda-sp,ours", "--polish")
-    result = methods(tiny_model, tiny_text, test_text, tmp_path / "one", *options)
-    assert result.exit_code == 0, (result.output, result.exception)
+    passed(methods(tiny_model, tiny_text, test_text, tmp_path / "one", *options))
     files = {path.stem: path for path in (tmp_path / "one" / "cells").glob("*.safetensors")}
     assert set(files) == {"wanda-sp_0.4_0", "wanda-sp+scales_0.4_0", "ours_0.4_0"}
     support, scales = (read_masks(files[f"{name}_0.4_0"])[0] for name in ("wanda-sp", "wanda-sp+scales"))
@@ -127,8 +124,7 @@ def test_scales_of_a_score_are_trained_and_a_masks_file_is_a_method(
         assert torch.equal(gates > 0, support[kind] > 0) and gates.unique().numel() > 2
     masks = str(files["wanda-sp_0.4_0"])
     options = ("--sparsity", "0.4,0.6", "--methods", masks)
-    result = methods(tiny_model, tiny_text, test_text, tmp_path / "two", *options)
-    assert result.exit_code == 0, (result.output, result.exception)
+    passed(methods(tiny_model, tiny_text, test_text, tmp_path / "two", *options))
     found = {(cell["method"], cell.get("sparsity")): cell for cell in cells(tmp_path / "two").values()}
     assert found[masks, 0.4]["perplexity"] == cells(tmp_path / "one")["wanda-sp_0.4_0"]["perplexity"]  # type: ignore[index]
     assert "removes 42% and 40%" in str(found[masks, 0.6]["reason"])  # type: ignore[index]
@@ -138,15 +134,14 @@ def test_seeds_have_a_spread_a_command_fills_its_cell_and_a_folder_holds_one_stu
     tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
 ) -> None:
     out, options = tmp_path / "out", ("--sparsity", "0.4", "--methods", "random,fisher+scope=layer", "--seeds", "0,1")
-    result = methods(tiny_model, tiny_text, test_text, out, *options)
-    assert result.exit_code == 0, result.output
+    passed(methods(tiny_model, tiny_text, test_text, out, *options))
     values = [cells(out)[f"random_0.4_{seed}"]["perplexity"] for seed in (0, 1)]
     assert values[0] != values[1]
     page = (out / "methods.md").read_text()
     assert f"{sum(values) / 2:,.2f} ({min(values):,.2f} to {max(values):,.2f})" in page and "not measured" in page
     before = cells(out)["fisher+scope=layer_0.4_1"]
     (out / "cells" / "fisher+scope=layer_0.4_1.json").unlink()
-    assert CliRunner().invoke(main, shlex.split(str(before["command"]))[1:]).exit_code == 0
+    passed(invoke(*shlex.split(str(before["command"]))[1:]))
     assert cells(out)["fisher+scope=layer_0.4_1"]["perplexity"] == before["perplexity"]
     again = methods(tiny_model, tiny_text, test_text, out, *options, "--steps", "5")
     assert_refused(again, 2, "has a study with another steps")
@@ -198,8 +193,7 @@ ROWS = {"relaxations": 0, "recovery": 2, "cost": 0, "tokens": 0}  # rows that a 
 def test_a_table_has_its_rows_and_says_if_the_paper_is_right(
     table: str, tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
 ) -> None:
-    result = run_table(table, tiny_model, tiny_text, test_text, tmp_path, "--sparsity", "0.4")
-    assert result.exit_code == 0, (result.output, result.exception)
+    passed(run_table(table, tiny_model, tiny_text, test_text, tmp_path, "--sparsity", "0.4"))
     with open(tmp_path / f"{table}.csv", newline="") as file:
         dense, *rows = csv.DictReader(file)
     assert dense["method"] == "dense" and [row["method"] for row in rows] == list(TABLES[table].rows)
@@ -231,15 +225,15 @@ def test_tables_share_cells_and_each_shows_its_own(
     tiny_experts: Path, tiny_text: Path, test_text: Path, tmp_path: Path
 ) -> None:
     """A budget in every expert is for mixtures alone; a cell of another table is measured once."""
-    assert run_table("groups", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4").exit_code == 0
+    passed(run_table("groups", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4"))
     before = cells(tmp_path)
     assert len(before) == 7 and not any("reason" in cell for cell in before.values())
     for name, axes in {"paper+scope=expert": (0, 1), "paper+scope=layer": (0,)}.items():
         kept = read_masks(tmp_path / "cells" / f"{name}_0.4_0.safetensors")[0]["experts"] > 0
         places = kept.flatten(0, len(axes) - 1).flatten(1).sum(1)
         assert places.max() - places.min() <= 1, name
-    result = run_table("shapes", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4")
-    assert result.exit_code == 0 and result.output.count("measured before") == 2 and cells(tmp_path) == before
+    result = passed(run_table("shapes", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4"))
+    assert result.output.count("measured before") == 2 and cells(tmp_path) == before
     said = (tmp_path / "shapes.md").read_text()
     assert "experts lose more the less often they are chosen in " in said and "scope=layer" not in said
 
@@ -251,8 +245,7 @@ def test_text_given_again_makes_rows_of_its_own(
     other.write_text(tiny_text.read_text()[::-1])
     small = (tiny_model, tiny_text, test_text, tmp_path / "out", "--sparsity", "0.4", "--methods", "ours,fisher")
     assert_refused(run_table("data", *small[:4]), 2, "pass others with --other-data")
-    result = run_table("data", *small, "--other-data", str(other))
-    assert result.exit_code == 0, (result.output, result.exception)
+    passed(run_table("data", *small, "--other-data", str(other)))
     found = {str(cell["method"]): cell for cell in cells(tmp_path / "out").values()}
     assert set(found) == {"dense", "ours", "fisher", f"ours+data={other}", f"fisher+data={other}"}
     assert found["ours"]["perplexity"] != found[f"ours+data={other}"]["perplexity"]

@@ -1,0 +1,25 @@
+"""The command line in this process, and what is asserted of its results."""
+
+from click.testing import CliRunner, Result
+
+from ddp_vllm.cli import main
+
+
+def invoke(*words: object) -> Result:
+    """Run `ddp-vllm` with these words."""
+    return CliRunner().invoke(main, [*map(str, words)])
+
+
+def passed(result: Result) -> Result:
+    """Assert that a command succeeded, and return its result."""
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
+
+
+def assert_refused(result: Result, code: int, *words: str) -> None:
+    """One line, with an exit code of its own."""
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.stderr.startswith("ddp-vllm: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.stderr, result.stderr
