@@ -25,6 +25,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "dense trained"  # the row of the dense model trained on the same text
 TEXTS = {"wikitext2.txt": "WikiText-2", "c4.jsonl": "C4", "python.txt": "Python", "chats-heldout.jsonl": "chats"}
+LABELS = {
+    "masks": "ddp-vllm, masks only",
+    "joint": "ddp-vllm",
+    "joint W8A8": "ddp-vllm, then W8A8",
+    "joint equal shares": "ddp-vllm, equal shares",
+    "dense W8A8": "W8A8",
+    "fisher trained": "Fisher",
+    "depth trained": "whole layers",
+    "wanda-sp trained": "Wanda-SP",
+    "paper": "the paper's search",
+}
+"""Names of rows in the chart."""
 Result = Mapping[str, Any]
 
 
@@ -41,7 +53,7 @@ def fill_tables(page: str) -> str:
 def write_chart(folder: Path, model: str) -> None:
     """Write the README's chart into a folder, if the speeds were measured."""
     if (RESULTS / "speed" / f"{model}-steps.json").exists():
-        drawn = render(partial(draw_chart, model=model), name="quality-over-speed", title="", caption="", height=3.2)
+        drawn = render(partial(draw_chart, model=model), name="quality-over-speed", title="", caption="", height=2.8)
         (folder / "quality-over-speed.png").write_bytes(drawn.png)
 
 
@@ -99,18 +111,18 @@ def study_pages(name: str, model: str) -> Iterator[str]:
 
 def draw_chart(figure: Figure, *, model: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
-    axes = figure.add_subplot()
-    axes.plot(1.0, 1.0, "s", color="0.5", markersize=5)
-    axes.annotate("dense", (1.0, 1.0), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    rows = read("speed", model)
+    axes, rows = figure.add_subplot(), read("speed", model)
+    label = partial(axes.annotate, textcoords="offset points", xytext=(0, 5), ha="center", fontsize=7)
+    axes.plot(1.0, 1.0, "s", color="0.5", markersize=4)
+    label("dense", (1.0, 1.0))
     for row, verdict in read_speeds("speed", model).items():
-        results = rows[row]
-        logs = [math.log(text["pruned"] / text["dense"]) for each in results for text in each["texts"].values()]
+        logs = [math.log(text["pruned"] / text["dense"]) for each in rows[row] for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
+        style: Any = {"fmt": "o", "color": "black"} if row.startswith("joint") else {"fmt": "s", "color": "0.5"}
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
-        own = row.startswith("joint")
-        axes.errorbar(x, ratio, xerr=reach, fmt="o" if own else "s", color="black" if own else "0.5", markersize=5)
-        axes.annotate(row, (x, ratio), textcoords="offset points", xytext=(4, 4), fontsize=8)
+        axes.errorbar(x, ratio, xerr=reach, markersize=4, elinewidth=0.8, **style)
+        label(LABELS.get(row, row), (x, ratio))
+    axes.margins(x=0.1, y=0.12)
     axes.set_xlabel("decode speed, × the dense model's")
     axes.set_ylabel("perplexity, × the dense model's")
 
