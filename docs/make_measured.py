@@ -134,7 +134,7 @@ def read(name: str, model: str) -> dict[str, list[Result]]:
     for row in protocol["tables"][name]["rows"]:
         paths = sorted((RESULTS / name).glob(f"{model}-{row['name'].replace(' ', '-')}-[0-9].json"))
         if paths:
-            found[row["name"]] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+            found[row["name"]] = [json.loads(path.read_text()) | {"seed": path.stem[-1]} for path in paths]
     return found
 
 
@@ -151,16 +151,18 @@ def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:
     """
     if not {"masks", CONTROL} <= rows.keys():
         return {}
-    control = rows[CONTROL][0]["texts"]
+    control, masks_of = rows[CONTROL][0]["texts"], {each["seed"]: each for each in rows["masks"]}
     shares = {}
     for row in rows.keys() - {"masks", "masks longer", CONTROL}:
         found = []
-        for result, masks in zip(rows[row], rows["masks"], strict=False):
-            for text, quality in result["texts"].items():
-                lost = math.log(masks["texts"][text]["pruned"] / quality["dense"])
+        for result in rows[row]:
+            for text, quality in result["texts"].items() if result["seed"] in masks_of else ():
+                masks = masks_of[result["seed"]]["texts"][text]["pruned"]
+                lost = math.log(masks / quality["dense"])
                 adapted = math.log(control[text]["dense"] / control[text]["pruned"])
-                found.append((math.log(masks["texts"][text]["pruned"] / quality["pruned"]) - adapted) / lost)
-        shares[row] = f"{statistics.fmean(found):.0%} ({min(found):.0%} to {max(found):.0%})"
+                found.append((math.log(masks / quality["pruned"]) - adapted) / lost)
+        if found:
+            shares[row] = f"{statistics.fmean(found):.0%} ({min(found):.0%} to {max(found):.0%})"
     return shares
 
 
