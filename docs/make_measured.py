@@ -26,10 +26,10 @@ BLOCK = re.compile(r"(<!-- results (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTA
 CONTROL = "dense trained"  # the row of the dense model trained on the same text
 TEXTS = {"wikitext2.txt": "WikiText-2", "c4.jsonl": "C4", "python.txt": "Python", "chats-heldout.jsonl": "chats"}
 LABELS = {
-    "masks": "ddp-vllm, masks only",
+    "masks": "masks only",
     "joint": "ddp-vllm",
-    "joint W8A8": "ddp-vllm, then W8A8",
-    "joint equal shares": "ddp-vllm, equal shares",
+    "joint W8A8": "then W8A8",
+    "joint equal shares": "equal shares",
     "dense W8A8": "W8A8",
     "fisher trained": "Fisher",
     "depth trained": "whole layers",
@@ -112,16 +112,17 @@ def study_pages(name: str, model: str) -> Iterator[str]:
 def draw_chart(figure: Figure, *, model: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
     axes, rows = figure.add_subplot(), read("speed", model)
-    label = partial(axes.annotate, textcoords="offset points", xytext=(0, 5), ha="center", fontsize=7)
+    label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=7)
     axes.plot(1.0, 1.0, "s", color="0.5", markersize=4)
-    label("dense", (1.0, 1.0))
+    label("dense", (1.0, 1.0), xytext=(0, 5))
     for row, verdict in read_speeds("speed", model).items():
         logs = [math.log(text["pruned"] / text["dense"]) for each in rows[row] for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
-        style: Any = {"fmt": "o", "color": "black"} if row.startswith("joint") else {"fmt": "s", "color": "0.5"}
+        own = row.startswith(("joint", "masks"))
+        style: Any = {"fmt": "o", "color": "black"} if own else {"fmt": "s", "color": "0.5"}
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
         axes.errorbar(x, ratio, xerr=reach, markersize=4, elinewidth=0.8, **style)
-        label(LABELS.get(row, row), (x, ratio))
+        label(LABELS.get(row, row), (x, ratio), xytext=(0, -11 if row.startswith("joint") else 5))
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel("decode speed, × the dense model's")
     axes.set_ylabel("perplexity, × the dense model's")
