@@ -39,6 +39,7 @@ PROTOCOL, RESULTS = HERE / "protocol.toml", HERE / "results"
 HELD_OUT = 20  # one conversation in so many is held out
 DOCUMENTS = 200  # of C4
 PYTHON_CHARACTERS = 400_000
+TIMED_TOGETHER = 3  # models beside the dense one; engines that fill the memory slow each other down unequally
 QUANTIZE = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 
 
@@ -208,25 +209,28 @@ def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: d
 
 
 def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
-    """Measure the models of the rows and the dense one in turns; do nothing if that was done, or a model is missing."""
+    """Measure the rows that were not measured, a few models and the dense one in turns; nothing if a model is missing."""
     folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells}
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-steps.json"
     measured = json.loads(file.read_text(encoding="utf-8"))["speedups"] if file.exists() else {}
-    if measured.keys() >= folders.keys() or not all(cell.file.exists() for cell in row_cells):
+    if not all(cell.file.exists() for cell in row_cells):
         return
-    if missing := [row for row, folder in folders.items() if not folder.exists()]:
+    if missing := [row for row in folders if row not in measured and not folders[row].exists()]:
         print(f"no speeds of {first.model}: the folders of {', '.join(missing)} are gone")
         return
     found = work / f"{first.model}-steps.json"
-    words = ["bench", "steps", "--dense", model, "--pruned", ",".join(map(str, folders.values()))]
     before, separator, engine = options.partition(" -- ")
-    words += [*shlex.split(before), "-o", str(found), "--overwrite", *shlex.split(separator + engine)]
-    ddp_vllm(words)
-    results = json.loads(found.read_text(encoding="utf-8"))
-    verdicts = [{name: each for name, each in verdict.items() if name != "pruned"} for verdict in results["verdicts"]]
-    kept = {name: results[name] for name in ("versions", "hardware", "started")}
-    write_result({"options": options, **kept, "speedups": dict(zip(folders, verdicts, strict=True))}, file)
+    while rows := [row for row in folders if row not in measured][:TIMED_TOGETHER]:
+        words = ["bench", "steps", "--dense", model, "--pruned", ",".join(str(folders[row]) for row in rows)]
+        ddp_vllm([*words, *shlex.split(before), "-o", str(found), "--overwrite", *shlex.split(separator + engine)])
+        results = json.loads(found.read_text(encoding="utf-8"))
+        verdicts = [
+            {name: each for name, each in verdict.items() if name != "pruned"} for verdict in results["verdicts"]
+        ]
+        kept = {name: results[name] for name in ("versions", "hardware", "started")}
+        measured |= dict(zip(rows, verdicts, strict=True))
+        write_result({"options": options, **kept, "speedups": measured}, file)
 
 
 def write_result(result: dict[str, Any], file: Path) -> None:
