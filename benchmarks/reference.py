@@ -209,7 +209,7 @@ def evaluate(folder: Path, model: str, ddp_vllm: Command, output: Path, table: d
 
 
 def measure_speed(row_cells: list[Cell], model: str, ddp_vllm: Command, work: Path, options: str) -> None:
-    """Measure the rows that were not measured, a few models and the dense one in turns; nothing if a model is missing."""
+    """Measure the rows that were not yet measured, a few models and the dense one in turns, once all models exist."""
     folders = {cell.row: cell.outputs(work)[-1] for cell in row_cells}
     first = row_cells[0]
     file = RESULTS / first.table / f"{first.model}-steps.json"
