@@ -135,14 +135,18 @@ def read(name: str, model: str) -> dict[str, list[Result]]:
     for row in protocol["tables"][name]["rows"]:
         paths = sorted((RESULTS / name).glob(f"{model}-{row['name'].replace(' ', '-')}-[0-9].json"))
         if paths:
-            found[row["name"]] = [json.loads(path.read_text()) | {"seed": path.stem[-1]} for path in paths]
+            found[row["name"]] = [_read(path) | {"seed": path.stem[-1]} for path in paths]
     return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def read_speeds(name: str, model: str) -> dict[str, Any]:
     """Return the verdict on each row's speed over the dense model's; {} if it was not measured."""
     path = RESULTS / name / f"{model}-steps.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))["speedups"]) if path.exists() else {}
+    return dict(_read(path)["speedups"]) if path.exists() else {}
 
 
 def recovered(rows: Mapping[str, Sequence[Result]]) -> dict[str, str]:
