@@ -187,8 +187,8 @@ def test_what_is_filled_up_is_said(tmp_path: Path) -> None:
     result = run(tmp_path, "--outtype", "Q4_1")
     *notes, written = result.stdout.splitlines()
     assert notes == [
-        "zero-padded: 197 MLP channels in 7 layers, because layers require a multiple of 32, not 0",
-        "zero-padded: 6 query heads in 3 layers, because KV heads require equal groups, and the first layer a head",
+        "zero-padded: 197 MLP channels in 7 layers, because every layer requires 32 or a multiple of 32",
+        "zero-padded: 6 query heads in 3 layers, because KV heads of a layer require equally many, and layer 0 one",
         "2 matrices are Q8_0 instead of Q4_1",
         "6 matrices are F16 instead of Q4_1",
     ]

@@ -291,8 +291,8 @@ def _notes(
     notes = []
     pairs = list(zip(before, after, strict=True))
     for what, unit, why in (
-        ("MLP channels", "channel", f"layers require a multiple of {BLOCK}, not 0"),
-        ("query heads", "query_head", "KV heads require equal groups, and the first layer a head"),
+        ("MLP channels", "channel", f"every layer requires {BLOCK} or a multiple of {BLOCK}"),
+        ("query heads", "query_head", "KV heads of a layer require equally many, and layer 0 one"),
     ):
         added = [new.num_units(unit) - old.num_units(unit) for old, new in pairs]
         if any(added):

@@ -234,7 +234,7 @@ def test_export_holds_a_shard_whatever_the_model(tiny_model: Path, tmp_path: Pat
     root = Path(__file__).parents[2]
     environment = {
         "PYTHONPATH": f"{root}:{root / 'prune'}", "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed is given back, so the heap's holes are not counted
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # larger blocks return to the system when they are freed
     }  # fmt: skip
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, env=environment
