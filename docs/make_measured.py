@@ -22,6 +22,7 @@ from ddp_vllm.results import ratio_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+TABLES = tomllib.loads((ROOT / "benchmarks" / "protocol.toml").read_text(encoding="utf-8"))["tables"]
 BLOCK = re.compile(r"(<!-- results (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTROL = "dense trained"  # the row of the dense model trained on the same text
 TEXTS = {"wikitext2.txt": "WikiText-2", "c4.jsonl": "C4", "python.txt": "Python", "chats-heldout.jsonl": "chats"}
@@ -44,7 +45,7 @@ def fill_tables(page: str) -> str:
     """Return the page with every table made again."""
 
     def filled(block: re.Match[str]) -> str:
-        lines = "\n".join((study_pages if block[2] == "paper" else table)(block[2], block[3]))
+        lines = "\n".join((study_pages if "study" in TABLES[block[2]] else table)(block[2], block[3]))
         return f"{block[1]}\n{lines}\n\n{block[4]}"
 
     return BLOCK.sub(filled, page)
@@ -130,9 +131,8 @@ def draw_chart(figure: Figure, *, model: str) -> None:
 
 def read(name: str, model: str) -> dict[str, list[Result]]:
     """Return the results of each row of a table, in the order of the protocol, seed by seed."""
-    protocol = tomllib.loads((ROOT / "benchmarks" / "protocol.toml").read_text(encoding="utf-8"))
     found: dict[str, list[Result]] = {}
-    for row in protocol["tables"][name]["rows"]:
+    for row in TABLES[name]["rows"]:
         paths = sorted((RESULTS / name).glob(f"{model}-{row['name'].replace(' ', '-')}-[0-9].json"))
         if paths:
             found[row["name"]] = [_read(path) | {"seed": path.stem[-1]} for path in paths]
