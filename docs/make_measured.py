@@ -104,10 +104,12 @@ def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str
 
 
 def study_pages(name: str, model: str) -> Iterator[str]:
-    """Yield the finding and the table of each page that `ddp-vllm study` wrote."""
+    """Yield the finding and the table of each page that `ddp-vllm study` wrote, without rows that do not apply."""
     for row, results in read(name, model).items():
-        command = f"`{results[0]['commands'][0]}`"
-        yield f"### {row.capitalize()}\n\n{results[0]['page'].replace('### Perplexity by row', command)}\n"
+        finding, _, rows, *_ = results[0]["page"].split("\n\n")
+        lines = [line for line in rows.split("\n") if "this model has none" not in line]
+        finding = finding.removeprefix("- **The paper and this model**: ").replace(" Here:", "\nHere:")
+        yield f"### {row.capitalize()}\n\n{finding}\n\n" + "\n".join(lines) + "\n"
 
 
 def draw_chart(figure: Figure, *, model: str) -> None:

@@ -30,10 +30,7 @@ from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import fingerprint
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
-from ddp_training.memory import (
-    explained,
-    fit_attention,
-)
+from ddp_training.memory import explained, fit_attention
 from ddp_training.run_state import RunState
 from ddp_training.weights import TrainedWeights, highest_rate
 from ddp_vllm.errors import ModelError
