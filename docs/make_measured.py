@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES = tomllib.loads((ROOT / "benchmarks" / "protocol.toml").read_text(encoding="utf-8"))["tables"]
 BLOCK = re.compile(r"(<!-- results (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BASE = "masks"  # the row that others are compared with
 CONTROL = "dense trained"  # the row of the dense model trained on the same text
 TEXTS = {"wikitext2.txt": "WikiText-2", "c4.jsonl": "C4", "python.txt": "Python", "chats-heldout.jsonl": "chats"}
 LABELS = {
@@ -59,7 +60,7 @@ def write_chart(folder: Path, model: str) -> None:
 
 
 def table(name: str, model: str) -> Iterator[str]:
-    """Yield the lines of a table, a line per row over its seeds, and a sentence on its intervals."""
+    """Yield the lines of a table, a line per row over its seeds."""
     rows = read(name, model)
     first = next(iter(rows.values()))
     texts = list(first[0]["texts"])
@@ -71,6 +72,8 @@ def table(name: str, model: str) -> Iterator[str]:
         columns["decode step"] = lambda row, _: ratio_text(speeds[row]) if row in speeds else ""
         columns["prefill"] = lambda row, _: ratio_text(speeds[row]["prefill"]) if row in speeds else ""
     columns |= {TEXTS[text]: partial(perplexity, text) for text in texts}
+    if BASE in rows:
+        columns[f"÷ {BASE}"] = partial(over_base, rows[BASE])
     columns |= {"KL": partial(agreement, "kl", ".3f"), "top-1": partial(agreement, "top1", ".1%")}
     if shares:
         columns["recovered"] = lambda row, _: shares.get(row, "")
@@ -87,14 +90,29 @@ def table(name: str, model: str) -> Iterator[str]:
     yield f"| dense | {' | '.join(dense)} |{' |' * (len(columns) - 1 - len(dense))}"
     for row, results in rows.items():
         yield f"| {' | '.join(cell(row, results) for cell in columns.values())} |"
-    texts_of = [text for results in rows.values() for each in results for text in each["texts"].values()]
-    ratios = filter(None, map(perplexity_ratio, texts_of))
-    widest = max((high - low) / 2 / ratio for ratio, low, high in ratios)
-    yield f"\nThe 95 % interval of a perplexity over the dense model's is at most ±{widest:.1%} wide."
 
 
 def perplexity(text: str, _: str, results: Sequence[Result]) -> str:
     return spread([each["texts"][text]["pruned"] for each in results], ".2f")
+
+
+def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> str:
+    """Return perplexity over that of the row `BASE` on all texts together, with the interval over their windows."""
+    if row == BASE:
+        return "1"
+    pairs = [
+        (one["texts"][text], two["texts"][text])
+        for one, two in zip(base, results, strict=False)
+        for text in one["texts"]
+    ]
+    losses = {
+        name: [loss for pair in pairs for loss in pair[side]["block_losses"]["pruned"]]
+        for side, name in enumerate(("dense", "pruned"))
+    }
+    tokens = [count for one, _ in pairs for count in one["block_tokens"]]
+    ratio = perplexity_ratio({"block_losses": losses, "block_tokens": tokens})
+    assert ratio
+    return "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)
 
 
 def agreement(metric: str, style: str, _: str, results: Sequence[Result]) -> str:

@@ -8,7 +8,7 @@ The sizes of the models are those of their config.json on the Hub.
 from pathlib import Path
 from typing import Any
 
-from ddp_prune.run import MODES, Mode
+from ddp_prune.mode import MODES, Mode
 from ddp_prune.sizing import CARDS, UTILIZATION, active_parameters, step_bytes, training_hours
 
 LLAMA: dict[str, Any] = {
