@@ -39,6 +39,8 @@ LABELS = {
     "paper": "the paper's search",
 }
 """Names of rows in the chart."""
+BELOW, BESIDE = ("joint", "joint W8A8", "paper"), ("joint equal shares",)
+"""Rows whose names stand below or to the left of their point, where they cover no other."""
 Result = Mapping[str, Any]
 
 
@@ -133,9 +135,9 @@ def study_pages(name: str, model: str) -> Iterator[str]:
 def draw_chart(figure: Figure, *, model: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
     axes, rows = figure.add_subplot(), read("speed", model)
-    label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=7)
+    label = partial(axes.annotate, textcoords="offset points", fontsize=7)
     axes.plot(1.0, 1.0, "s", color="0.5", markersize=4)
-    label("dense", (1.0, 1.0), xytext=(0, 5))
+    label("dense", (1.0, 1.0), xytext=(0, 5), ha="center")
     for row, verdict in read_speeds("speed", model).items():
         logs = [math.log(text["pruned"] / text["dense"]) for each in rows[row] for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
@@ -143,7 +145,10 @@ def draw_chart(figure: Figure, *, model: str) -> None:
         style: Any = {"fmt": "o", "color": "black"} if own else {"fmt": "s", "color": "0.5"}
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
         axes.errorbar(x, ratio, xerr=reach, markersize=4, elinewidth=0.8, **style)
-        label(LABELS.get(row, row), (x, ratio), xytext=(0, -11 if row.startswith("joint") else 5))
+        if row in BESIDE:
+            label(LABELS[row], (verdict["low"], ratio), xytext=(-3, -2), ha="right")
+        else:
+            label(LABELS.get(row, row), (x, ratio), xytext=(0, -11 if row in BELOW else 5), ha="center")
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel("decode speed, × the dense model's")
     axes.set_ylabel("perplexity, × the dense model's")
