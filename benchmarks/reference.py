@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,9 @@ class Cell(NamedTuple):
     row: str
     seed: int
     commands: list[str]
-    """Templates, as protocol.toml describes them."""
+    """Templates, as protocol.toml describes them; none for a row that evaluates another dense model."""
+    evaluates: str = ""
+    """Name of that model."""
 
     @property
     def name(self) -> str:
@@ -124,9 +126,9 @@ def main() -> None:
             table["rows"] = [row for row in table["rows"] if row["name"] in rows]
         of_table = {model: path for model, path in models.items() if model in table.get("models", models)}
         for cell in cells(name, table, list(of_table), arguments.seeds):
-            if not cell.file.exists():
+            if not cell.file.exists() and cell.evaluates in ("", *models):
                 print(f"{today()} {cell.table}: {cell.name}", flush=True)
-                run(cell, models[cell.model], ddp_vllm, work, table)
+                run(cell, models, ddp_vllm, work, table)
         timed = {**table, "rows": [row for row in table["rows"] if row.get("timed", True)]}
         for model, path in of_table.items() if "speed" in table and timed["rows"] else ():
             measure_speed(list(cells(name, timed, [model], 1)), path, ddp_vllm, work, table["speed"])
@@ -138,12 +140,12 @@ def cells(name: str, table: dict[str, Any], models: list[str], num_seeds: int) -
         for model in models:
             for row in table["rows"]:
                 if seed < row.get("seeds", num_seeds):
-                    yield Cell(name, model, row["name"], seed, row["commands"])
+                    yield Cell(name, model, row["name"], seed, row.get("commands", []), row.get("evaluates", ""))
 
 
-def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, Any]) -> None:
-    """Make the model of a cell, evaluate it, and write the result."""
-    folder, outputs = cell.folder(work), cell.outputs(work)
+def run(cell: Cell, models: Mapping[str, str], ddp_vllm: Command, work: Path, table: dict[str, Any]) -> None:
+    """Make the model of a cell, evaluate it, and write the result. models: names and folders."""
+    model, folder, outputs = models[cell.model], cell.folder(work), cell.outputs(work)
     folder.mkdir(parents=True, exist_ok=True)
     if is_study := "study" in table:  # all tables of a study share their cells
         outputs = [work / cell.table / cell.model]
@@ -164,7 +166,7 @@ def run(cell: Cell, model: str, ddp_vllm: Command, work: Path, table: dict[str, 
             done.write_text(json.dumps([spent, most]), encoding="utf-8")
         spent, most = json.loads(done.read_text(encoding="utf-8"))
         seconds, peak = seconds + spent, max(peak, most)
-    found = outputs[-1]
+    found = outputs[-1] if outputs else Path(models[cell.evaluates])
     result = {
         "commands": commands,
         "versions": versions(),
