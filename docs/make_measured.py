@@ -48,7 +48,7 @@ def fill_tables(page: str) -> str:
     """Return the page with every table made again."""
 
     def filled(block: re.Match[str]) -> str:
-        lines = "\n".join((study_pages if "study" in TABLES[block[2]] else table)(block[2], block[3]))
+        lines = "\n".join((study_pages if "study" in TABLES[block[2]] else table)(block[2], block[3])).rstrip()
         return f"{block[1]}\n{lines}\n\n{block[4]}"
 
     return BLOCK.sub(filled, page)
