@@ -80,8 +80,10 @@ def table(name: str, model: str) -> Iterator[str]:
     if shares:
         columns["recovered"] = lambda row, _: shares.get(row, "")
     columns |= {
-        "training": lambda _, results: f"{statistics.fmean(each['seconds'] for each in results) / 60:.0f} min",
-        "peak memory": lambda _, results: f"{max(each['peak_gb'] for each in results):.1f} GB",
+        "training": lambda _, results: positive(
+            statistics.fmean(each["seconds"] for each in results) / 60, ".0f", "min"
+        ),
+        "peak memory": lambda _, results: positive(max(each["peak_gb"] for each in results), ".1f", "GB"),
         "weights": lambda _, results: f"{results[0]['weights_mb']:.0f} MB" if "weights_mb" in results[0] else "",
     }
     if speeds:
@@ -96,6 +98,11 @@ def table(name: str, model: str) -> Iterator[str]:
 
 def perplexity(text: str, _: str, results: Sequence[Result]) -> str:
     return spread([each["texts"][text]["pruned"] for each in results], ".2f")
+
+
+def positive(value: float, style: str, unit: str) -> str:
+    """Return a number with its unit; "" for 0, a model that was not trained."""
+    return f"{value:{style}} {unit}" if value else ""
 
 
 def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> str:
