@@ -75,9 +75,10 @@ def describe(config: Mapping[str, Any], cards: str, *, seq_len: int, tokens: int
                 break
         verdict = "fits" if peak <= CARDS[name].memory else "does not fit"
         hours = training_hours(config, mode, tokens, CARDS[name], count, distillation=distillation)
+        spent = f"{hours:.2g}" if hours < 10 else f"{hours:.0f}"
         yield (
             f"{mode} on {cards}: {verdict}, {gigabytes(peak)} of {gigabytes(CARDS[name].memory)} per card with "
-            f"{num_sequences} × {seq_len:,} tokens per pass; about {hours:.1f} hours for {tokens / 1e6:,.1f} M tokens"
+            f"{num_sequences} × {seq_len:,} tokens per pass; about {spent} hours for {tokens / 1e6:,.1f} M tokens"
         )
 
 
