@@ -39,7 +39,7 @@ PROTOCOL, RESULTS = HERE / "protocol.toml", HERE / "results"
 HELD_OUT = 20  # one conversation in so many is held out
 DOCUMENTS = 200  # of C4
 PYTHON_CHARACTERS = 400_000
-TIMED_TOGETHER = 3  # models beside the dense one: with nine engines in 24 GB, W8A8 was slowed down more than others
+TIMED_TOGETHER = 3  # models, and the dense one: nine engines fill 24 GB, and then W8A8 loses more speed than bf16
 QUANTIZE = Path(sys.prefix) / "quantize"  # llm-compressor, by `make install`
 
 

@@ -39,8 +39,8 @@ LABELS = {
     "paper": "the paper's search",
 }
 """Names of rows in the chart."""
-BELOW, BESIDE = ("joint", "joint W8A8", "paper"), ("joint equal shares",)
-"""Rows whose names stand below or to the left of their point, where they cover no other."""
+OFFSETS = {"joint": (0, -11), "joint W8A8": (0, -11), "paper": (0, -11), "joint equal shares": (-47, -2)}
+"""Offsets of names from their points, where (0, 5) would cover another name."""
 Result = Mapping[str, Any]
 
 
@@ -142,9 +142,9 @@ def study_pages(name: str, model: str) -> Iterator[str]:
 def draw_chart(figure: Figure, *, model: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
     axes, rows = figure.add_subplot(), read("speed", model)
-    label = partial(axes.annotate, textcoords="offset points", fontsize=7)
+    label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=7)
     axes.plot(1.0, 1.0, "s", color="0.5", markersize=4)
-    label("dense", (1.0, 1.0), xytext=(0, 5), ha="center")
+    label("dense", (1.0, 1.0), xytext=(0, 5))
     for row, verdict in read_speeds("speed", model).items():
         logs = [math.log(text["pruned"] / text["dense"]) for each in rows[row] for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
@@ -152,10 +152,7 @@ def draw_chart(figure: Figure, *, model: str) -> None:
         style: Any = {"fmt": "o", "color": "black"} if own else {"fmt": "s", "color": "0.5"}
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
         axes.errorbar(x, ratio, xerr=reach, markersize=4, elinewidth=0.8, **style)
-        if row in BESIDE:
-            label(LABELS[row], (verdict["low"], ratio), xytext=(-3, -2), ha="right")
-        else:
-            label(LABELS.get(row, row), (x, ratio), xytext=(0, -11 if row in BELOW else 5), ha="center")
+        label(LABELS.get(row, row), (x, ratio), xytext=OFFSETS.get(row, (0, 5)))
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel("decode speed, × the dense model's")
     axes.set_ylabel("perplexity, × the dense model's")
