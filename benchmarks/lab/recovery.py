@@ -25,8 +25,10 @@ from ddp_benchmarks.protocol import script_parser
 from ddp_models.loading import load_model
 from ddp_models.source import open_pruned, open_source
 from ddp_study.study import TEST_BLOCKS, TEST_LENGTH
-from ddp_text.documents import Document, as_documents, open_rows
-from ddp_text.templates import Templates
+from ddp_text.conversations import Notes
+from ddp_text.documents import Document, read_documents
+from ddp_text.rows import open_rows
+from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import load_tokenizer, pack
 from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
@@ -105,8 +107,7 @@ def _read(path: Path, tokenizer: Any, detokenize: bool) -> torch.Tensor:
 
         texts = [Document(wikitext_detokenizer({"page": path.read_text(encoding="utf-8")}))]
     else:
-        with Templates(tokenizer) as templates:
-            rows = as_documents(list(open_rows(str(path))), templates, str(path))
+        rows = list(read_documents(open_rows(str(path)), ChatTemplate(tokenizer), Notes()))
         texts = [text[:TEXT_LENGTH] for text in rows] if len(rows) > 1 else rows
     return torch.from_numpy(pack(texts, tokenizer, wanted).ids).long().view(TEST_BLOCKS, TEST_LENGTH)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from ddp_text.templates import Templates
+from ddp_text.templates import ChatTemplate, Rendered
 from ddp_text.tokens import leading_bos
 from ddp_training.loss import OutputHead, agreement, final_hidden, negative_log_likelihood, perplexity_of
 from ddp_training.memory import checkpoint_layers
@@ -158,12 +158,10 @@ def sample(model: Any, tokenizer: Any) -> list[str]:
     """Return a model's greedy answers to PROMPTS, which are rendered by the chat template if there is one."""
     prompts, is_rendered = list(PROMPTS), False
     if tokenizer.chat_template:
-        with Templates(tokenizer) as templates:
-            questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            rendered = templates.render(questions, add_generation_prompt=True)
-        texts = [each.text for each in rendered if each]
-        if len(texts) == len(prompts):  # else the template rejects a single question
-            prompts, is_rendered = texts, True
+        template = ChatTemplate(tokenizer)
+        questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        if isinstance(template.render(questions[0]), Rendered):  # else it rejects a single question
+            prompts, is_rendered = [template.text(question, prompt=True) for question in questions], True
     answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS, add_special_tokens=not is_rendered)
     return [answer.strip() for answer in answers]
 

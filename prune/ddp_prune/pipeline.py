@@ -17,7 +17,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, make_runs
 from ddp_prune.timing import settle
 from ddp_prune.train import Inputs, Result, read_inputs, train_size
-from ddp_text.documents import sources_of
+from ddp_text.rows import sources_of
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints
 from ddp_training.processes import broadcast_from_main, main_process_first, make_accelerator, raise_on_all_ranks
 from ddp_training.run_state import RunState, check_run_folders, locked_run

@@ -25,7 +25,7 @@ from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Learned, Trainer
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
-from ddp_text.documents import sources_of
+from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import fingerprint

@@ -32,7 +32,7 @@ from ddp_prune.masks_file import provenance_of, read_masks, read_scores, write_m
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
-from ddp_text.documents import sources_of
+from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import decisive, fingerprint

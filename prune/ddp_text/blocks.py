@@ -11,8 +11,9 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import numpy as np
 import torch
 from safetensors.numpy import load, save
 
-from ddp_text.documents import Document, open_rows, read_documents, reading_text, sources_of
-from ddp_text.templates import Templates
+from ddp_text.conversations import Notes
+from ddp_text.documents import Document, read_documents
+from ddp_text.rows import open_rows, reading_text, sources_of
+from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import Tokens, leading_bos, pack
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import ModelError, TextError
@@ -30,7 +33,7 @@ from ddp_vllm.output import atomic_file
 from ddp_vllm.remote_code.files import read_bytes
 
 LARGEST_CACHE = 1 << 36  # bytes
-VERSION = 6  # of cached blocks; raised when the same text gives other blocks
+VERSION = 7  # of cached blocks; raised when the same text gives other blocks
 CHARACTERS_PER_TOKEN = 5  # of an excerpt; English has between 4 and 5
 NEIGHBORS = 1000  # documents that take turns; `datasets` shuffles a stream among as many
 SHORT_SOURCE = 4  # a source shorter than this many times the held-out text is split into its excerpts
@@ -50,6 +53,8 @@ class Blocks:
     """int64 [heldout_blocks, seq_len], of documents that are not in `train`; a short source gives other excerpts."""
     found: int
     """Tokens in all blocks. Reading stops when the run has enough."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user about rows that were dropped, unknown or changed, as `Notes`."""
 
 
 def load_blocks(
@@ -75,12 +80,12 @@ def load_blocks(
     sizes = (seq_len, train_blocks, heldout_blocks, min_train_blocks, seed, text_column)
     with reading_text(data):
         path = cache_folder() / "tokens" / f"{_key(data, tokenizer, *sizes)}.tokens"
-    blocks = saved_blocks(path)
-    if blocks is None:
+    saved = saved_blocks(path)
+    if saved is None:
         check_cache()  # otherwise the error of `datasets` would blame the text
         bos = leading_bos(tokenizer)
         width = seq_len - len(bos)  # tokens of text in a block
-        heldout, train = _read(
+        heldout, train, notes = _read(
             data, tokenizer, excerpt_size=CHARACTERS_PER_TOKEN * seq_len, heldout_tokens=heldout_blocks * width,
             train_tokens=train_blocks * width, seed=seed, text_column=text_column,
         )  # fmt: skip
@@ -92,64 +97,69 @@ def load_blocks(
             )
         ids, loss_mask = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
         blocks = Tokens(_cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width))
-        save_blocks(path, blocks)
-    tokens, loss_mask = torch.from_numpy(blocks.ids).long(), torch.from_numpy(blocks.loss_mask)
+        saved = blocks, tuple(notes)
+        save_blocks(path, *saved)
+    tokens, loss_mask = map(torch.from_numpy, saved[0])
+    tokens = tokens.long()
     return Blocks(
         train=tokens[heldout_blocks:],
         loss_mask=loss_mask[heldout_blocks:],
         heldout=tokens[:heldout_blocks],
         found=tokens.numel(),
+        notes=saved[1],
     )
 
 
 def _read(
     data: str, tokenizer: Any, *, excerpt_size: int, heldout_tokens: int, train_tokens: int, seed: int, text_column: str
-) -> tuple[Tokens, Tokens]:
-    """Return the held-out tokens and the training tokens. excerpt_size: in characters."""
+) -> tuple[Tokens, Tokens, list[str]]:
+    """Return the held-out tokens, the training tokens and notes on the rows. excerpt_size: in characters."""
     names = sources_of(data)
     turns = {name: names.count(name) for name in names}
+    notes = {name: Notes() for name in turns}
     candidates, shuffled = dict[str, Iterable[Document]](), dict[str, Iterable[Document]]()
-    with Templates(tokenizer) as templates, reading_text(data):
+    template = ChatTemplate(tokenizer)
+    with reading_text(data):
         for name, count in turns.items():
             heldout_size = math.ceil(CHARACTERS_PER_TOKEN * heldout_tokens * count / len(names))
-            candidates[name], shuffled[name] = _open(name, templates, seed, excerpt_size, heldout_size, text_column)
+            rows = open_rows(name, text_column)
+            read = partial(read_documents, rows, template, notes[name], column=text_column)
+            candidates[name], shuffled[name] = _open(rows.num_rows, read, seed, excerpt_size, heldout_size)
         heldout, hidden = hold_out(take_turns(candidates, turns), tokenizer, excerpt_size, heldout_tokens)
-        excerpts = {name: excerpts_of(each, excerpt_size, seed, hidden) for name, each in shuffled.items()}
+        excerpts = {name: excerpts_of(documents, excerpt_size, seed, hidden) for name, documents in shuffled.items()}
         if len(excerpts) > 1:  # a single source is too short, which `load_blocks` reports
-            excerpts = {name: _not_empty(name, each) for name, each in excerpts.items()}
-        return heldout, pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+            excerpts = {name: _not_empty(name, stream) for name, stream in excerpts.items()}
+        train = pack(take_turns(excerpts, turns), tokenizer, train_tokens)
+    return heldout, train, [line for name in turns for line in notes[name].lines(name)]
 
 
 def _open(
-    name: str, templates: Templates, seed: int, excerpt_size: int, heldout_size: int, text_column: str
+    num_rows: int | None, read: Callable[..., Iterator[Document]], seed: int, excerpt_size: int, heldout_size: int
 ) -> tuple[Iterable[Document], Iterable[Document]]:
-    """Open a source: return the documents that may be held out, lowest hash first, and all documents, shuffled.
+    """Return the documents of a source that may be held out, lowest hash first, and all documents, shuffled.
 
     A source with less than SHORT_SOURCE times the held-out text, at one excerpt per document, is split into its
     excerpts, which are then treated as documents. Of a stream, only the first documents may be held out.
-    excerpt_size, heldout_size: characters per excerpt, and characters to hold out.
+    num_rows, read: of the source; None: a stream. excerpt_size, heldout_size: characters per excerpt, and characters
+    to hold out.
     """
-    import datasets
-
-    with reading_text(name):
-        rows = open_rows(name, text_column)
-        is_streamed = isinstance(rows, datasets.IterableDataset)
-        in_memory = {} if is_streamed else {"keep_in_memory": True}  # a kill would leave a part of a file
-        shuffled = read_documents(rows.shuffle(seed=seed, **in_memory), templates, name)
-        first, found = list[Document](), 0
-        for document in read_documents(rows, templates, name):
-            first.append(document)
-            found += min(len(document.text), excerpt_size)
-            if found >= heldout_size * (STREAMED_CANDIDATES if is_streamed else SHORT_SOURCE):
-                break
-        if found < SHORT_SOURCE * heldout_size:
-            parts = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
-            order = np.random.default_rng(seed).permutation(len(parts))
-            return _by_hash(parts), [parts[index] for index in order]
-        if is_streamed:
-            return _by_hash(first), shuffled
-        row_of = {hash_of(each.text): row for row, each in enumerate(read_documents(rows, templates, name))}
-        return read_documents(rows.select([row_of[each] for each in sorted(row_of)]), templates, name), shuffled
+    is_streamed = num_rows is None
+    documents = read()
+    first, size = list[Document](), 0
+    for document in documents:
+        first.append(document)
+        size += min(len(document.text), excerpt_size)
+        if size >= heldout_size * (STREAMED_CANDIDATES if is_streamed else SHORT_SOURCE):
+            break
+    if size < SHORT_SOURCE * heldout_size:
+        parts = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
+        order = np.random.default_rng(seed).permutation(len(parts))
+        return _by_hash(parts), [parts[index] for index in order]
+    if is_streamed:
+        return _by_hash(first), read(order=[seed])
+    row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
+    by_hash = [row_of[number] for number in sorted(row_of)]
+    return read(order=by_hash), read(order=np.random.default_rng(seed).permutation(num_rows).tolist())
 
 
 def hash_of(text: str) -> int:
@@ -245,20 +255,25 @@ def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:
     return hashlib.sha256((json.dumps(settings) + vocabulary).encode()).hexdigest()[:32]
 
 
-def saved_blocks(path: Path) -> Tokens | None:
-    """Return the blocks that `save_blocks` wrote; None if there is no such file or it is damaged."""
+def saved_blocks(path: Path) -> tuple[Tokens, tuple[str, ...]] | None:
+    """Return the blocks and notes that `save_blocks` wrote; None if there is no such file or it is damaged."""
     try:
         digest, content = (stored := read_bytes(path, LARGEST_CACHE))[:32], stored[32:]
     except OSError:
         return None
-    return Tokens(**load(content)) if hashlib.sha256(content).digest() == digest else None
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    arrays = load(content)
+    notes = json.loads(arrays.pop("notes").tobytes())
+    return Tokens(**arrays), tuple(notes)
 
 
-def save_blocks(path: Path, blocks: Tokens) -> None:
-    """Write blocks with a checksum. Raises: OutputError."""
+def save_blocks(path: Path, blocks: Tokens, notes: Sequence[str] = ()) -> None:
+    """Write blocks and notes with a checksum. Raises: OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = save(blocks._asdict())
+        written = np.frombuffer(json.dumps(list(notes)).encode(), np.uint8)
+        content = save(blocks._asdict() | {"notes": written})
         with atomic_file(path, private=True) as temporary, open(temporary, "wb") as file:
             file.write(hashlib.sha256(content).digest())
             file.write(content)
@@ -273,6 +288,8 @@ def select_loss_mask(blocks: Blocks, learn_from: str, data: str, say: Callable[[
     say: prints a line for the user.
     Raises: TextError if no token would contribute.
     """
+    for note in blocks.notes:
+        say(note)
     if learn_from != "assistant":
         return None
     if blocks.loss_mask.all():

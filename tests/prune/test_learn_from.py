@@ -20,8 +20,10 @@ from safetensors.torch import load_file
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_text.blocks import Blocks, cut, select_loss_mask
-from ddp_text.documents import Document, as_documents
-from ddp_text.templates import Templates
+from ddp_text.conversations import Notes
+from ddp_text.documents import Document, read_documents
+from ddp_text.rows import Rows
+from ddp_text.templates import ChatTemplate
 from ddp_text.tokens import tokenize
 from ddp_training.batches import Batches
 from ddp_vllm.errors import TextError
@@ -68,8 +70,8 @@ GENERATED = {  # family: text in the loss without the token that ends a turn, fo
 
 
 def rendered(messages: list[dict[str, str]], tokenizer: Any) -> Document:
-    with Templates(tokenizer) as templates:
-        return as_documents([{"messages": messages}], templates, "chat")[0]
+    rows = Rows("chat", 1, lambda _: iter([(0, {"messages": messages})]))
+    return next(read_documents(rows, ChatTemplate(tokenizer), Notes()))
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -3,24 +3,16 @@
 import ast
 import json
 import os
-import re
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import assert_refused, invoke, passed
 from runs import SMALL, edit_json
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ddp_text.templates import Templates
-from ddp_vllm.errors import TextError
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.remote_code.__init__ import FILES
 
@@ -233,70 +225,3 @@ def test_only_data_that_is_known_by_name_travels(tiny_model: Path, pruned: Path,
     (snapshot / "tokenizer_code.py").write_text("")
     passed(invoke("apply", snapshot, "--masks", pruned / MASKS_FILE, "-o", tmp_path / "out"))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in pruned.iterdir()} - OF_A_RUN
-
-
-NESTED = "{% set n = namespace(a=[], b=[]) %}{% for i in range(40) %}{% set n.a = [n.a, n.a] %}"
-NESTED += "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
-TIME, MEMORY = "it takes more than .* s", "it takes more than 512 MB of memory"
-ENDLESS = [
-    (NESTED, TIME),
-    ("{% set a = 9 ** (9 ** 9) %}{{ a > 1 }}", TIME),
-    ("{{ 'a' * 10 ** 10 }}", MEMORY),
-    ("{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}", MEMORY),
-]
-HELLO = [{"role": "user", "content": "hello"}]
-
-
-@pytest.mark.parametrize(("template", "said"), ENDLESS)
-def test_a_chat_template_that_never_ends_its_first_step_is_an_error(
-    template: str, said: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No handler of a signal runs before a step ends, so the process that renders is killed; the limit is its own."""
-    if said == TIME:  # the default leaves a busy machine time to use up the memory
-        monkeypatch.setattr("ddp_text.templates.RENDERING_SECONDS", 0.9)
-    tokenizer.chat_template = template
-    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)]
-    with Templates(tokenizer) as templates, pytest.raises(TextError) as caught:
-        templates.render([HELLO])
-    named = f"the chat template of {tokenizer.name_or_path} fails"
-    assert re.match(rf"{re.escape(named)} \({said}\); repair it, or delete it$", str(caught.value))
-    assert [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)] == limits
-    assert templates.process and templates.process.returncode is not None
-
-
-def test_ctrl_c_ends_a_chat_template_that_never_ends(tiny_model: Path, tmp_path: Path) -> None:
-    """The process that renders ends too."""
-    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    (model / "chat_template.jinja").write_text(f"{{% if messages[0].content == 'hang' %}}{NESTED}{{% endif %}}")
-    code = (
-        "import sys\nfrom ddp_text import templates\nfrom ddp_text.tokens import load_tokenizer\n"
-        "templates.RENDERING_SECONDS = 900\nwith templates.Templates(load_tokenizer(sys.argv[1])) as each:\n"
-        "    for word in ('start', 'hang'):\n"
-        "        each.render([[{'role': 'user', 'content': word}]])\n"
-        "        print(each.process.pid, flush=True)\n"
-    )
-    command = [sys.executable, "-c", code, str(model)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    environment = os.environ | {"PYTHONPATH": PATH}
-    with subprocess.Popen(command, env=environment, preexec_fn=heard, **streams) as reader:  # type: ignore[call-overload]
-        rendering = int(reader.stdout.readline())
-        reader.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in reader.communicate()[1]
-    with pytest.raises(ProcessLookupError):
-        os.kill(rendering, 0)
-
-
-@pytest.mark.parametrize("verb", ["prune", "recover"])
-def test_a_chat_template_that_does_not_end_is_an_error(
-    verb: str, hostile: Callable[..., tuple[Path, Path, Path]], tiny_text: Path, tmp_path: Path, cache: Path,
-    conversations: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """It fails where conversations are read, or else where the prompts of the evaluation are rendered."""
-    monkeypatch.setattr("ddp_text.templates.RENDERING_SECONDS", 0.2)
-    dense, folder, _ = hostile()
-    for each in (dense, folder):
-        (each / "chat_template.jinja").write_text(NESTED)
-    text = conversations if verb == "prune" else tiny_text
-    result = invoke(*verbs(dense, folder, text, tmp_path / "out")[verb])
-    assert_refused(result, 4, "chat template of", "it takes more than")

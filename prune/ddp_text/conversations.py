@@ -1,0 +1,326 @@
+"""Rows of every common format as texts or conversations, checked value by value.
+
+A row holds a text, the messages of a conversation, or a question with its answer. Messages keep all
+their keys, because the chat template knows which of them it reads: `tool_calls`, `reasoning_content`.
+Whatever is dropped, unknown or changed is counted in `Notes`.
+"""
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_text.templates import THOUGHTS, ChatTemplate
+from ddp_vllm.errors import TextError
+
+TURNS = ("messages", "conversations", "conversation")
+QUESTION = ("instruction", "prompt", "question", "query", "input")
+ANSWER = ("response", "output", "completion", "answer")
+CONTEXT = ("context", "input")
+SYSTEM = ("system", "system_prompt")
+TOOLS = ("tools", "functions")
+COLUMNS = ("text", *TURNS, *QUESTION, *ANSWER, *CONTEXT, *SYSTEM, *TOOLS, "history")
+"""All columns that are read; of each group the first that is not empty."""
+
+SPEAKERS = (
+    dict.fromkeys(("user", "human", "prompter", "customer", "instruction"), "user")
+    | dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "chatbot"), "assistant")
+    | dict.fromkeys(("agent", "llm", "claude", "gemini", "llama", "output"), "assistant")
+    | dict.fromkeys(("function_call", "tool_call", "functioncall", "tool_calls"), "assistant")
+    | dict.fromkeys(("system", "developer", "system_prompt"), "system")
+    | dict.fromkeys(("tool", "observation", "function", "ipython", "environment"), "tool")
+    | dict.fromkeys(("tool_response", "tool_result", "tool_output"), "tool")
+    | dict.fromkeys(("function_response", "function_result", "function_output"), "tool")
+)
+"""The role of each speaker, in lower case; versions such as gpt-4 are recognized by their beginning."""
+VERSIONED = ("gpt-", "gpt4", "gpt3", "chatgpt-", "claude-", "gemini-", "llama-", "assistant_")
+CALLS = ("function_call", "tool_call", "functioncall", "tool_calls")
+WORDS = ("tool_calls", "function_call", *THOUGHTS)
+"""Keys of a message, next to its content, that hold what a model generates."""
+READ_HERE = ("weight", "train")
+"""Keys of a message with which its author excludes it from the loss: OpenAI's and Axolotl's."""
+MAX_NAMES = 6  # in a printed note
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as `apply_chat_template` takes them."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+
+class Notes:
+    """Counts what was dropped, unknown or changed in the rows of one source, each row once."""
+
+    def __init__(self) -> None:
+        self.counts = defaultdict[str, Counter[str]](Counter)
+        self.seen = bytearray()
+        self.row_is_new = True
+
+    def begin(self, row: int) -> None:
+        """State the number of the row that is read next; rows that were read before are not counted."""
+        self.seen.extend(bytes(max(0, row + 1 - len(self.seen))))
+        self.row_is_new, self.seen[row] = not self.seen[row], 1
+
+    def add(self, statement: str, name: str = "") -> None:
+        """Count one case of a statement about a name."""
+        if self.row_is_new:
+            self.counts[statement][name] += 1
+
+    def lines(self, source: str) -> Iterator[str]:
+        """Yield a line per statement, with the most frequent names."""
+        for statement, names in self.counts.items():
+            if set(names) == {""}:
+                yield f"{source}: {names['']:,} {statement}"
+                continue
+            listed = [f"{name} ({count:,})" for name, count in names.most_common(MAX_NAMES)]
+            more = len(names) - len(listed)
+            yield f"{source}: {statement}: {', '.join(listed)}{f' and {more:,} more' * bool(more)}"
+
+
+EXAMPLE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+
+
+@dataclass(frozen=True)
+class RowParser:
+    """Reads the rows of one source."""
+
+    notes: Notes
+    template: ChatTemplate | None = None
+    """Decides on names of roles and on contents that are lists."""
+    column: str = ""
+    """The column to read; "" finds it by its name."""
+    columns: tuple[str, ...] = ()
+    """All columns of a table, of which a row holds some."""
+
+    def parse(self, row: Any, place: str) -> str | Conversation:
+        """Return the text or conversation of a row; "" if it holds none.
+
+        place: of the row, for messages.
+        Raises: TextError if the row has no column to read, or a value of another type.
+        """
+        if isinstance(row, list):
+            row = {TURNS[0]: row}
+        if not isinstance(row, dict):
+            raise TextError(f"{place} is {_kind(row)}, not an object; write {EXAMPLE}")
+        if self.column and self.column not in row:
+            raise TextError(
+                f"{place} has no column {self.column}, only {self._listed(row)}; name another with --text-column"
+            )
+        name = self.column or _first(row, ("text", *TURNS))
+        value = _unpacked(row[name]) if name and (name in TURNS or self.column) else row.get(name)
+        if isinstance(value, str) and name not in TURNS:
+            if not value.strip():
+                self.notes.add("rows without text")
+            return value
+        if name and value is not None:
+            messages = self._messages(value, f"{place}, {name}")
+        else:
+            messages = [] if name else self._question_and_answer(row, place)
+        if not messages:
+            self.notes.add("rows without text")
+            return ""
+        for other in self.columns or row:
+            if other != name and other not in COLUMNS:
+                self.notes.add("columns that are not read, with their rows", other)
+        return Conversation(self._before(row, messages, place) + messages, _tools(row, place))
+
+    def _listed(self, row: Mapping[str, Any]) -> str:
+        return ", ".join(map(str, self.columns or row))[:200]
+
+    def _messages(self, turns: Any, place: str) -> list[Message]:
+        """Return the messages of a conversation that hold words. Raises: TextError."""
+        if not isinstance(turns, list):
+            raise TextError(f"{place} holds {_kind(turns)}, not a text or a list of messages; write {EXAMPLE}")
+        messages = []
+        for number, turn in enumerate(turns, 1):
+            here = f"{place}, turn {number}"
+            if not isinstance(turn, dict):
+                raise TextError(f"{here} is {_kind(turn)}, not an object; write {EXAMPLE}")
+            speaker_key, content_key = (
+                _first(turn, keys) or keys[0] for keys in (("role", "from"), ("content", "value"))
+            )
+            speaker = turn.get(speaker_key)
+            if not isinstance(speaker, str) or not speaker.strip():
+                reason = f"{_kind(speaker)} under {speaker_key}" if speaker_key in turn else "no role"
+                raise TextError(f"{here} has {reason}; name the speaker under role")
+            content = self._content(turn.get(content_key), here, content_key)
+            others = {key: turn[key] for key in turn if key not in ("role", "from", "content", "value")}
+            if _is_empty(content) and all(_is_empty(others.get(key)) for key in WORDS):
+                if not {"content", "value"} & turn.keys() and not others.keys() <= set(READ_HERE):
+                    raise TextError(f"{here} has no content, only {', '.join(turn)}; name it content")
+                self.notes.add("turns without words, which are dropped", speaker)
+                continue
+            message = {"role": self._role(speaker)}
+            message |= {"content": content} if {"content", "value"} & turn.keys() else {}
+            messages.append(self._with_calls(message | others, speaker))
+        return messages
+
+    def _role(self, speaker: str) -> str:
+        """Return the role of a speaker that the chat template knows."""
+        name = speaker.strip().lower()
+        role = SPEAKERS.get(name) or ("assistant" if name.startswith(VERSIONED) else "")
+        if not role:
+            self.notes.add("unknown speakers, read as the user, with their turns", speaker)
+            return "user"
+        if role in ("system", "tool") and self.template and self.template.knows(name):
+            return name  # such as developer, which the templates of some models know
+        return role
+
+    def _with_calls(self, message: Message, speaker: str) -> Message:
+        """Return a message whose calls of tools stand where chat templates look for them.
+
+        ShareGPT packs them into the words of a speaker such as function_call, OpenAI's older format into a key.
+        """
+        if not (self.template and self.template.reads("tool_calls")) or message.get("tool_calls"):
+            return message
+        if speaker.strip().lower() in CALLS and isinstance(content := message.get("content"), str):
+            calls, rest = _calls(content), {"content": ""}
+        else:
+            calls, rest = _calls(message.get("function_call")), {}
+        if not calls:
+            return message
+        kept = {key: value for key, value in message.items() if key != "function_call"} | rest
+        return kept | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+    def _content(self, content: Any, here: str, key: str) -> Any:
+        """Return a message's words: a string, None, or its parts of text if the template reads parts.
+
+        Other templates get the parts joined by line breaks, as in vLLM. Raises: TextError.
+        """
+        if content is None or isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise TextError(f"{here} has {_kind(content)} under {key}; write it as a string")
+        parts = []
+        for value in content:
+            part = {"type": "text", "text": value} if isinstance(value, str) else value
+            if not isinstance(part, dict):
+                raise TextError(f"{here} has {_kind(part)} among the parts of its {key}; write it as a string")
+            if isinstance(part.get("text"), str):
+                parts.append(part)
+            else:
+                kind = str(part.get("type", "unnamed"))
+                self.notes.add("parts of turns that are no text, which are dropped", kind)
+        if self.template and self.template.reads_parts:
+            return parts
+        return "\n".join(part["text"] for part in parts)
+
+    def _question_and_answer(self, row: Mapping[str, Any], place: str) -> list[Message]:
+        """Return the messages of a row as in Alpaca, Dolly, OpenOrca, or TRL's prompts with completions.
+
+        Returns [] if a column is empty. Raises: TextError if the row has no such columns.
+        """
+        question, answer = _first(row, QUESTION), _first(row, ANSWER)
+        context = next((name for name in CONTEXT if name != question and not _is_empty(row.get(name))), "")
+        if not (row.keys() & set(QUESTION) and row.keys() & set(ANSWER)):
+            if row.keys() & {"text", *TURNS}:
+                return []
+            rows_key = next((key for key, value in row.items() if _kind(value) == "a list of objects"), "")
+            remedy = f"write the rows under {rows_key} one per line, or name" if rows_key else "name"
+            raise TextError(
+                f"{place} has no column text, messages or conversations, nor instruction and response, only "
+                f"{self._listed(row)}; {remedy} one with --text-column"
+            )
+        if not question or not answer:
+            return []
+        messages = list[Message]()
+        for name, role in ((question, "user"), (answer, "assistant")):
+            if isinstance(value := _unpacked(row[name]), list):
+                messages += self._messages(value, f"{place}, {name}")
+            else:
+                messages.append({"role": role, "content": _string(value, place, name)})
+        if context:
+            words = _string(row[context], place, context)
+            _string(row[question], place, question)
+            messages[0]["content"] += f"\n\n{words}"
+        return messages
+
+    def _before(self, row: Mapping[str, Any], messages: list[Message], place: str) -> list[Message]:
+        """Return the messages that the columns for system and history put before a conversation."""
+        before = list[Message]()
+        if not _is_empty(history := row.get("history")):
+            if isinstance(history, list) and all(isinstance(turn, list) for turn in history):
+                words = itertools.chain.from_iterable(history)
+                roles = itertools.cycle(("user", "assistant"))
+                history = [{"role": role, "content": text} for role, text in zip(roles, words, strict=False)]
+            before = self._messages(history, f"{place}, history")
+        if system := _first(row, SYSTEM):
+            words = _string(row[system], place, system)
+            if messages[0]["role"] in ("system", "developer"):
+                self.notes.add("columns that are not read, with their rows", system)
+            else:
+                before.insert(0, {"role": "system", "content": words})
+        return before
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value == "" or value == []
+
+
+def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """Return the first name under which a row holds anything; "" if none."""
+    return next((name for name in names if not _is_empty(row.get(name))), "")
+
+
+def _string(value: Any, place: str, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise TextError(f"{place} has {_kind(value)} under {name}; write it as a string")
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a JSON value in words."""
+    if isinstance(value, list):
+        kinds = {type(item) for item in value}
+        return f"a list of {_PLURALS.get(kinds.pop(), 'values')}" if len(kinds) == 1 else "a list"
+    return _KINDS.get(type(value), f"a {type(value).__name__}")
+
+
+_KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
+_KINDS |= {type(None): "null"}
+_PLURALS = {str: "strings", int: "numbers", float: "numbers", dict: "objects", list: "lists"}
+
+
+def _parsed(words: str) -> Any:
+    """Return the value of a JSON text; None if it is none."""
+    try:
+        return json.loads(words)
+    except (RecursionError, ValueError):
+        return None
+
+
+def _unpacked(value: Any) -> Any:
+    """Return the messages that a string holds as JSON; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    turns = _parsed(value)
+    is_packed = turns and all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns)
+    return turns if is_packed else value
+
+
+def _calls(packed: Any) -> list[Any]:
+    """Return the calls of tools that an object, or a JSON text of one or several, holds; [] if none."""
+    value = _parsed(packed) if isinstance(packed, str) else packed
+    calls = value if isinstance(value, list) else [value]
+    is_call = all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls)
+    return calls if is_call else []
+
+
+def _tools(row: Mapping[str, Any], place: str) -> list[Any] | None:
+    """Return the tools of a row, which may be packed as JSON. Raises: TextError."""
+    name = _first(row, TOOLS)
+    given = row.get(name)
+    tools = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        if name:
+            raise TextError(f"{place} has {_kind(given)} under {name}; write a list of objects")
+        return None
+    if name == "functions":
+        tools = [{"type": "function", "function": tool} for tool in tools]
+    return tools or None

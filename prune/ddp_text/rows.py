@@ -1,0 +1,273 @@
+"""Files and datasets of the Hugging Face hub in, numbered rows out.
+
+Local files may be .txt, .jsonl, .json or .parquet, plain or compressed with gz, xz or zst. Any other
+name is a dataset of the hub, which is streamed. JSON is read here and not by `datasets`, whose table
+gives every message the keys of all others and changes values of mixed types.
+"""
+
+import errno
+import glob
+import gzip
+import json
+import lzma
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ddp_text.conversations import COLUMNS
+from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
+from ddp_vllm.errors import TextError, reading
+from ddp_vllm.hub.fetch import array_entries
+from ddp_vllm.manifest import sha256
+from ddp_vllm.output import atomic_file
+from ddp_vllm.provenance import split_sources
+
+READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+COMPRESSIONS = (".gz", ".xz", ".zst")
+KINDS = f".txt/.jsonl/.json/.parquet (plain or {', '.join(COMPRESSIONS)})"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ROWS_PER_BATCH = 32  # of a Parquet file or a hub dataset
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a source."""
+
+    name: str
+    num_rows: int | None
+    """None: a stream."""
+    read: Callable[[Sequence[int] | None], Iterator[tuple[int, Any]]]
+    """Yields (number, row) in the order of the given numbers, which start at 0; None: in their own
+    order. A stream takes `[seed]` instead, and shuffles among neighbors."""
+    unit: str = "row"
+    """What a row is called in messages: "line" or "row"."""
+    columns: tuple[str, ...] = ()
+    """All columns of a table, of which only the used ones are read; (): those of the row."""
+
+    def place(self, number: int) -> str:
+        """Return the place of a row, for messages."""
+        return f"{self.name}, {self.unit} {number + 1}"
+
+
+def sources_of(data: str) -> list[str]:
+    """Return the names in a comma-separated list of texts, with three copies for `NAME:3`.
+
+    Raises: TextError.
+    """
+    names = [name for name, turns in split_sources(data) for _ in range(turns)]
+    if not all(names):
+        raise TextError(f"data is {data!r}, where a name is missing; give hub datasets or files, separated by commas")
+    return [os.path.normpath(name) if os.path.exists(name) else name for name in names]
+
+
+def open_rows(name: str, column: str = "") -> Rows:
+    """Open a source.
+
+    name: a path; or `name`, `name:configuration` or `name:configuration:split` on the hub.
+    column: the column that holds the text or conversation, if not one of `COLUMNS`.
+    Raises: as `reading_text`.
+    """
+    path = Path(name)
+    with reading_text(name):
+        kind = _kind(path)
+        if not (path.exists() or kind):
+            return _hub_rows(name, column)
+        if not path.is_file():
+            raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
+        if path.stat().st_size == 0:
+            raise TextError(f"{path} is empty; give a file with text")
+        if kind is None:
+            raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
+        file = _decompressed(path)
+        if kind == "json":
+            return _json_rows(name, file)
+        if kind == "parquet":
+            return _parquet_rows(name, path, file, column)
+        text = {column or "text": file.read_text(encoding="utf-8")}
+        return Rows(name, 1, lambda _: iter([(0, text)]))
+
+
+@contextmanager
+def reading_text(data: str) -> Iterator[None]:
+    """Raise TextError instead of the errors of libraries in the block, from pyarrow's to the hub's.
+
+    Raises: OutputError instead if the disk that holds the cache is full.
+    """
+    with reading(data, TextError, f"give a hub dataset or a {KINDS} file", how=" as text"):
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause:
+                if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+                    raise unwritable_cache(cache_folder(), cause) from error
+                cause = cause.__cause__ or cause.__context__
+            raise
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+    return READERS.get(suffixes[-1]) if suffixes else None
+
+
+def _decompressed(path: Path) -> Path:
+    """Return a plain file: this one, or its decompressed copy in the cache, named by its content."""
+    if path.suffix not in COMPRESSIONS:
+        return path
+    check_cache()
+    copy = cache_folder() / "text" / sha256(path)[:32]
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            _open_compressed(path) as source,
+            atomic_file(copy, private=True) as temporary,
+            open(temporary, "wb") as file,
+        ):
+            shutil.copyfileobj(source, file)
+    return copy
+
+
+def _open_compressed(path: Path) -> IO[bytes]:
+    if path.suffix == ".zst":
+        import zstandard
+
+        return zstandard.open(path, "rb")
+    return gzip.open(path) if path.suffix == ".gz" else lzma.open(path)  # type: ignore[return-value]
+
+
+def _json_rows(name: str, file: Path) -> Rows:
+    """Open JSON Lines, or one JSON value that holds all rows."""
+    starts, at = [], 0
+    with open(file, "rb") as lines:
+        for line in lines:
+            if line.strip(b" \t\r\n\0" if at else BOM + b" \t\r\n"):
+                starts.append(at)
+            at += len(line)
+    if not starts:
+        raise TextError(f"{name} is empty; give a file with text")
+    with open(file, "rb") as lines:
+        lines.seek(starts[0])
+        first = lines.readline().removeprefix(BOM)
+    if (values := _whole_file(name, file, first, len(starts))) is not None:
+        return Rows(name, len(values), lambda order: _pick(values, order))
+    offsets = np.asarray(starts, np.int64)
+
+    def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+        with open(file, "rb") as lines:
+            for number in range(len(offsets)) if order is None else order:
+                lines.seek(offsets[number])
+                yield number, _parse_line(lines.readline().removeprefix(BOM), f"{name}, line {number + 1}")
+
+    return Rows(name, len(offsets), read, unit="line")
+
+
+def _whole_file(name: str, file: Path, first: bytes, num_lines: int) -> list[Any] | None:
+    """Return the rows of a file that is an array or one object of several lines; None: JSON Lines.
+
+    first: its first line. A single line with a list is an array of rows, or one conversation.
+    """
+    is_list = first.lstrip().startswith(b"[")
+    if (num_lines > 1 and _is_json(first)) or (num_lines == 1 and not is_list):
+        return None
+    text = file.read_text(encoding="utf-8-sig")
+    if is_list:
+        values = [value for _, value in array_entries(Path(name), text)]
+        return [values] if _is_conversation(values) else values
+    try:
+        return [json.loads(text)]
+    except (RecursionError, ValueError):
+        return None  # the error of the first line names its place
+
+
+def _pick(values: Sequence[Any], order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+    return ((number, values[number]) for number in (range(len(values)) if order is None else order))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_conversation(values: list[Any]) -> bool:
+    """Tell whether a list holds the messages of one conversation, and not rows."""
+    return bool(values) and all(
+        isinstance(value, dict) and ({"role", "from"} & value.keys()) and not set(COLUMNS) & value.keys()
+        for value in values
+    )
+
+
+def _parse_line(line: bytes, place: str) -> Any:
+    try:
+        return json.loads(line.decode())
+    except json.JSONDecodeError as error:
+        raise TextError(f"{place}: not JSON ({error.msg} at column {error.colno}); repair or delete the line") from None
+    except UnicodeDecodeError as error:
+        raise TextError(f"{place} cannot be read as text ({error}); save the file as UTF-8") from None
+    except (RecursionError, ValueError):
+        raise TextError(f"{place}: nested too deeply, or a number too long; delete the line") from None
+
+
+def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
+    import datasets
+
+    check_cache()
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # the error repeats it
+    # `datasets` identifies a file by its name and time; load_dataset would tell the hub about it
+    cache = str(cache_folder() / "datasets" / sha256(path)[:32])
+    table = datasets.Dataset.from_parquet(glob.escape(str(file)), cache_dir=cache)
+    columns = tuple(table.column_names)
+    table = table.select_columns(_used_columns(columns, column))
+
+    def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+        numbers = range(len(table)) if order is None else order
+        rows = table if order is None else table.select(order)
+        yield from zip(numbers, _each_row(rows), strict=True)
+
+    return Rows(name, len(table), read, columns=columns)
+
+
+def _hub_rows(name: str, column: str) -> Rows:
+    import datasets
+
+    hub_name, configuration, split = [*name.split(":", 2), "", ""][:3]
+    stream = datasets.load_dataset(hub_name, configuration or None, split=split or "train", streaming=True)
+    if columns := tuple(stream.column_names or ()):  # a stream may not know them before it is read
+        stream = stream.select_columns(_used_columns(columns, column))
+
+    def read(seeds: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
+        rows = stream if seeds is None else stream.shuffle(seed=seeds[0])
+        yield from enumerate(_each_row(rows))
+
+    return Rows(name, None, read, columns=columns)
+
+
+def _used_columns(columns: Sequence[str], column: str) -> list[str]:
+    """Return the columns to decode: thousands of others would take minutes. Without any, all."""
+    used = [name for name in columns if name == column or name in COLUMNS]
+    return used or list(columns)
+
+
+def _each_row(rows: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows of a table, without the empty fields with which a table fills up its structures."""
+    for columns in rows.iter(batch_size=ROWS_PER_BATCH):
+        for values in zip(*columns.values(), strict=True):
+            row = zip(columns, values, strict=True)
+            yield {name: _without_nulls(value) for name, value in row}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        items = {key: _without_nulls(item) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not None or key == "content"}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,300 @@
+"""Rows of every common format: the document equals what transformers renders of the whole message.
+
+What is dropped, unknown or changed is printed once per source. A wrong value names its row and turn.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import PUBLISHED, tokenizer_of
+from test_documents import GEMMA, LENIENT, MISTRAL, document, in_loss
+
+from ddp_text.conversations import Notes
+from ddp_text.documents import read_documents
+from ddp_text.rows import open_rows
+from ddp_text.templates import ChatTemplate
+from ddp_text.tokens import tokenize
+from ddp_vllm.errors import TextError
+
+AGENT = (  # in the manner of Qwen3: tools in front, thoughts and calls of an assistant, results
+    "{%- if tools %}{{- '<|im_start|>system\n<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}"
+    "{{- '</tools><|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.reasoning_content %}{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{%- endif %}"
+    "{{- m.content or '' }}"
+    """{%- for call in m.tool_calls or [] %}{{- '<tool_call>\n{"name": "' + call.function.name }}"""
+    """{{- '", "arguments": ' }}"""
+    "{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+    "{{- '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}}
+PACKED = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"default": None}}}]
+QUESTION = {"role": "user", "content": "weather in Oslo?"}
+AGENT_TURNS: list[dict[str, Any]] = [
+    QUESTION,
+    {"role": "assistant", "content": None, "reasoning_content": "I need the tool.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "21 degrees"},
+    {"role": "assistant", "content": "It is 21 degrees.", "reasoning_content": "Warm."},
+]
+GENERATED = [
+    '<think>\nI need the tool.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": '
+    '{"city": "Oslo", "days": 2}}\n</tool_call>',
+    "<think>\nWarm.\n</think>\n\nIt is 21 degrees.",
+]
+
+
+def notes_of(rows: list[Any], tokenizer: Any, tmp_path: Path) -> list[str]:
+    """Return the lines that reading these rows prints."""
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = Notes()
+    for _ in range(2):  # a row that is read twice is counted once
+        list(read_documents(open_rows(str(tmp_path / "chat.jsonl")), ChatTemplate(tokenizer), notes))
+    return [line.removeprefix(f"{tmp_path / 'chat.jsonl'}: ") for line in notes.lines(str(tmp_path / "chat.jsonl"))]
+
+
+@pytest.mark.parametrize("form", ["messages", "list", "packed", "share-gpt", "arguments are a string"])
+def test_the_turns_of_an_agent_are_what_transformers_renders(form: str, tokenizer: Any, tmp_path: Path) -> None:
+    """And the loss of an assistant is on its thoughts and calls, with the markup that it generates."""
+    tokenizer.chat_template = AGENT
+    turns, row = AGENT_TURNS, {"messages": AGENT_TURNS, "tools": TOOLS}
+    if form == "list":
+        row = turns  # type: ignore[assignment]
+    elif form == "packed":
+        row = {"conversations": json.dumps(turns), "tools": json.dumps(TOOLS)}  # type: ignore[dict-item]
+    elif form == "share-gpt":
+        spoken = [("human", QUESTION["content"]), ("function_call", json.dumps(PACKED)), ("observation", "21 degrees"),
+                  ("gpt", "It is 21 degrees.")]  # fmt: skip
+        row = {"conversations": [{"from": speaker, "value": words} for speaker, words in spoken], "tools": TOOLS}
+        turns = [{**turn, "reasoning_content": None} for turn in turns]
+    elif form == "arguments are a string":
+        packed = json.dumps(CALL["function"]["arguments"])
+        turns = [
+            *turns[:1],
+            {**turns[1], "tool_calls": [{"function": {**CALL["function"], "arguments": packed}}]},
+            *turns[2:],
+        ]
+        row = {"messages": turns, "tools": TOOLS}
+    found = document(row, tokenizer)
+    tools = None if form == "list" else TOOLS
+    assert found.text == tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
+    generated = [text for text in in_loss(found).split("|") if text.strip()]
+    thoughtless = [text.partition("</think>\n\n")[2] for text in GENERATED]
+    assert "".join(generated).count("It is 21 degrees.") == 1
+    expected = thoughtless if form == "share-gpt" else GENERATED
+    mask = found.loss_mask
+    assert mask is not None
+    for words in expected:
+        start = found.text.index(words)
+        assert mask[start : start + len(words)].all()
+    assert mask.sum() <= sum(map(len, expected)) + 2 * len(expected)  # blanks after a turn at most
+
+
+def test_a_turn_of_weight_0_is_not_in_the_loss(tokenizer: Any) -> None:
+    tokenizer.chat_template = AGENT
+    wrong = {"role": "assistant", "content": "no words", "weight": 0}
+    for excluded in (wrong, {**wrong, "weight": 1, "train": False}):
+        turns = [QUESTION, excluded, QUESTION, {"role": "assistant", "content": "yes", "weight": 1}]
+        found = document({"messages": turns}, tokenizer)
+        assert in_loss(found).strip("|").strip() == "yes"
+        assert found.text == tokenizer.apply_chat_template(turns, tokenize=False)
+
+
+ASSISTANTS = (
+    "ASSISTANT",
+    "Assistant",
+    "GPT",
+    "gpt-4",
+    "gpt-4o-mini",
+    "model",
+    "ai",
+    "AI",
+    "bot",
+    "chatbot",
+    "Claude-3",
+)
+ROLES = [*((name, "assistant") for name in ASSISTANTS), ("USER", "user"), ("Human", "user"), ("System", "system"),
+         ("developer", "system"), ("observation", "tool"), ("tool_response", "tool"), ("function_call", "assistant"),
+         ("tool", "tool"), ("function", "tool")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("speaker", "role"), ROLES)
+def test_speakers_are_known_by_their_names_of_any_case(speaker: str, role: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = LENIENT
+    found = document({"conversations": [{"from": speaker, "value": "nine foxes"}]}, tokenizer)
+    assert found.text == f"<{role}>nine foxes" and (found.loss_mask is not None) == (role == "assistant")
+
+
+def test_a_role_that_the_template_knows_stays(tokenizer: Any) -> None:
+    tokenizer.chat_template = LENIENT + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert (
+        document({"messages": [{"role": "developer", "content": "be brief"}]}, tokenizer).text == "<developer>be brief!"
+    )
+
+
+ALPACA = {
+    "instruction": "purse?",
+    "input": "",
+    "output": "two pockets",
+    "system": "Be brief.",
+    "history": [["hello", "hi"]],
+}
+USER = {"role": "user", "content": "a"}
+FORMS: dict[str, tuple[Any, str]] = {
+    "alpaca with history": (ALPACA, "<system>Be brief.<user>hello<assistant>hi<user>purse?<assistant>two pockets"),
+    "openorca": ({"id": 1, "system_prompt": "s", "question": "a?", "response": "b"}, "<system>s<user>a?<assistant>b"),
+    "system beside turns": ({"system": "s", "conversations": [{"from": "human", "value": "a"}]}, "<system>s<user>a"),
+    "trl": ({"prompt": [USER], "completion": [{"role": "assistant", "content": "b"}]}, "<user>a<assistant>b"),
+    "trl, words": ({"prompt": [USER], "completion": "b"}, "<user>a<assistant>b"),
+    "input and output": ({"input": "a", "output": "b"}, "<user>a<assistant>b"),
+    "empty text": ({"text": "", "messages": [USER]}, "<user>a"),
+    "lists": ([USER], "<user>a"),
+    "wildchat": ({"conversation": [{"role": "user", "content": "a", "toxic": False}]}, "<user>a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_common_format_is_a_conversation(form: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = LENIENT
+    row, expected = FORMS[form]
+    assert document(row, tokenizer).text == expected
+
+
+MESSAGES = [{"role": "user", "content": "nine foxes"}, {"role": "assistant", "content": "jump"}]
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"nine foxes {number}"}, {"role": "assistant", "content": "jump"}]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_named_column_may_hold_conversations(
+    packed: bool, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.chat_template = LENIENT
+    rows = [{"id": number, "talk": json.dumps(talk(number)) if packed else talk(number)} for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    blocks = load(tmp_path / "a.jsonl", tokenizer, text_column="talk")
+    assert "<user>nine foxes 8<assistant>jump" in tokenizer.decode(blocks.train.flatten())
+    assert blocks.notes == (f"{tmp_path / 'a.jsonl'}: columns that are not read, with their rows: id (60)",)
+    again = load(tmp_path / "a.jsonl", tokenizer, text_column="talk")
+    assert again.notes == blocks.notes  # from the cache
+
+
+WRONG: dict[str, tuple[Any, str]] = {  # rows, what the line says
+    "number": ({"messages": [QUESTION, {"role": "assistant", "content": 17}]}, "turn 2 has a number under content"),
+    "object": ({"conversations": [{"from": "human", "value": {"a": 1}}]}, "turn 1 has an object under value"),
+    "true": ({"messages": [{"role": "user", "content": True}]}, "turn 1 has true or false under content"),
+    "null turn": ({"messages": [QUESTION, None]}, "turn 2 is null"),
+    "string turn": ({"messages": ["hi"]}, "turn 1 is a string"),
+    "part": ({"messages": [{"role": "user", "content": [7]}]}, "turn 1 has a number among the parts"),
+    "no role": ({"messages": [{"content": "a"}]}, "turn 1 has no role"),
+    "role is a number": ({"messages": [{"role": 1, "content": "a"}]}, "turn 1 has a number under role"),
+    "no content": ({"messages": [{"role": "user", "words": "a"}]}, "turn 1 has no content, only role, words"),
+    "dict of turns": ({"messages": {"role": "user"}}, "messages holds an object"),
+    "string of turns": ({"messages": "hello"}, "messages holds a string"),
+    "text is a list": ({"text": ["a", "b"]}, "text, turn 1 is a string"),
+    "text is a number": ({"text": 5}, "text holds a number"),
+    "answer is a number": ({"prompt": "a", "completion": 5}, "line 2 has a number under completion"),
+    "answer is false": ({"question": "a", "answer": False}, "line 2 has true or false under answer"),
+    "context": ({"question": "a", "answer": "b", "context": {"c": 1}}, "an object under context"),
+    "system": ({"messages": [QUESTION], "system": 3}, "a number under system"),
+    "history": ({"prompt": "a", "response": "b", "history": "no"}, "history holds a string"),
+    "tools": ({"messages": [QUESTION], "tools": "no"}, "a string under tools"),
+    "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
+    "rows below": ({"data": [{"text": "a"}]}, "write the rows under data one per line"),
+    "a string": ("text", "line 2 is a string"),
+    "list of strings": (["a", "b"], "turn 1 is a string"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_value_names_source_row_turn_and_type(case: str, load: Callable[..., Any], tmp_path: Path) -> None:
+    row, words = WRONG[case]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "fox " * 99}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(TextError) as caught:
+        load(tmp_path / "a.jsonl")
+    message = str(caught.value)
+    assert "a.jsonl, line 2" in message and words in message and ";" in message and "\n" not in message
+
+
+def test_whatever_is_dropped_or_unknown_is_counted_with_names(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = LENIENT
+    row: Any = {"id": 1, "messages": [
+        {"role": "alice", "content": "a"},
+        {"role": "Bob", "content": [{"type": "image_url"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "reasoning_content": "d", "name": "e"}, {"role": "user", "content": ""},
+    ], "tools": TOOLS}  # fmt: skip
+    lines = notes_of([row, row, {"text": ""}, {"text": "half \ud83d"}], tokenizer, tmp_path)
+    unread = "parts of conversations that the chat template does not read, with their turns: "
+    assert sorted(lines) == [
+        "1 rows with half a character (a lone surrogate), which is replaced",
+        "1 rows without text",
+        "columns that are not read, with their rows: id (2)",
+        unread + "reasoning_content (2), name (2), tools (2)",
+        "parts of turns that are no text, which are dropped: image_url (2)",
+        "turns without words, which are dropped: user (2)",
+        "unknown speakers, read as the user, with their turns: alice (2), Bob (2)",
+    ]
+
+
+def test_conversations_that_a_template_rejects_or_shortens_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    system = [{"role": "system", "content": "be brief"}, *MESSAGES]
+    tokenizer.chat_template = GEMMA
+    assert notes_of([{"messages": system}], tokenizer, tmp_path) == [
+        "conversations read as plain text, because the chat template rejects them: System role not supported (1)"
+    ]
+    tokenizer.chat_template = MISTRAL
+    (line,) = notes_of([{"messages": [*MESSAGES, {"role": "tool", "content": "21"}]}] * 2, tokenizer, tmp_path)
+    assert line.startswith("conversations rearranged so that user and assistant alternate") and line.endswith("(2)")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert notes_of([{"messages": system}], tokenizer, tmp_path) == [
+        "turns that the chat template leaves out or changes: system (1)"
+    ]
+
+
+def test_a_template_that_fails_names_the_row(load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + 1 }}{% endfor %}"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    with pytest.raises(TextError, match=r"chat template of .* fails on .*a\.jsonl, line 1 .*; repair"):
+        load(tmp_path / "a.jsonl", tokenizer)
+
+
+TALKS = [talk(number) for number in range(60)]
+SHAPES = {
+    "array of lists": json.dumps(TALKS),
+    "lists": "\n".join(map(json.dumps, TALKS)),
+    "array": json.dumps([{"messages": turns} for turns in TALKS], indent=1),
+    "one object": json.dumps({"messages": TALKS[0] * 60}, indent=1),
+    "one conversation": "\ufeff" + json.dumps(TALKS[0] * 60),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_json_of_every_shape_is_read(shape: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.chat_template = LENIENT
+    (tmp_path / "a.json").write_text(SHAPES[shape])
+    blocks = load(tmp_path / "a.json", tokenizer)
+    assert re.search("<user>nine foxes [0-9]+<assistant>jump", tokenizer.decode(blocks.train.flatten()))
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_parts_and_tables_are_rendered_as_by_transformers(family: str, tmp_path: Path) -> None:
+    """A Parquet file fills every message with the keys of all others."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer = tokenizer_of(family)
+    turns = [QUESTION, {"role": "assistant", "content": "21 degrees", "reasoning_content": "warm"}, QUESTION]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
+    (found,) = read_documents(open_rows(str(tmp_path / "a.parquet")), ChatTemplate(tokenizer), Notes())
+    assert found.text == tokenizer.apply_chat_template(turns, tokenize=False)
+    (tokens,) = tokenize([found], tokenizer)
+    assert tokens.loss_mask.any() and not tokens.loss_mask.all()
