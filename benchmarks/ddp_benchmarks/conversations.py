@@ -1,4 +1,4 @@
-"""Reads ShareGPT conversations, draws a sample by vLLM's rules, and writes the file that vLLM's sampler reads.
+"""Reads conversations, draws a sample by vLLM's rules, and writes the file that vLLM's sampler reads.
 
 A ShareGPT entry is `{"id": …, "conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}, …]}`. The
 first turn is the prompt, the length of the second is the number of tokens to generate. We draw the sample ourselves to
@@ -6,15 +6,17 @@ know the number of usable conversations before an engine starts.
 """
 
 import hashlib
+import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_text.conversations import EXAMPLE, Conversation, Notes, RowParser, words_of
+from ddp_text.rows import open_rows, reading_text
 from ddp_vllm.errors import TextError
-from ddp_vllm.hub.fetch import array_entries
 
 MIN_LENGTH, MAX_PROMPT_LENGTH, MAX_TOTAL_LENGTH = 4, 1024, 2048  # tokens; vllm.benchmarks.datasets.is_valid_sequence
 
@@ -52,58 +54,49 @@ class Sample:
 
 
 def read_conversations(path: Path) -> list[dict[str, Any]]:
-    """Read every conversation of a ShareGPT file: a JSON array, or one JSON object per line.
+    """Read every conversation of a file as a ShareGPT entry; the formats are those that `prune` reads.
 
-    Raises: TextError with line and reason if the file is missing or not JSON, or an entry is not a conversation.
+    An entry of ShareGPT stays as it is, since vLLM takes its first two turns whoever speaks. Of other conversations the
+    first words of the user become the prompt, and the assistant's next words the answer.
+    Raises: TextError with place and reason if the file is missing, or a row holds no conversation.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise TextError(f"{path} does not exist; pass a ShareGPT file, or omit --dataset to fetch one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"{path} cannot be read as UTF-8 text ({error}); pass a ShareGPT file in JSON") from error
-    array = text.lstrip().startswith("[")
+    if not path.exists():
+        raise TextError(f"{path} does not exist; pass a file with conversations, or omit --dataset to fetch ShareGPT")
+    rows, parser = open_rows(str(path)), RowParser(Notes())
     conversations = []
-    for line, value in array_entries(path, text) if array else _line_entries(path, text):
-        if reason := _malformed(value):
-            raise TextError(f"{path}, line {line}: {reason}; a ShareGPT entry is, for example, {_EXAMPLE}")
-        conversations.append(value)
-    if not conversations:
-        raise TextError(f"{path} has no conversations; pass a ShareGPT file, or omit --dataset to fetch one")
+    with reading_text(str(path)):
+        for number, row in rows.read(None):
+            place = rows.place(number)
+            entry = row if _is_share_gpt(row) else _as_share_gpt(parser.parse(row, place), place)
+            try:
+                json.dumps([entry.get("id"), entry["conversations"][:2]], ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                code = ord(error.object[error.start])
+                raise TextError(
+                    f"{place}: a lone surrogate (\\u{code:04x}), which is no text; repair or delete it"
+                ) from None
+            conversations.append(entry)
     return conversations
 
 
-_EXAMPLE = '{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}'
+def _is_share_gpt(row: Any) -> bool:
+    turns = row.get("conversations") if isinstance(row, dict) else None
+    return isinstance(turns, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns[:2]
+    )
 
 
-def _line_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would split at U+2028, which occurs in answers
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TextError(
-                    f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); fix or delete the line"
-                ) from None
-            except (RecursionError, ValueError):
-                raise TextError(f"{path}, line {number}: nesting or number too long; delete the line") from None
-
-
-def _malformed(entry: Any) -> str | None:
-    """Return why an entry is malformed, or None; an entry with too few turns is unusable, but not malformed."""
-    if not isinstance(entry, dict):
-        return f"{type(entry).__name__} instead of an object"
-    turns = entry.get("conversations")
-    if not isinstance(turns, list):
-        return "no list under the key conversations"
-    for number, turn in enumerate(turns[:2], 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            return f"turn {number} has no text under the key value"
-    try:
-        json.dumps([entry.get("id"), turns[:2]], ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        return f"a lone surrogate (\\u{ord(error.object[error.start]):04x}), which is no text: fix or delete it"
-    return None
+def _as_share_gpt(content: str | Conversation, place: str) -> dict[str, Any]:
+    """Return the first question and answer of a conversation; fewer turns if it has no such words."""
+    if isinstance(content, str):
+        if content:
+            raise TextError(f"{place} holds a text, not a conversation; write {EXAMPLE}")
+        return {"conversations": []}
+    turns = list[dict[str, str]]()
+    for role, speaker in (("user", "human"), ("assistant", "gpt")):
+        words = (words_of(message) for message in content.messages if message["role"] == role)
+        turns += [{"from": speaker, "value": text} for text in itertools.islice(filter(None, words), 1)]
+    return {"conversations": turns}
 
 
 def draw_sample(

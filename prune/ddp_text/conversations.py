@@ -259,6 +259,14 @@ class RowParser:
         return before
 
 
+def words_of(message: Message) -> str:
+    """Return the text of a message."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
 def _is_empty(value: Any) -> bool:
     return value is None or value == "" or value == []
 

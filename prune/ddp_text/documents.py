@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_text.conversations import READ_HERE, Conversation, Message, Notes, RowParser
+from ddp_text.conversations import READ_HERE, Conversation, Message, Notes, RowParser, words_of
 from ddp_text.rows import Rows, reading_text
 from ddp_text.templates import ChatTemplate, Rendered
 
@@ -79,21 +79,13 @@ def _render(conversation: Conversation, template: ChatTemplate, notes: Notes, pl
                 notes.add("conversations rearranged so that user and assistant alternate", reason)
                 return Document(again.text, _loss_mask(again))
         notes.add("conversations read as plain text, because the chat template rejects them", reason)
-    return Document("\n\n".join(filter(None, map(_words, messages))))
-
-
-def _words(message: Message) -> str:
-    """Return the text of a message."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
+    return Document("\n\n".join(filter(None, map(words_of, messages))))
 
 
 def _note_missing(messages: Sequence[Message], rendered: Rendered, notes: Notes) -> None:
     """Count the turns that a template leaves out, and conversations whose answers cannot be located."""
     for message in messages:
-        words = _words(message).strip()
+        words = words_of(message).strip()
         if message["role"] != "assistant" and words and words not in rendered.text:
             notes.add("turns that the chat template leaves out or changes", message["role"])
     if rendered.answers == [] and not all(READ_HERE[0] in message for message in messages):
@@ -122,6 +114,6 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
     joined = []
     for role, group in itertools.groupby(rest, key=lambda message: message["role"]):
         neighbors = list(group)
-        content = "\n\n".join(filter(None, map(_words, neighbors)))
+        content = "\n\n".join(filter(None, map(words_of, neighbors)))
         joined.append(neighbors[0] if len(neighbors) == 1 else {"role": role, "content": content})
     return joined

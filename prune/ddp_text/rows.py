@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from ddp_text.conversations import COLUMNS
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import TextError, reading
@@ -36,7 +34,7 @@ ROWS_PER_BATCH = 32  # of a Parquet file or a hub dataset
 BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """The rows of a source."""
 
@@ -44,16 +42,16 @@ class Rows:
     num_rows: int | None
     """None: a stream."""
     read: Callable[[Sequence[int] | None], Iterator[tuple[int, Any]]]
-    """Yields (number, row) in the order of the given numbers, which start at 0; None: in their own
-    order. A stream takes `[seed]` instead, and shuffles among neighbors."""
-    unit: str = "row"
-    """What a row is called in messages: "line" or "row"."""
+    """Yields (number, row) in the order of the given numbers, which start at 0; None: in their own order. A stream
+    takes `[seed]` instead, and shuffles among neighbors."""
+    lines: Sequence[int] | None = None
+    """The line of a file at which a row begins, from 1; None: rows have no lines."""
     columns: tuple[str, ...] = ()
     """All columns of a table, of which only the used ones are read; (): those of the row."""
 
     def place(self, number: int) -> str:
         """Return the place of a row, for messages."""
-        return f"{self.name}, {self.unit} {number + 1}"
+        return f"{self.name}, " + (f"row {number + 1}" if self.lines is None else f"line {self.lines[number]}")
 
 
 def sources_of(data: str) -> list[str]:
@@ -91,7 +89,7 @@ def open_rows(name: str, column: str = "") -> Rows:
         if kind == "parquet":
             return _parquet_rows(name, path, file, column)
         text = {column or "text": file.read_text(encoding="utf-8")}
-        return Rows(name, 1, lambda _: iter([(0, text)]))
+        return Rows(name=name, num_rows=1, read=lambda _: iter([(0, text)]))
 
 
 @contextmanager
@@ -144,50 +142,57 @@ def _open_compressed(path: Path) -> IO[bytes]:
 
 def _json_rows(name: str, file: Path) -> Rows:
     """Open JSON Lines, or one JSON value that holds all rows."""
-    starts, at = [], 0
+    starts, numbers, at = list[int](), list[int](), 0
     with open(file, "rb") as lines:
-        for line in lines:
-            if line.strip(b" \t\r\n\0" if at else BOM + b" \t\r\n"):
+        for number, line in enumerate(lines, 1):
+            if line.strip(BOM + b" \t\r\n" if number == 1 else b" \t\r\n"):
                 starts.append(at)
+                numbers.append(number)
             at += len(line)
     if not starts:
         raise TextError(f"{name} is empty; give a file with text")
     with open(file, "rb") as lines:
         lines.seek(starts[0])
         first = lines.readline().removeprefix(BOM)
-    if (values := _whole_file(name, file, first, len(starts))) is not None:
-        return Rows(name, len(values), lambda order: _pick(values, order))
-    offsets = np.asarray(starts, np.int64)
+    if values := _whole_file(name, file, first, len(starts)):
+        return Rows(
+            name=name,
+            num_rows=len(values),
+            read=lambda order: ((number, values[number][1]) for number in _numbers(order, values)),
+            lines=[line for line, _ in values],
+        )
 
     def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
         with open(file, "rb") as lines:
-            for number in range(len(offsets)) if order is None else order:
-                lines.seek(offsets[number])
-                yield number, _parse_line(lines.readline().removeprefix(BOM), f"{name}, line {number + 1}")
+            for number in _numbers(order, starts):
+                lines.seek(starts[number])
+                yield number, _parse_line(lines.readline().removeprefix(BOM), f"{name}, line {numbers[number]}")
 
-    return Rows(name, len(offsets), read, unit="line")
+    return Rows(name=name, num_rows=len(starts), read=read, lines=numbers)
 
 
-def _whole_file(name: str, file: Path, first: bytes, num_lines: int) -> list[Any] | None:
-    """Return the rows of a file that is an array or one object of several lines; None: JSON Lines.
+def _numbers(order: Sequence[int] | None, rows: Sequence[Any]) -> Sequence[int]:
+    return range(len(rows)) if order is None else order
+
+
+def _whole_file(name: str, file: Path, first: bytes, num_lines: int) -> list[tuple[int, Any]]:
+    """Return (line, row) of a file that is an array, or one object of several lines; []: JSON Lines.
 
     first: its first line. A single line with a list is an array of rows, or one conversation.
     """
     is_list = first.lstrip().startswith(b"[")
     if (num_lines > 1 and _is_json(first)) or (num_lines == 1 and not is_list):
-        return None
+        return []
     text = file.read_text(encoding="utf-8-sig")
     if is_list:
-        values = [value for _, value in array_entries(Path(name), text)]
-        return [values] if _is_conversation(values) else values
+        values = list(array_entries(Path(name), text))
+        if not values:
+            raise TextError(f"{name} is an empty list; give a file with text")
+        return [(1, [value for _, value in values])] if _is_conversation(values) else values
     try:
-        return [json.loads(text)]
+        return [(1, json.loads(text))]
     except (RecursionError, ValueError):
-        return None  # the error of the first line names its place
-
-
-def _pick(values: Sequence[Any], order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
-    return ((number, values[number]) for number in (range(len(values)) if order is None else order))
+        return []  # the error of the first line names its place
 
 
 def _is_json(line: bytes) -> bool:
@@ -198,11 +203,11 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _is_conversation(values: list[Any]) -> bool:
+def _is_conversation(values: list[tuple[int, Any]]) -> bool:
     """Tell whether a list holds the messages of one conversation, and not rows."""
-    return bool(values) and all(
-        isinstance(value, dict) and ({"role", "from"} & value.keys()) and not set(COLUMNS) & value.keys()
-        for value in values
+    return all(
+        isinstance(value, dict) and {"role", "from"} & value.keys() and not set(COLUMNS) & value.keys()
+        for _, value in values
     )
 
 
@@ -230,11 +235,10 @@ def _parquet_rows(name: str, path: Path, file: Path, column: str) -> Rows:
     table = table.select_columns(_used_columns(columns, column))
 
     def read(order: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
-        numbers = range(len(table)) if order is None else order
         rows = table if order is None else table.select(order)
-        yield from zip(numbers, _each_row(rows), strict=True)
+        yield from zip(_numbers(order, table), _rows_of(rows), strict=True)
 
-    return Rows(name, len(table), read, columns=columns)
+    return Rows(name=name, num_rows=len(table), read=read, columns=columns)
 
 
 def _hub_rows(name: str, column: str) -> Rows:
@@ -247,9 +251,9 @@ def _hub_rows(name: str, column: str) -> Rows:
 
     def read(seeds: Sequence[int] | None) -> Iterator[tuple[int, Any]]:
         rows = stream if seeds is None else stream.shuffle(seed=seeds[0])
-        yield from enumerate(_each_row(rows))
+        yield from enumerate(_rows_of(rows))
 
-    return Rows(name, None, read, columns=columns)
+    return Rows(name=name, num_rows=None, read=read, columns=columns)
 
 
 def _used_columns(columns: Sequence[str], column: str) -> list[str]:
@@ -258,7 +262,7 @@ def _used_columns(columns: Sequence[str], column: str) -> list[str]:
     return used or list(columns)
 
 
-def _each_row(rows: Any) -> Iterator[dict[str, Any]]:
+def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
     """Yield rows of a table, without the empty fields with which a table fills up its structures."""
     for columns in rows.iter(batch_size=ROWS_PER_BATCH):
         for values in zip(*columns.values(), strict=True):

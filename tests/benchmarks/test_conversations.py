@@ -1,5 +1,6 @@
 """ShareGPT in: what is malformed is refused with its line, what is unusable is passed over and counted."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ def test_array_and_lines_read_alike(tmp_path: Path, form: str) -> None:
         ('{"conversations": []}\n{"conversations": [', "line 2", "not JSON"),
         ('[\n{"conversations": []},\n{"conversations"', "line 3", "cut off"),
         ('[\n{"conversations": []}\n{"conversations": []}]', "line 3", "where a comma or ] belongs"),
-        ('[\n\n{"text": "hello"}]', "line 3", "no list under the key conversations"),
-        ("[\n1]", "line 2", "int instead of an object"),
-        ('{"conversations": [{"from": "human"}]}', "line 1", "turn 1 has no text under the key value"),
+        ('[\n\n{"text": "hello"}]', "line 3", "holds a text, not a conversation"),
+        ("[\n1]", "line 2", "is a number, not an object"),
+        ('{"conversations": [{"from": "human", "value": 1}]}', "line 1", "turn 1 has a number under value"),
         ('{"conversations": []}\n{"conversations": [{"value": "a \\ud83d"}]}', "line 2", "a lone surrogate (\\ud83d)"),
         ('{"conversations": [], "id": "\\udc00"}', "line 1", "a lone surrogate (\\udc00)"),
     ],
@@ -50,6 +51,29 @@ def test_malformed_files_name_line_and_reason(tmp_path: Path, text: str, where: 
         read_conversations(file)
     assert where in str(caught.value)
     assert reason in str(caught.value)
+
+
+TALK = [("human", "a question of five words"), ("gpt", "an answer of five words")]
+MESSAGES = [{"role": {"human": "user", "gpt": "assistant"}[speaker], "content": words} for speaker, words in TALK]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "system", "content": "be brief"}, *MESSAGES]},
+        {"prompt": TALK[0][1], "completion": TALK[1][1]},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+        [{**MESSAGES[0], "content": [{"type": "text", "text": TALK[0][1]}]}, {"role": "assistant", "tool_calls": [{}]},
+         {"role": "tool", "content": "21"}, MESSAGES[1]],
+    ],
+    ids=["openai", "instruction", "trl", "parts and tools"],
+)  # fmt: skip
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".jsonl.gz"])
+def test_the_formats_of_prune_are_read_too(row: Any, ending: str, tmp_path: Path) -> None:
+    text = json.dumps([row] if ending == ".json" else row).encode()
+    (tmp_path / f"a{ending}").write_bytes(gzip.compress(text) if ending.endswith("gz") else text)
+    (entry,) = read_conversations(tmp_path / f"a{ending}")
+    assert [(turn["from"], turn["value"]) for turn in entry["conversations"]] == TALK
 
 
 def test_files_without_a_conversation_are_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 
 def document(row: Any, tokenizer: Any, notes: Notes | None = None) -> Document:
     """Return a row as a document."""
-    rows = Rows("chat.jsonl", 1, lambda _: iter([(0, row)]), unit="line")
+    rows = Rows(name="chat.jsonl", num_rows=1, read=lambda _: iter([(0, row)]))
     return next(read_documents(rows, ChatTemplate(tokenizer), notes or Notes()))
 
 

@@ -70,7 +70,7 @@ GENERATED = {  # family: text in the loss without the token that ends a turn, fo
 
 
 def rendered(messages: list[dict[str, str]], tokenizer: Any) -> Document:
-    rows = Rows("chat", 1, lambda _: iter([(0, {"messages": messages})]))
+    rows = Rows(name="chat", num_rows=1, read=lambda _: iter([(0, {"messages": messages})]))
     return next(read_documents(rows, ChatTemplate(tokenizer), Notes()))
 
 
