@@ -169,7 +169,7 @@ class Trainer:
             gates.information[kind] += squares[kind] * support
             gates.open_steps[kind] += support
         if self.polishing:
-            self.learn_scales(gradients)
+            self.learn_scales(step, gradients)
         else:
             self.search(step, masks, gradients)
         if self.weights:
@@ -192,7 +192,7 @@ class Trainer:
 
     def search(self, step: int, masks: Masks, gradients: Masks) -> None:
         """Move the scales, then close gates. masks: of this step. gradients: of the loss, for these masks."""
-        self.learn_scales(gradients)
+        self.learn_scales(step, gradients)
         self.close(self.progress(step))
 
     def progress(self, step: int) -> float:
@@ -206,7 +206,12 @@ class Trainer:
         Gradients are squared per token, not per sequence: these are many more samples, and they do not depend on
         micro-batches. Sums are in float64, because the order of summation depends on the number of processes and AdamW
         amplifies rounding errors of the smallest gradients.
+
+        With a loss mask the loss is a mean over n of N tokens, so a token's own gradient is n times that of the loss:
+        text outside the mask changes neither the information nor the steps of the scales. The KL term is a mean over
+        all N, so its share of the squares counts n / N of its tokens; it is small next to the cross-entropy's.
         """
+        loss_share = self.batches.loss_share(step)
         losses = torch.zeros(2, device=self.accelerator.device)
         gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
@@ -220,8 +225,7 @@ class Trainer:
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad.double() * share
-                # the loss is a mean over num_tokens, so the gradient of a token's own loss is num_tokens times larger
-                squares[kind] += parts[kind].double() * num_tokens**2
+                squares[kind] += parts[kind].double() * (num_tokens * loss_share) ** 2
         reduce = self.accelerator.reduce
         cross_entropy, divergence = reduce(losses, "sum").tolist()
         for kind, counts in routed.items():
@@ -248,9 +252,9 @@ class Trainer:
         return torch.tensor([cross_entropy, divergence], device=tokens.device)
 
     @torch.no_grad()
-    def learn_scales(self, gradients: Masks) -> None:
+    def learn_scales(self, step: int, gradients: Masks) -> None:
         """Move the scales of the support by a natural gradient step; closed gates do not change."""
-        num_tokens = self.recipe.batch_size * (self.recipe.seq_len - 1)
+        num_tokens = self.recipe.batch_size * (self.recipe.seq_len - 1) * self.batches.loss_share(step)
         gates = self.gates
         for kind, z in gates.z.items():
             assumed = PRIOR_SHARE * self.run.steps.last / gates.open_steps[kind].clamp_min(1)

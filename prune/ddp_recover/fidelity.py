@@ -72,7 +72,7 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
             "that it was made from"
         )
     tokenizer = load_tokenizer(str(source.folder))
-    texts = {name: _load_text(name, settings, tokenizer, dense.config["vocab_size"]) for name in settings.texts}
+    texts = {name: _load_text(name, settings, tokenizer, dense.config["vocab_size"], say) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
     device = make_accelerator(output, None).device
@@ -138,7 +138,7 @@ def open_model(model: str, dense: Source) -> Source:
 
 
 def _load_text(
-    name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int
+    name: str, settings: FidelitySettings, tokenizer: Any, vocab_size: int, say: Callable[[str], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of a text that have tokens to evaluate, int64 [num_blocks, max_length], and their loss mask.
 
@@ -149,6 +149,8 @@ def _load_text(
         name, tokenizer, seq_len=length, train_blocks=max(MIN_BLOCKS, settings.tokens // length), heldout_blocks=0,
         min_train_blocks=0, seed=0,
     )  # fmt: skip
+    for note in blocks.notes:
+        say(note)
     evaluated = blocks.loss_mask[:, 1:].any(1)
     if not evaluated.any():
         raise TextError(f"{name} has no block of {length:,} tokens to evaluate; give more text, or lower --max-length")

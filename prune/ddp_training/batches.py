@@ -72,9 +72,15 @@ class Batches:
         """
         if self.loss_mask is None:
             return None
-        loss_mask_N = self.loss_mask[self.numbers(step), 1:]
-        share = max(1, int(loss_mask_N.sum())) / loss_mask_N.numel()
-        return (self.loss_mask[numbers, 1:].flatten().float() / share).to(self.accelerator.device)
+        loss_mask_N = self.loss_mask[numbers, 1:].flatten().float()
+        return (loss_mask_N / self.loss_share(step)).to(self.accelerator.device)
+
+    def loss_share(self, step: int) -> float:
+        """Return the share of a step's predicted tokens that contribute to the cross-entropy, in (0, 1]."""
+        if self.loss_mask is None:
+            return 1.0
+        loss_mask_BT = self.loss_mask[self.numbers(step), 1:]
+        return max(1, int(loss_mask_BT.sum())) / loss_mask_BT.numel()
 
     def step(self, step: int) -> Iterator[list[int]]:
         """Yield the block numbers of this process's micro-batches."""

@@ -145,6 +145,22 @@ def test_masks_learn_from_the_cross_entropy_of_the_loss_mask(lab: Lab) -> None:
     assert not torch.allclose(everything.gates.z["mlp"], moved[0], atol=1e-3)
 
 
+def test_text_outside_the_loss_mask_changes_neither_information_nor_scales(lab: Lab) -> None:
+    """A step on four sequences equals one on these four and twelve others whose tokens are all masked out."""
+    steps = []
+    for size in (4, 16):
+        recipe = lab.recipe(batch_size=size, distillation=0.0)
+        loss_mask = torch.zeros(BLOCKS.shape, dtype=torch.bool)
+        loss_mask[:4] = True
+        batches = Batches(BLOCKS, recipe, Accelerator(), loss_mask)
+        trainer = Trainer(lab.gated, batches, Run.alone(recipe), pools_of(lab.gated, recipe), Accelerator())
+        trainer.step(0)
+        steps.append((trainer.gates.information, trainer.gates.z))
+    for kind in steps[0][0]:
+        torch.testing.assert_close(steps[0][0][kind], steps[1][0][kind], rtol=1e-3, atol=1e-8)
+        torch.testing.assert_close(steps[0][1][kind], steps[1][1][kind], rtol=1e-4, atol=1e-5)
+
+
 def test_prune_takes_the_loss_on_an_assistants_turns_if_told(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
