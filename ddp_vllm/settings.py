@@ -80,22 +80,35 @@ def field_docs(settings: type) -> dict[str, str]:
     return docs
 
 
-def read_settings(path: Path | None, given: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Return the settings of a TOML file, overridden by those that are given, for a dataclass `kind`.
+def read_settings(
+    base: Path | Mapping[str, Any] | None,
+    given: Mapping[str, Any],
+    kind: type,
+    alternatives: tuple[tuple[str, ...], ...] = (),
+) -> dict[str, Any]:
+    """Return the settings of a TOML file or a mapping, overridden by those that are given, for a dataclass `kind`.
 
     given: None means not given; a path becomes text.
-    Raises: SettingError for an unreadable file or an unknown name.
+    alternatives: groups of names that replace each other: a given one drops the others of the base.
+    Raises: SettingError for an unreadable file, an unknown name, or two alternatives at one level.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
+    values = dict(base) if isinstance(base, Mapping) else {}
+    if isinstance(base, Path):
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = tomllib.loads(base.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers without end, of nesting
             raise SettingError(
-                f"the recipe {path} cannot be read ({error}); it must be TOML, one setting per line"
+                f"the recipe {base} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
-    values = plain(values | {name: value for name, value in given.items() if value is not None})
-    check_known(str(path or "the recipe"), values, kind)
+    given = {name: value for name, value in given.items() if value is not None}
+    for names in alternatives:
+        for level in (values, given):
+            if len(stated := [name for name in names if level.get(name) not in (None, 0)]) > 1:
+                raise SettingError(f"{' and '.join(stated)} are given; give one of them")
+        if any(given.get(name) not in (None, 0) for name in names):
+            values = {name: value for name, value in values.items() if name not in names}
+    values = plain(values | given)
+    check_known(str(base) if isinstance(base, Path) else "the recipe", values, kind)
     return values
 
 

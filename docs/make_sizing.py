@@ -1,15 +1,22 @@
 """Writes sizing.md: what models take on which GPUs. Run it after a change of what training keeps in memory.
 
-    python docs/make_sizing.py          # ten minutes of one core; needs no weights and no GPU
+    python docs/make_sizing.py          # seconds; needs no weights and no GPU
 
 The sizes of the models are those of their config.json on the Hub.
 """
 
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from ddp_prune.mode import MODES, Mode
-from ddp_prune.sizing import CARDS, UTILIZATION, active_parameters, step_bytes, training_hours
+import torch
+
+from ddp_models.source import Source
+from ddp_prune.mode import MODES
+from ddp_prune.recipe import Recipe
+from ddp_prune.sizing import UTILIZATION, Estimate, active_parameters, estimate
+from ddp_vllm.families import dimensions_of, family_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -39,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ON = ("rtx4090-24gb", "h100-80gb", "h200-141gb")
 COUNTS = (1, 2, 8)
-TOKENS, SEQ_LEN = 1000 * 16 * 2048, 2048
+TOKENS = 1000 * 16 * 2048
 HEAD = f"""# What it takes
 
 <!-- Written by docs/make_sizing.py. -->
@@ -57,45 +64,47 @@ Pass a mode by name to use more of it.
 
 `ddp-vllm prune MODEL --sparsity 0.2 --dry-run --on 2xh100-80gb -o out` prints the same for any model.
 
-Memory was found by running the training step at its real size on PyTorch's fake tensors, with checkpointed layers and
-8,192 tokens per pass; with ¹, 2,048 tokens, because more do not fit. "–" means that it does not fit. Usable memory:
-25.2 GB (RTX 4090), 84.9 GB (H100) and 150.1 GB (H200), of 10⁹ bytes. Several GPUs share the weights (`--shard`).
-Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak. No run on a GPU has
-checked either yet. On a CPU the simulation gave 0.90 (masks only), 0.87 (adamw-8bit) and 0.98 (adamw) of the measured
-peak of SmolLM2-135M, 0.4 to 2.3 GB, and 0.99 for Qwen2.5-Coder-0.5B with adamw, 7.6 GB
-(`benchmarks/lab/sizing_check.py`). A mixture of experts is estimated by the formulas of
-[memory by formula](large-models.md), because its routing depends on data.
+Memory is [a formula](large-models.md), with checkpointed layers and 8,192 tokens per pass; with ¹, fewer: 16
+sequences over 8 GPUs are 2 each, or more do not fit. "–" means that it does not fit. Usable memory: 25.2 GB
+(RTX 4090), 84.9 GB (H100) and 150.1 GB (H200), of 10⁹ bytes. Several GPUs share the weights (`--shard`).
+Hours are an estimate: counted FLOPs at {UTILIZATION:.0%} of the GPU's bfloat16 peak, with the trials of the
+learning rate. No run on a GPU has checked either yet. `benchmarks/lab/sizing_check.py` compares the formula
+with the step itself.
 """
 
 
-def cell(config: dict[str, Any], mode: Mode, card: str, count: int, peaks: dict[int, int]) -> str:
+def source_of(config: dict[str, Any], folder: Path) -> Source:
+    """Return a model as if it were in a folder, with the shapes of its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), trust_remote_code=False)
+    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    return Source(folder=folder, config=config, family=family_of(config), sizes=dimensions_of(config), shapes=shapes)
+
+
+def cell(found: Estimate) -> str:
     """Return peak and hours of a run, or a dash."""
-    for num_sequences, peak in peaks.items():
-        if peak <= CARDS[card].memory:
-            hours = training_hours(config, mode, TOKENS, CARDS[card], count, distillation=True)
-            return f"{peak / 1e9:.0f} GB{'¹' if num_sequences == 1 else ''}, {hours:.2g} h"
-    return "–"
+    if not found.fits:
+        return "–"
+    return f"{found.peak_bytes / 1e9:.0f} GB{'¹' if found.num_sequences < 4 else ''}, {found.seconds / 3600:.2g} h"
 
 
 def main() -> None:
     lines = [HEAD]
-    for name, config in MODELS.items():
-        config |= {"max_position_embeddings": 32768}
+    columns = [(card, count) for card in ON for count in COUNTS]
+    for name, sizes in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            source = source_of(sizes | {"max_position_embeddings": 32768, "dtype": "bfloat16"}, Path(folder))
+            recipe = Recipe(model=folder, sparsity=0.2)
+            rows = [{found.mode: found for found in estimate([recipe], source, f"{n}x{card}")} for card, n in columns]
         lines.append(f"## {name}\n")
-        lines.append(f"{active_parameters(config) / 1e9:.2f} B parameters per token.\n")
-        columns = [(card, count) for card in ON for count in COUNTS]
+        lines.append(f"{active_parameters(source) / 1e9:.2f} B parameters per token.\n")
         lines.append("| mode | " + " | ".join(f"{count} × {card}" for card, count in columns) + " |")
         lines.append("|---" * (len(columns) + 1) + "|")
         for mode in reversed(MODES):
-            peaks = {
-                count: {
-                    number: step_bytes(config, mode, number, SEQ_LEN, count, distillation=True) for number in (4, 1)
-                }
-                for count in COUNTS
-            }
-            cells = [cell(config, mode, card, count, peaks[count]) for card, count in columns]
-            lines.append(f"| {mode} | " + " | ".join(cells) + " |")
-            print(lines[-1], flush=True)
+            lines.append(f"| {mode} | " + " | ".join(cell(row[mode]) for row in rows) + " |")
         lines.append("")
     Path(__file__).with_name("sizing.md").write_text("\n".join(lines), encoding="utf-8")
 

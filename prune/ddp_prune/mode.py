@@ -53,14 +53,17 @@ def allowed_modes(recipe: Recipe) -> list[Mode]:
 def mode_bytes(recipe: Recipe, source: Source, mode: Mode, accelerator: Accelerator) -> int:
     """Return the bytes per process of the models and of what training them keeps, without a forward pass."""
     itemsize = loading_options(source, recipe.dtype, accelerator.device)["dtype"].itemsize
+    return held_bytes(recipe, source, mode, itemsize, accelerator.num_processes if recipe.shard else 1)
+
+
+def held_bytes(recipe: Recipe, source: Source, mode: Mode, itemsize: int, num_shards: int) -> int:
+    """Return the same for weights of `itemsize` bytes that `num_shards` devices share."""
     teacher = mode.train == "weights" and recipe.distillation > 0
     whole = model_bytes(source.shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
     if mode.train == "lora":
         whole += adapter_bytes(source.shapes, itemsize, RANK)
-    if not recipe.shard:
-        return whole
-    frozen = itemsize * sum(math.prod(each) for name, each in source.shapes.items() if name.startswith(FROZEN))
-    return frozen + (whole - frozen) // accelerator.num_processes
+    frozen = itemsize * sum(math.prod(shape) for name, shape in source.shapes.items() if name.startswith(FROZEN))
+    return whole if num_shards == 1 else frozen + (whole - frozen) // num_shards
 
 
 class Earlier(NamedTuple):

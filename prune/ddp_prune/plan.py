@@ -3,26 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import check_sharding, loading_options
-from ddp_models.source import AGAIN, Source
+from ddp_models.loading import check_sharding
+from ddp_models.source import Source
 from ddp_prune.budget import Pool, suited_pools
 from ddp_prune.mode import Mode, earlier_run, mode_bytes, resolve_training_mode
 from ddp_prune.pipeline import find_model, folders_of, latency_profile
+from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, make_runs
-from ddp_prune.sizing import describe, parse_cards
+from ddp_prune.sizing import Devices, describe, estimate, parse_cards, sized_model
 from ddp_prune.timing import seconds_a_step, settle
 from ddp_training.batches import sequences_at_once
-from ddp_training.memory import USABLE, SizedModel, fit_activations, free_memory, gigabytes, pass_bytes
+from ddp_training.memory import USABLE, fit_activations, free_memory, gigabytes, pass_bytes
 from ddp_training.processes import make_accelerator
 from ddp_vllm.costs import prices, whole_model
-from ddp_vllm.errors import ModelError, SettingError, reading
+from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
 from ddp_vllm.latency import Profile
 
@@ -37,9 +36,9 @@ class Plan:
     """Removed share of the whole model, one per size: of its FLOPs or KV cache with these budgets, else of its
     parameters. None for the budget `latency`, where it depends on the search."""
     peak_bytes: float | None = None
-    """Memory of training; None if it was estimated for other GPUs, where it is in `lines` per training mode."""
+    """Memory of training per device, in the mode that the run takes."""
     seconds: float | None = None
-    """Time of training and of recovery; None if it was not measured."""
+    """Time of training and of recovery; None if memory is too short to measure it."""
 
 
 def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan:
@@ -64,10 +63,11 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan
         removed.append(share)
         lines += described
     if on:
-        tokens = last.steps * last.batch_size * last.seq_len
-        distilled = last.distillation > 0
-        lines += describe(source.config, on, seq_len=last.seq_len, tokens=tokens, distillation=distilled)
-        return Plan(lines=tuple(lines), removed=tuple(removed))
+        estimates = estimate(recipes, source, on)
+        lines += describe(last, estimates, on)
+        taken = next(found for found in estimates if found.is_auto)
+        seconds = taken.seconds + 60 * last.recover_minutes * len(recipes)
+        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak_bytes, seconds=seconds)
     accelerator = make_accelerator(output, None)
     check_sharding(first, accelerator.num_processes)
     earlier = earlier_run(first, folders_of(recipes, output)[0], accelerator, in_family=len(recipes) > 1)
@@ -85,10 +85,12 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan
         lines.append("time: not measured, because memory is short")
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed)
     seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
-    steps = sum(each.steps.last - each.steps.first for each in runs)
+    num_trials, steps = trial_steps(runs[-1]), sum(run.steps.last - run.steps.first for run in runs)
+    trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)
+    steps += num_trials
     lines.append(
-        f"time: about {_duration(steps * seconds)}: {steps:,} steps of {_duration(seconds)}, measured now on random "
-        "tokens with all gates open; steps get faster as gates close"
+        f"time: about {_duration(steps * seconds)}: {steps - num_trials:,} steps of {_duration(seconds)}{trials}, "
+        "measured now on random tokens with all gates open; steps get faster as gates close"
     )
     if first.recover_minutes:
         lines.append(f"      plus {first.recover_minutes:g} minutes of recovery")
@@ -139,22 +141,15 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
 
 def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, str]:
     """Return the bytes that the weights and a forward and backward pass take, and a line that says so."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    recipe = run.recipe
-    with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
-        options = loading_options(source, recipe.dtype, accelerator.device)
-        model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(source.folder, trust_remote_code=False), trust_remote_code=False, **options
-        )
-    model.requires_grad_(run.train != "masks")
+    recipe, mode = run.recipe, Mode(run.train, run.optimizer)
+    devices = Devices(accelerator.num_processes, accelerator.device.type, recipe.shard)
     has_teacher = run.train == "weights" and recipe.distillation > 0  # a second model
-    weights = mode_bytes(recipe, source, Mode(run.train, run.optimizer), accelerator)
-    sized = cast(SizedModel, SimpleNamespace(model=model, sizes=source.sizes))
+    weights = mode_bytes(recipe, source, mode, accelerator)
+    sized = sized_model(recipe, source, mode, devices, checkpointed=False)
     at_once, setting = sequences_at_once(recipe, accelerator), recipe.activation_checkpointing
     fitting = fit_activations(sized, setting, at_once, recipe.seq_len, accelerator, "", held=weights)
     at_once = at_once if recipe.micro_batch_size else fitting
-    passing = pass_bytes(sized, at_once, recipe.seq_len)
+    passing = pass_bytes(sized, at_once, recipe.seq_len, accelerator.device)
     return weights + passing, (
         f"memory: about {gigabytes(weights + passing)}: {gigabytes(weights)} for "
         f"{'the model and its teacher' if has_teacher else 'the model'}, {gigabytes(passing)} for {at_once} × "

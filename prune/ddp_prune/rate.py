@@ -44,11 +44,13 @@ class Found(NamedTuple):
 
 
 def trial_steps(run: Run) -> int:
-    """Return about how many steps the trials of a run take, with the evaluations of held-out text between them."""
-    has_trials = run.train != "masks" and run.recipe.distillation > 0 and run.recipe.learning_rate is None
-    # four evaluations of two forward passes per block, where a step does about four per sequence
-    blocks = _num_blocks(run.recipe.seq_len)
-    return 3 * TRIAL_STEPS + 2 * blocks // run.recipe.batch_size if has_trials else 0
+    """Return about how many steps the trials of a run take at most, with the evaluations of held-out text."""
+    if run.train == "masks" or run.recipe.distillation == 0 or run.recipe.learning_rate is not None:
+        return 0
+    trials = len(RATES[run.train][FIRST:])
+    # the dense model is evaluated too; two forward passes per block, where a step does about four per sequence
+    blocks = (trials + 1) * _num_blocks(run.recipe.seq_len)
+    return trials * TRIAL_STEPS + blocks // (2 * run.recipe.batch_size)
 
 
 def _num_blocks(seq_len: int) -> int:

@@ -8,6 +8,7 @@ of the command line, their help texts and defaults are made from these fields.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import PHASES, Workload
 from ddp_vllm.settings import Settings, check_known, read_settings, setting
 
+SIZES = ("sparsity", "target", "speedup")
+"""Settings that state how much to remove; a recipe has one of them."""
+ALTERNATIVES = (SIZES, ("steps", "minutes"))
 WITH_WHOLE_EXPERTS = {  # the paper's search removes channels, and all layers keep equally many experts
     "controller": ("gradual",), "scope": ("global", "layer"), "budget": ("units", "params"), "align": (1,),
 }  # fmt: skip
@@ -127,6 +131,8 @@ class Recipe(TrainingSettings):
     """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
     def __post_init__(self) -> None:
+        if self.speedup and self.budget == "units":
+            object.__setattr__(self, "budget", "latency")
         super().__post_init__()
         self._check_size()
         alm_conflicts = self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0
@@ -147,17 +153,19 @@ class Recipe(TrainingSettings):
             raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
         if self.budget == "latency" and self.scope != "global":
             raise SettingError(f"scope is {self.scope!r}, but a step has one time for the whole model; leave scope out")
-        if self.speedup:
-            if self.sparsity or self.target or self.speedup <= 1:
-                raise SettingError(f"speedup is {self.speedup:g}; give a number above 1, and no sparsity or target")
-            if self.budget != "latency":
-                raise SettingError("speedup requires the budget latency; leave budget out")
-        elif self.target:
-            if self.sparsity or self.target < 0:
-                raise SettingError(f"target is {self.target} and sparsity {self.sparsity}; give one, above 0")
+        stated = [f"{name} {value:g}" for name in SIZES if (value := getattr(self, name))]
+        if len(stated) > 1:
+            raise SettingError(f"{' and '.join(stated)} are given, which both state how much to remove; give one")
+        if self.speedup and self.speedup <= 1:
+            raise SettingError(f"speedup is {self.speedup:g}; it must be above 1, for example 1.25")
+        if self.speedup and self.budget != "latency":
+            raise SettingError(f"speedup requires the budget latency, not {self.budget}; leave budget out")
+        if self.target:
+            if self.target < 0:
+                raise SettingError(f"target is {self.target:g}; it must be above 0, for example 5.5B")
             if self.budget == "units":
                 raise SettingError("target requires a budget of params, flops or kv-bytes; with units, give a sparsity")
-        elif not 0.0 < self.sparsity < 1.0:
+        if not (self.speedup or self.target or 0.0 < self.sparsity < 1.0):
             raise SettingError(f"sparsity is {self.sparsity}; it must lie between 0 and 1, for example 0.2")
 
     @property
@@ -178,7 +186,9 @@ class Recipe(TrainingSettings):
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as a recipe file would state them."""
         values = self.to_dict()
-        return {each.name: values[each.name] for each in fields(self) if getattr(self, each.name) != each.default}
+        implied = {"budget"} if self.speedup else set()
+        changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
+        return {name: values[name] for name in changed if name not in implied}
 
     @property
     def workload(self) -> Workload:
@@ -214,27 +224,29 @@ class RecipeKeywords(TrainingKeywords, total=False):
     recover_minutes: float
 
 
-def load_recipes(path: Path | None, settings: Mapping[str, Any]) -> list[Recipe]:
+def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> list[Recipe]:
     """Build one recipe per size, smallest cut first, as `load_recipe` does. Several sizes form a size family."""
-    values = read_settings(path, settings, Recipe)
+    values = read_settings(path, settings, Recipe, ALTERNATIVES)
     name = "speedup" if values.get("speedup") else "sparsity"
     if not isinstance(sizes := values.get(name), list | tuple):
         return [load_recipe(path, settings)]
-    rising = sorted({float(each) for each in sizes if type(each) in (int, float)})
+    if wrong := [size for size in sizes if isinstance(size, bool) or not isinstance(size, Real)]:
+        raise SettingError(f"{name} has {wrong[0]!r}, a {type(wrong[0]).__name__}; give numbers, such as 0.1,0.2,0.3")
+    rising = sorted({float(size) for size in sizes})
     if len(rising) != len(sizes):
         raise SettingError(f"{name} is {sizes}; give different numbers, such as 0.1,0.2,0.3")
     return [load_recipe(path, {**settings, name: size}) for size in rising]
 
 
-def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from a TOML file, overridden by settings of the command line (None means not given).
+def load_recipe(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> Recipe:
+    """Build a recipe from a TOML file or a mapping, overridden by settings of the command line (None: not given).
 
     Raises: SettingError for an unreadable file, an unknown key or a value out of range.
     """
-    values = read_settings(path, settings, Recipe)
-    where = str(path or "the recipe")
-    if values.get("speedup"):
-        values.setdefault("budget", "latency")
+    values = read_settings(path, settings, Recipe, ALTERNATIVES)
+    if isinstance(values.get("target"), str):
+        values["target"] = parse_amount(values["target"])
+    where = str(path) if isinstance(path, Path) else "the recipe"
     if "alm" in values:
         if not isinstance(alm := values["alm"], Mapping):
             raise SettingError(f"alm is {alm!r}; it must be a table, [alm]")
@@ -242,8 +254,6 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
         values["alm"] = AlmSettings(**alm)
         if values["alm"] != AlmSettings() and values.get("controller") != "alm":
             raise SettingError(f'the table [alm] of {where} is for controller = "alm"; set that, or leave it out')
-    if settings.get("minutes") and settings.get("steps"):
-        raise SettingError("steps and minutes are given; give one of them")
     if "model" not in values:
         raise SettingError("model is missing; give it on the command line or in the recipe")
     if not {"sparsity", "target", "speedup"} & values.keys():
@@ -251,8 +261,6 @@ def load_recipe(path: Path | None, settings: Mapping[str, Any]) -> Recipe:
             "sparsity is missing; give it, or --speedup, or a target such as --target-params 5.5B, on the command line "
             "or in the recipe"
         )
-    if isinstance(values.get("target"), str):
-        values["target"] = parse_amount(values["target"])
     return Recipe(**values)
 
 

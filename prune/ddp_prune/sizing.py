@@ -1,41 +1,39 @@
-"""Estimates for other machines: the memory of a training step, and the hours for its tokens.
+"""Memory and hours of a run by formula: for this machine, or for GPUs that are not here.
 
-Memory is found by running the real step of the model at its real size on fake tensors, which have shapes but no data.
-This requires neither weights nor a GPU. Hours are an estimate: counted FLOPs at an assumed utilization.
+The formulas are those by which a run chooses its training mode and its micro-batches (`memory.py`);
+`benchmarks/lab/sizing_check.py` compares them with the real step. Hours are counted FLOPs at an assumed utilization.
 """
 
 import dataclasses
 import math
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import distributed
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ddp_models.loading import shard_layers, share_frozen_weights
-from ddp_prune.gates import GatedModel
-from ddp_prune.mode import MODES, Mode
-from ddp_training.loss import CHUNK_BYTES, GPU_CHUNK_BYTES, OutputHead, distill, final_hidden
-from ddp_training.memory import FROZEN, SizedModel, adapter_bytes, checkpoint_layers, gigabytes, model_bytes, pass_bytes
-from ddp_training.weights import MOMENTS, RANK, TrainedWeights
-from ddp_vllm.errors import SettingError
-from ddp_vllm.families import dimensions_of, family_of
-from ddp_vllm.remote_code.widths import count_experts
+from ddp_models.loading import check_sharding, loading_options
+from ddp_models.source import AGAIN, Source
+from ddp_prune.mode import Mode, allowed_modes, held_bytes
+from ddp_prune.rate import trial_steps
+from ddp_prune.recipe import Recipe
+from ddp_prune.run import Run, schedule
+from ddp_training.batches import sequences_at_once
+from ddp_training.memory import (
+    FROZEN,
+    TRAINING_SHARE,
+    SizedModel,
+    checkpoint_layers,
+    fit_attention,
+    gigabytes,
+    pass_bytes,
+)
+from ddp_vllm.errors import ModelError, SettingError, reading
 
 UTILIZATION = 0.4  # of the bfloat16 peak; assumed, not measured
-SMALL = (2, 4)  # numbers of layers that are run; memory is linear in the number of equal layers
-SEQUENCES = (4, 2, 1)  # per forward pass and device: about 8,192 tokens, and fewer where they do not fit
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,38 @@ CARDS = {
 }
 
 
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a run; several share the weights if `is_sharded`."""
+
+    number: int = 1
+    type: str = "cpu"
+    is_sharded: bool = False
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Stands for the devices where a function asks for their number and type."""
+        named = {"num_processes": self.number, "device": torch.device(self.type), "is_main_process": True}
+        return cast(Accelerator, SimpleNamespace(**named))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run takes on given cards in one training mode."""
+
+    mode: Mode
+    peak_bytes: int
+    """Per card."""
+    num_sequences: int
+    """Per forward pass."""
+    tokens: float
+    """To train on."""
+    seconds: float
+    fits: bool
+    is_auto: bool
+    """Whether `--train auto` takes this mode."""
+
+
 def parse_cards(text: str) -> tuple[str, int]:
     """Read `h100-80gb` or `2xh100-80gb`: the name of a card, and how many. Raises: SettingError."""
     count, _, name = text.partition("x") if text[:1].isdigit() else ("1", "", text)
@@ -62,179 +92,118 @@ def parse_cards(text: str) -> tuple[str, int]:
     return name, int(count)
 
 
-def describe(config: Mapping[str, Any], cards: str, *, seq_len: int, tokens: int, distillation: bool) -> Iterator[str]:
-    """Yield a line per training mode: whether it fits on these cards, its peak memory, and the hours for `tokens`.
+def estimate(recipes: Sequence[Recipe], source: Source, cards: str) -> list[Estimate]:
+    """Return what a run of these sizes takes on these cards, per training mode that the recipe allows.
 
-    config: of the dense model. Several cards share the weights (`--shard`). Raises: SettingError.
+    Several cards share the weights, as with `--shard`. Raises: SettingError; ModelError if the config is broken.
     """
     name, count = parse_cards(cards)
-    for mode in reversed(MODES):
-        for num_sequences in SEQUENCES:
-            peak = step_bytes(config, mode, num_sequences, seq_len, count, distillation=distillation)
-            if peak <= CARDS[name].memory:
+    recipe, devices = recipes[-1], Devices(count, "cuda", count > 1)
+    check_sharding(dataclasses.replace(recipe, shard=count > 1), count)
+    options, estimates = _options(recipe, source), list[Estimate]()
+    for mode in allowed_modes(recipe):
+        at_once = sequences_at_once(recipe, devices.accelerator)
+        while True:
+            checkpointed = recipe.activation_checkpointing != "off"
+            peak = step_bytes(recipe, source, mode, at_once, devices, checkpointed=checkpointed)
+            if peak <= CARDS[name].memory or at_once == 1 or recipe.micro_batch_size:
                 break
-        verdict = "fits" if peak <= CARDS[name].memory else "does not fit"
-        hours = training_hours(config, mode, tokens, CARDS[name], count, distillation=distillation)
-        spent = f"{hours:.2g}" if hours < 10 else f"{hours:.0f}"
+            at_once //= 2
+        rate = UTILIZATION * CARDS[name].flops * count / (2.0 * active_parameters(source) * passes(recipe, mode))
+        runs = [Run(recipe=recipe, steps=steps, **mode._asdict()) for steps in schedule(recipes)]
+        steps = trial_steps(runs[-1]) + sum(run.steps.last - run.steps.first for run in runs)
+        tokens = rate * 60 * recipe.minutes if recipe.minutes else float(steps * recipe.batch_size * recipe.seq_len)
+        held = held_bytes(recipe, source, mode, options["dtype"].itemsize, count)
+        taken = any(earlier.is_auto for earlier in estimates)
+        is_last = mode == allowed_modes(recipe)[-1]
+        estimates.append(
+            Estimate(
+                mode=mode, peak_bytes=peak, num_sequences=at_once, tokens=tokens,
+                seconds=60 * recipe.minutes or tokens / rate, fits=peak <= CARDS[name].memory,
+                is_auto=not taken and (held <= TRAINING_SHARE * CARDS[name].memory or is_last),
+            )
+        )  # fmt: skip
+    return estimates
+
+
+def describe(recipe: Recipe, estimates: Sequence[Estimate], cards: str) -> Iterator[str]:
+    """Yield a line per training mode, from the one that takes least: memory, tokens and hours on the cards."""
+    name, _ = parse_cards(cards)
+    for found in reversed(estimates):
+        hours = found.seconds / 3600
+        duration = f"{hours:.2g}" if hours < 10 else f"{hours:.0f}"
+        limit = f"the {recipe.minutes:g} minutes" if recipe.minutes else f"about {duration} hours"
+        memory = f"{gigabytes(found.peak_bytes)} of {gigabytes(CARDS[name].memory)} per card"
         yield (
-            f"{mode} on {cards}: {verdict}, {gigabytes(peak)} of {gigabytes(CARDS[name].memory)} per card with "
-            f"{num_sequences} × {seq_len:,} tokens per pass; about {spent} hours for {tokens / 1e6:,.1f} M tokens"
+            f"{found.mode} on {cards}: {'fits' if found.fits else 'does not fit'}, {memory} with "
+            f"{found.num_sequences} × {recipe.seq_len:,} tokens per pass; "
+            f"{limit} for {'about ' * bool(recipe.minutes)}{found.tokens / 1e6:,.1f} M tokens"
+            + " (--train auto takes this)"
+            * (found.is_auto and recipe.train == "auto")
         )
+    if recipe.recover_minutes:
+        yield f"plus {recipe.recover_minutes:g} minutes of recovery"
 
 
-def training_hours(
-    config: Mapping[str, Any], mode: Mode, tokens: int, card: Card, num_cards: int, *, distillation: bool
-) -> float:
-    """Estimate the hours of training, with checkpointed layers: 2 FLOPs per active parameter and token and pass.
+def passes(recipe: Recipe, mode: Mode) -> float:
+    """Return the passes per step over the weights, with checkpointed layers: 2 FLOPs per parameter and token each.
 
-    Passes: the teacher's forward, forward, forward again, gradients of activations, and gradients of trained weights.
+    The teacher's forward, forward, forward again, gradients of activations, and gradients of trained weights.
     """
-    passes = distillation + 3 + (mode.train == "weights")
-    return 2.0 * active_parameters(config) * passes * tokens / (UTILIZATION * card.flops * num_cards) / 3600.0
+    return (recipe.distillation > 0) + 3 + (mode.train == "weights")
 
 
-def active_parameters(config: Mapping[str, Any]) -> int:
+def active_parameters(source: Source) -> float:
     """Return the parameters that a token is multiplied with, the output head included."""
-    with FakeTensorMode():
-        model = _build(config, int(config["num_hidden_layers"]))
-        experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
-        total = sum(each.numel() for each in model.parameters()) - model.get_input_embeddings().weight.numel()
-        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-            total += model.get_input_embeddings().weight.numel()
-    return int(total - experts * (1 - (config.get("num_experts_per_tok") or 1) / (count_experts(config) or 1)))
+    sizes, config = source.sizes, source.config
+    by_kind = Counter[str]()
+    for name, shape in source.shapes.items():
+        kind = "embedding" if name.startswith("model.embed_tokens.") else "expert" if ".experts." in name else "other"
+        by_kind[kind] += math.prod(shape)
+    is_tied = not any(name.startswith("lm_head.") for name in source.shapes)
+    chosen = (config.get("num_experts_per_tok") or 1) / (sizes.num_experts or 1)
+    return by_kind["other"] + by_kind["embedding"] * is_tied + by_kind["expert"] * chosen
 
 
 def step_bytes(
-    config: Mapping[str, Any], mode: Mode, num_sequences: int, seq_len: int, num_devices: int, *, distillation: bool
+    recipe: Recipe, source: Source, mode: Mode, num_sequences: int, devices: Devices, *, checkpointed: bool
 ) -> int:
-    """Return the peak bytes per device of a training step in bfloat16 with checkpointed layers, on a GPU.
+    """Estimate the peak bytes per device of a training step.
 
-    A dense model runs with few layers; the rest follows, because layers are equal. Several devices share the weights.
+    Sharded: two gathered layers in the model's dtype, and a layer's gradient in that and in float32. On one device: the
+    gradient of the largest trained tensor, in both.
     """
-    sizes = num_sequences, seq_len, num_devices
-    if mode.train == "lora":  # peft does not take fake tensors: adapters, and the inputs of a layer's projections
-        with FakeTensorMode():
-            shapes = {n: list(p.shape) for n, p in _build(config, int(config["num_hidden_layers"])).named_parameters()}
-        added = adapter_bytes(shapes, 2, RANK) + num_sequences * seq_len * 4 * int(config["hidden_size"])
-        return added + step_bytes(config, Mode("masks", ""), *sizes, distillation=distillation)
-    if dimensions_of(config).num_experts:
-        return _estimate(config, mode, *sizes, distillation=distillation)
-    few, more = (simulate(config, number, mode, *sizes, distillation=distillation) for number in SMALL)
-    layers = int(config["num_hidden_layers"])
-    return few + (more - few) * (layers - SMALL[0]) // (SMALL[1] - SMALL[0])
+    is_trained, itemsize = mode.train == "weights", _options(recipe, source)["dtype"].itemsize
+    held = held_bytes(recipe, source, mode, itemsize, devices.number if devices.is_sharded else 1)
+    layers, tensors = Counter[str](), Counter[str]()
+    for name, shape in source.shapes.items():
+        if not name.startswith(FROZEN):
+            layer, _, tensor = name.removeprefix("model.layers.").partition(".")
+            layers[layer] += math.prod(shape)
+            stacked = tensor.partition(".experts.")[0] if ".experts." in tensor else tensor  # one tensor in memory
+            tensors[f"{layer}.{stacked}"] += math.prod(shape) * 2 // 3 if ".experts." in tensor else math.prod(shape)
+    if devices.is_sharded:
+        transient = max(layers.values()) * (2 * itemsize + is_trained * (itemsize + 4))
+    else:
+        transient = is_trained * (itemsize + 4) * max(tensors.values())
+    sized = sized_model(recipe, source, mode, devices, checkpointed=checkpointed)
+    passing = pass_bytes(sized, num_sequences, recipe.seq_len, torch.device(devices.type))
+    return held + transient + passing
 
 
-def _estimate(
-    config: Mapping[str, Any], mode: Mode, num_sequences: int, seq_len: int, num_devices: int, *, distillation: bool
-) -> int:
-    """Return by formula what a step of a mixture of experts takes; its routing depends on data, which is not there."""
-    with FakeTensorMode():
-        model = _build(config, int(config["num_hidden_layers"]))
-        model.requires_grad_(bool(mode.optimizer))
-        checkpoint_layers(model, True)
-        shapes = {name: list(each.shape) for name, each in model.named_parameters()}
-        teacher = bool(mode.optimizer) and distillation
-        whole = model_bytes(shapes, 2, mode.optimizer, teacher=teacher)
-        frozen = 2 * sum(math.prod(each) for name, each in shapes.items() if name.startswith(FROZEN))
-        layer = (whole - frozen) // int(config["num_hidden_layers"])
-        held = frozen + (whole - frozen) // num_devices + 2 * layer * (num_devices > 1)
-        sized = SimpleNamespace(model=model, sizes=dimensions_of(config))
-        # formulas take the head of a CPU, which has smaller chunks: logits, probabilities of both models, and a copy
-        head = 5 * (GPU_CHUNK_BYTES - CHUNK_BYTES)
-        return held + head + pass_bytes(cast(SizedModel, sized), num_sequences, seq_len)
-
-
-def simulate(
-    config: Mapping[str, Any], num_layers: int, mode: Mode, num_sequences: int, seq_len: int, num_devices: int,
-    *, distillation: bool, chunk_bytes: int = GPU_CHUNK_BYTES,
-) -> int:  # fmt: skip
-    """Return the peak bytes of one process in two training steps of a model with this number of layers.
-
-    chunk_bytes: logits that exist at once; a CPU has fewer than a GPU.
-    """
-    accelerator = SimpleNamespace(num_processes=num_devices, device=torch.device("cpu"), is_main_process=True)
-    with _mesh(num_devices) as mesh, FakeTensorMode(), LiveBytes() as live:
-        model = _build(config, num_layers)
-        if mesh:
-            shard_layers(model, mesh, torch.bfloat16)
-        own = dict(config, num_hidden_layers=num_layers)
-        gated = GatedModel(model, family_of(own), dimensions_of(own), "kv-group")
-        weights, teacher = None, model
-        if mode.optimizer:
-            weights = TrainedWeights(model, cast(Accelerator, accelerator), optimizer=mode.optimizer)
-            if distillation:
-                teacher = _build(config, num_layers)
-                share_frozen_weights(teacher, model)
-                if mesh:
-                    shard_layers(teacher, mesh, torch.bfloat16)
-        checkpoint_layers(model, True)
-        live.peak = live.now
-        moments = list[torch.Tensor]()
-        for _ in range(2):
-            _backward(gated, teacher, torch.zeros(num_sequences, seq_len, dtype=torch.int64), distillation, chunk_bytes)
-            if weights and mode.optimizer == "adamw-8bit":  # its own step reads data, and takes no memory but this
-                moments = moments or [
-                    torch.zeros_like(m, dtype=torch.uint8) for m in weights.moved.values() for _ in MOMENTS
-                ]
-                weights.sums.clear()
-            elif weights:
-                weights.move(1e-5, 0.5)
-        return live.peak
-
-
-def _backward(gated: GatedModel, teacher: Any, tokens: torch.Tensor, distillation: bool, chunk_bytes: int) -> None:
-    """Do the forward and backward pass of a step, as `Trainer` does."""
-    model: Any = gated.model
-    leaves = {kind: torch.ones(shape).requires_grad_() for kind, shape in gated.shapes.items()}
-    squares = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
-    with torch.no_grad():
-        states = final_hidden(teacher, tokens) if distillation else None
-    with gated.masks(leaves, squares):
-        student, head = final_hidden(model, tokens), dataclasses.replace(OutputHead.of(model), chunk_bytes=chunk_bytes)
-        distill(student, states, head, tokens[:, 1:].reshape(-1), 2.0)[0].backward()
-
-
-def _build(config: Mapping[str, Any], num_layers: int) -> Any:
-    """Return a frozen bfloat16 model of this size on fake tensors."""
+def sized_model(recipe: Recipe, source: Source, mode: Mode, devices: Devices, *, checkpointed: bool) -> SizedModel:
+    """Return the model of a run without weights, with the attention that the run uses."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {name: value for name, value in config.items() if name not in ("layer_types", "dtype", "torch_dtype")}
-    own = AutoConfig.for_model(**values | {"num_hidden_layers": num_layers})
-    model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, trust_remote_code=False)
-    model.requires_grad_(False)
-    return model.eval()
+    with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **_options(recipe, source))
+    model.requires_grad_(mode.train != "masks")
+    fit_attention(model, recipe.seq_len, torch.device(devices.type))
+    checkpoint_layers(model, checkpointed)
+    return cast(SizedModel, SimpleNamespace(model=model, sizes=source.sizes))
 
 
-@contextmanager
-def _mesh(number: int) -> Iterator[DeviceMesh | None]:
-    """Pretend to be one of several processes, whose collectives return at once; yield None for a single one."""
-    if number == 1:
-        yield None
-        return
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-    try:
-        yield init_device_mesh("cpu", (number,))
-    finally:
-        distributed.destroy_process_group()
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that exist after every operation, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def now(self) -> int:
-        """Bytes that exist now; FSDP frees a layer by resizing its storage to 0."""
-        return sum(storage.nbytes() for storage in self.storages)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.storages.add((tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return result
+def _options(recipe: Recipe, source: Source) -> dict[str, Any]:
+    """Return dtype and attention of a run, on a device that has bfloat16."""
+    return loading_options(source, recipe.dtype, None)

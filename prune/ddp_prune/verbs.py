@@ -115,9 +115,8 @@ def plan(
 
 def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Mapping[str, Any]) -> list[Recipe]:
     """Return the recipe of each size. Raises: SettingError before anything expensive."""
-    if isinstance(recipe, Recipe):
-        settings, recipe = {**recipe.changed(), **settings}, None
-    recipes = load_recipes(Path(recipe) if recipe else None, {**settings, "model": model})
+    base = recipe.changed() if isinstance(recipe, Recipe) else Path(recipe) if recipe else None
+    recipes = load_recipes(base, {**settings, "model": model})
     schedule(recipes)
     return recipes
 

@@ -64,7 +64,7 @@ def load_recovery(path: Path | None, settings: Mapping[str, Any], pruned_by: Map
     pruned_by: the recipe of the pruning run, as stored in the checkpoint; {} if it is unknown.
     """
     inherited = {name: pruned_by[name] for name in INHERITED if name in pruned_by}
-    values = inherited | read_settings(path, settings, RecoveryRecipe)
+    values = inherited | read_settings(path, settings, RecoveryRecipe, (("tokens", "minutes"),))
     if "teacher" not in values and "model" in pruned_by:
         values["teacher"] = known = pruned_by["model"]
         if "/" not in known and not Path(known).exists():  # a folder of another machine

@@ -56,16 +56,16 @@ class OutputHead:
         return gradient_NV.to(self.weight.dtype) @ self.weight / self.divisor
 
 
-def chunk_tokens(head: OutputHead) -> int:
-    """Return how many tokens' float32 logits fit into a chunk on the head's device; at least 16."""
-    size = CHUNK_BYTES if head.weight.device.type == "cpu" else GPU_CHUNK_BYTES
+def chunk_tokens(head: OutputHead, device: torch.device | None = None) -> int:
+    """Return how many tokens' float32 logits fit into a chunk on a device, by default the head's; at least 16."""
+    size = CHUNK_BYTES if (device or head.weight.device).type == "cpu" else GPU_CHUNK_BYTES
     return max(16, (head.chunk_bytes or size) // (4 * len(head.weight)))
 
 
-def head_bytes(model: Any) -> int:
+def head_bytes(model: Any, device: torch.device) -> int:
     """Estimate the bytes that the head requires on top of its weights: logits, probabilities of two models, a copy."""
     head = OutputHead.of(model)
-    return 5 * 4 * chunk_tokens(head) * len(head.weight)
+    return 5 * 4 * chunk_tokens(head, device) * len(head.weight)
 
 
 def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,7 +67,7 @@ def fit_activations(
         needed = num_sequences * seq_len * activation_bytes(sized, seq_len)
         setting = "on" if needed > ACTIVATION_SHARE * free else "off"
     checkpoint_layers(sized.model, setting == "on")
-    while num_sequences > 1 and pass_bytes(sized, num_sequences, seq_len) > USABLE * free:
+    while num_sequences > 1 and pass_bytes(sized, num_sequences, seq_len, accelerator.device) > USABLE * free:
         num_sequences //= 2
     return num_sequences
 
@@ -100,7 +100,7 @@ def fits_with_pass(
 ) -> bool:
     """Tell whether `num_bytes` fit into free memory next to a forward and backward pass."""
     free = free_memory(accelerator) - pending_bytes(sized.model, optimizer)
-    return num_bytes + pass_bytes(sized, num_sequences, seq_len) <= USABLE * free
+    return num_bytes + pass_bytes(sized, num_sequences, seq_len, accelerator.device) <= USABLE * free
 
 
 def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: str, *, teacher: bool) -> int:
@@ -132,14 +132,17 @@ def gigabytes(number: float) -> str:
     return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
 
 
-def pass_bytes(sized: SizedModel, num_sequences: int, seq_len: int) -> int:
-    """Estimate the bytes of a forward and backward pass on top of the weights, with layers checkpointed as they are."""
+def pass_bytes(sized: SizedModel, num_sequences: int, seq_len: int, device: torch.device) -> int:
+    """Estimate the bytes of a forward and backward pass on top of the weights, with layers checkpointed as they are.
+
+    device: of the run; the model itself may have no weights.
+    """
     num_tokens, num_layers = num_sequences * seq_len, sized.sizes.num_layers
     kept = num_tokens * activation_bytes(sized, seq_len)
     if any(getattr(layer, "gradient_checkpointing", False) for layer in sized.model.modules()):
         itemsize = next(sized.model.parameters()).dtype.itemsize
         kept = num_tokens * num_layers * sized.sizes.hidden_size * itemsize + kept // num_layers
-    return kept + num_tokens * gate_bytes(sized) + head_bytes(sized.model)
+    return kept + num_tokens * gate_bytes(sized) + head_bytes(sized.model, device)
 
 
 def pending_bytes(model: torch.nn.Module, optimizer: str) -> int:

@@ -141,11 +141,11 @@ def test_fewer_sequences_a_pass_where_memory_is_short(
         return fit_activations(gated, setting, 16, 64, Accelerator(cpu=True), "")
 
     assert fitting(10**15) == 16
-    needed = pass_bytes(gated, 4, 64)
+    needed = pass_bytes(gated, 4, 64, torch.device("cpu"))
     assert fitting(needed / 0.8 + 2) == 4 and fitting(needed / 0.8 - 2) == 2
     assert fitting(0) == 1
     checkpoint_layers(gated.model, setting == "off")
-    assert (pass_bytes(gated, 4, 64) < needed) == (setting == "off")
+    assert (pass_bytes(gated, 4, 64, torch.device("cpu")) < needed) == (setting == "off")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
         narrow = narrow_layers(gated, Accelerator(cpu=True), 1, 64, optimizer)
         return fit_activations(gated, "off", 4, 64, Accelerator(cpu=True), optimizer), narrow is not None
 
-    one, four = (pass_bytes(gated, number, 64) for number in (1, 4))
+    one, four = (pass_bytes(gated, number, 64, torch.device("cpu")) for number in (1, 4))
     assert chosen(four - 10)[0] == 2 and chosen(four)[0] == 4
     assert not chosen(one + copies - 10)[1] and chosen(one + copies)[1]
     for _ in range(2):  # two passes

@@ -65,7 +65,7 @@ def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the refusal; limits: test_recipe, test_pools
     "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
     "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
-    "target no number": (["--target-params", "many"], ["target is 'many'", "5.5B"]),
+    "two sizes": (["--target-params", "many"], ["sparsity and target are given"]),
     "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "takes 2,048", "lower --seq-len"]),
     "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
     "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "not a mixture of experts"]),
@@ -136,7 +136,7 @@ def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
     text = dry_run(tiny_model, tmp_path, *options)
     needs = r"memory: about .* for the model and its teacher, .* are free\ntext: 975 steps of 2 × 64 tokens, 124,800 "
     assert re.search(needs, text), text
-    assert re.search(r"^time: about [\d.]+ \w+: 1,300 steps of [\d.]+ \w+, measured", text, re.MULTILINE)
+    assert re.search(r"^time: about [\d.]+ \w+: 1,300 steps of [\d.]+ \w+ and trials of .* as \d+, measured", text, re.MULTILINE)
     assert "plus 3 minutes of recovery" in text
 
 

@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import numpy
 import pytest
 
-from ddp_prune.recipe import AlmSettings, Recipe, RecipeKeywords, load_recipe
+from ddp_prune.recipe import AlmSettings, Recipe, RecipeKeywords, load_recipe, load_recipes
 from ddp_prune.run import Run
-from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe
+from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe, load_recovery
 from ddp_vllm.errors import SettingError
 from ddp_vllm.settings import kind_of
 
@@ -34,7 +35,6 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its me
     ("seed", 2**32, "below 2^32"),
     ("scope", "block", "global, layer, expert"),
     ("attention_sparsity", 1.0, "below 1"),
-    ("target", 5.5e9, "give one"),
     ("tp", 0, "at least 1"),
     ("context_length", 0, "at least 1"),
     ("learning_rate", 0, "above 0"),
@@ -102,6 +102,7 @@ def test_a_saved_recipe_loads_back(tmp_path: Path) -> None:
         (f"sparsity = {'[' * 100_000}\n", ["cannot be read", "recursion", "TOML"]),
         (f"steps = {'9' * 5000}\n", ["cannot be read", "TOML"]),
         ("sparsity = 0.2\n", ["model is missing"]),
+        ('model = "m"\ntarget = "many"\n', ["target is 'many'", "5.5B"]),
         ('model = "m"\n', ["sparsity is missing", "--target-params"]),
         ("mu_end = 0.1\n", ["'mu_end'", "unknown"]),  # it stands in [alm]
         ('model = "m"\nsparsity = 0.2\n[alm]\nmu = 0.1\n', ["[alm]", "'mu'", "unknown", "mu_start"]),
@@ -116,6 +117,64 @@ def test_a_wrong_file_is_refused(text: str, words: list[str], tmp_path: Path) ->
     with pytest.raises(SettingError) as caught:
         load_recipe(tmp_path / ("r.toml" if text else "none.toml"), {"model": None})
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+PASSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the file, what is passed, what the recipe then has
+    ("sparsity = 0.3\nminutes = 5.0\n", {"steps": 100}, {"steps": 100, "minutes": 0.0}),
+    ("sparsity = 0.3\nsteps = 500\n", {"minutes": 1.0}, {"minutes": 1.0, "steps": 1000}),
+    ("sparsity = 0.3\n", {"speedup": 1.25}, {"sparsity": 0.0, "speedup": 1.25, "budget": "latency"}),
+    ("speedup = 1.25\n", {"sparsity": 0.3}, {"sparsity": 0.3, "speedup": 0.0, "budget": "units"}),
+    ('sparsity = 0.3\nbudget = "params"\n', {"target": "5.5B"}, {"sparsity": 0.0, "target": 5.5e9}),
+]
+
+
+@pytest.mark.parametrize("as_recipe", [False, True])
+@pytest.mark.parametrize(("text", "passed", "expected"), PASSED)
+def test_what_is_passed_replaces_its_alternatives(
+    text: str, passed: dict[str, Any], expected: dict[str, Any], as_recipe: bool, tmp_path: Path
+) -> None:
+    """In a file, and in a `Recipe` that Python passes."""
+    (tmp_path / "r.toml").write_text(text)
+    base = load_recipe(tmp_path / "r.toml", {"model": "m"}).changed() if as_recipe else tmp_path / "r.toml"
+    found = load_recipe(base, {**passed, "model": "m"})
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "passed", "words"),
+    [
+        ("sparsity = 0.3\nsteps = 5\nminutes = 5.0\n", {}, "steps and minutes are given; give one"),
+        ("sparsity = 0.3\n", {"steps": 5, "minutes": 5.0}, "steps and minutes are given; give one"),
+        ("", {"sparsity": 0.2, "speedup": 1.25}, "sparsity and speedup are given; give one"),
+        ("sparsity = 0.2\ntarget = 5.5e9\n", {}, "sparsity and target are given; give one"),
+    ],
+)
+def test_two_alternatives_at_one_level_are_refused(
+    text: str, passed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(SettingError, match=words):
+        load_recipe(tmp_path / "r.toml", {**passed, "model": "m"})
+
+
+def test_a_recovery_takes_tokens_or_minutes(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("tokens = 1000000\n")
+    given = {"model": "m", "teacher": "me/dense", "minutes": 5.0}
+    assert load_recovery(tmp_path / "r.toml", given, {}).tokens == 0
+    with pytest.raises(SettingError, match="tokens and minutes are given"):
+        load_recovery(None, {**given, "tokens": 100}, {})
+
+
+def test_a_recipe_in_python_states_a_speedup_alone_and_sizes_of_any_type_of_number() -> None:
+    assert Recipe(model="m", speedup=1.25).budget == "latency"
+    with pytest.raises(SettingError, match=r"speedup is 0\.9; it must be above 1"):
+        Recipe(model="m", speedup=0.9)
+    with pytest.raises(SettingError, match=r"sparsity 0\.2 and speedup 1\.25 are given"):
+        Recipe(model="m", sparsity=0.2, speedup=1.25)
+    sizes = list(numpy.linspace(0.1, 0.3, 3))
+    assert [recipe.sparsity for recipe in load_recipes(None, {"model": "m", "sparsity": sizes})] == [0.1, 0.2, 0.3]
+    with pytest.raises(SettingError, match="sparsity has 'a', a str; give numbers"):
+        load_recipes(None, {"model": "m", "sparsity": [0.1, "a"]})
 
 
 @pytest.mark.parametrize("recipe", KEYWORDS)

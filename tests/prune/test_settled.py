@@ -74,7 +74,7 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
         (1000.0, "masks", (1831, 16, 2048)),
         (60.0, "masks", (439, 4, 2048)),
         (5.0, "masks", (585, 2, 256)),
-        (5.0, "weights", (254, 1, 1024)),
+        (5.0, "weights", (242, 1, 1024)),
         (0.2, "masks", None),
     ],
     ids=["much time", "an hour", "minutes", "minutes for weights", "too few"],

@@ -1,0 +1,97 @@
+"""Estimates for GPUs that are not here describe the run that would follow, with all of its options."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_models.source import Source, open_source
+from ddp_prune.mode import MODES, Mode, held_bytes
+from ddp_prune.recipe import Recipe
+from ddp_prune.sizing import Devices, Estimate, estimate, sized_model, step_bytes
+from ddp_training.memory import pass_bytes
+from ddp_vllm import plan
+from ddp_vllm.errors import SettingError
+from ddp_vllm.families import dimensions_of, family_of
+
+MASKS = Mode("masks", "")
+
+
+def on(
+    model: Path | str, cards: str = "h100-80gb", sizes: tuple[float, ...] = (0.2,), **settings: Any
+) -> dict[Mode, Estimate]:
+    """Return the estimate of each mode."""
+    source = open_source(str(model))
+    recipes = [Recipe(model=str(model), sparsity=sparsity, **settings) for sparsity in sizes]
+    return {found.mode: found for found in estimate(recipes, source, cards)}
+
+
+def test_an_estimate_follows_the_options(tiny_model: Path) -> None:
+    """The tiny model is stored in float32; 8,192 tokens are in flight on a GPU unless options say otherwise."""
+    found = on(tiny_model)
+    assert found[MASKS].num_sequences == 4 and found[MASKS].tokens == 1000 * 16 * 2048
+    assert found[MODES[0]].tokens > found[MASKS].tokens  # with trials of the learning rate
+    half = on(tiny_model, dtype="bfloat16")
+    assert half[MASKS].peak_bytes < found[MASKS].peak_bytes
+    assert on(tiny_model, sizes=(0.1, 0.2))[MASKS].tokens == pytest.approx(1.3 * found[MASKS].tokens, rel=0.01)
+    assert on(tiny_model, batch_size=1, seq_len=256)[MASKS].num_sequences == 1
+    assert on(tiny_model, seq_len=8192)[MASKS].num_sequences == 1
+    assert on(tiny_model, micro_batch_size=2)[MASKS].num_sequences == 2
+    assert on(tiny_model, activation_checkpointing="off")[MASKS].peak_bytes > found[MASKS].peak_bytes
+    assert list(on(tiny_model, train="lora")) == [MODES[2]]
+    assert list(on(tiny_model, optimizer="adamw-8bit", train="weights")) == [MODES[1]]
+    assert on(tiny_model, minutes=60)[MASKS].seconds == 3600
+    assert on(tiny_model, minutes=60)[MASKS].tokens != found[MASKS].tokens
+    assert [mode for mode, row in found.items() if row.is_auto] == [MODES[0]]
+    with pytest.raises(SettingError, match="batch_size is 2, which 4 processes"):
+        on(tiny_model, "4xh100-80gb", batch_size=2)
+
+
+def test_gemma_2_is_sized_with_the_attention_that_it_runs_with(tiny_model: Path, tmp_path: Path) -> None:
+    """Soft caps require eager attention, whose weights grow with the square of the length."""
+    config = json.loads((tiny_model / "config.json").read_text())
+    peaks = []
+    for name, own in (("gemma2", {"model_type": "gemma2"}), ("llama", {})):
+        folder = tmp_path / name
+        folder.mkdir()
+        values = config | {"dtype": "bfloat16", "max_position_embeddings": 8192} | own
+        (folder / "config.json").write_text(json.dumps(values | {"attn_logit_softcapping": 50.0} if own else values))
+        values = json.loads((folder / "config.json").read_text())
+        shapes = open_source(str(tiny_model)).shapes
+        source = Source(
+            folder=folder, config=values, family=family_of(values), sizes=dimensions_of(values), shapes=shapes
+        )
+        (found,) = estimate([Recipe(model=name, sparsity=0.2, train="masks", seq_len=8192)], source, "h100-80gb")
+        peaks.append(found.peak_bytes)
+    eager_weights = 8192 * 8192 * config["num_attention_heads"] * 6
+    assert peaks[0] - peaks[1] > 0.8 * eager_weights
+
+
+def test_cards_that_share_a_mixture_gather_only_its_weights(tiny_experts: Path) -> None:
+    """Not what training keeps of them: a layer is gathered in 16 bits, and its gradient summed in float32."""
+    source = open_source(str(tiny_experts))
+    recipe = Recipe(model=str(tiny_experts), sparsity=0.2, dtype="bfloat16")
+    devices = Devices(8, "cuda", is_sharded=True)
+    peak = step_bytes(recipe, source, MODES[0], 1, devices, checkpointed=True)
+    sized = sized_model(recipe, source, MODES[0], devices, checkpointed=True)
+    held = held_bytes(recipe, source, MODES[0], 2, 8) + pass_bytes(sized, 1, recipe.seq_len, torch.device("cuda"))
+    layers = [
+        sum(torch.Size(shape).numel() for name, shape in source.shapes.items() if f"layers.{number}." in name)
+        for number in range(source.sizes.num_layers)
+    ]
+    assert peak - held == 10 * max(layers)
+
+
+def test_a_dry_run_on_cards_returns_numbers_and_marks_the_mode(tiny_model: Path) -> None:
+    found = plan(tiny_model, sparsity=0.2, on="h100-80gb", recover_minutes=5)
+    assert found.peak_bytes and found.seconds and found.seconds > 300
+    assert sum("(--train auto takes this)" in line for line in found.lines) == 1
+    assert "plus 5 minutes of recovery" in found.lines[-1]
+
+
+def test_a_dry_run_here_counts_the_logits_of_a_cpu(tiny_model: Path) -> None:
+    """Those of a GPU take 1.3 GB."""
+    found = plan(tiny_model, sparsity=0.2, train="masks", batch_size=1, seq_len=16)
+    assert found.peak_bytes and found.peak_bytes < 3e8
