@@ -143,19 +143,18 @@ def _open(
     num_rows, read: of the source; None: a stream. excerpt_size, heldout_size: characters per excerpt, and characters
     to hold out.
     """
-    is_streamed = num_rows is None
     documents = read()
     first, size = list[Document](), 0
     for document in documents:
         first.append(document)
         size += min(len(document.text), excerpt_size)
-        if size >= heldout_size * (STREAMED_CANDIDATES if is_streamed else SHORT_SOURCE):
+        if size >= heldout_size * (SHORT_SOURCE if num_rows else STREAMED_CANDIDATES):
             break
     if size < SHORT_SOURCE * heldout_size:
         parts = [excerpt for document in first for excerpt in cut(document, excerpt_size)]
         order = np.random.default_rng(seed).permutation(len(parts))
         return _by_hash(parts), [parts[index] for index in order]
-    if is_streamed:
+    if not num_rows:
         return _by_hash(first), read(order=[seed])
     row_of = {hash_of(document.text): row for row, document in enumerate(itertools.chain(first, documents))}
     by_hash = [row_of[number] for number in sorted(row_of)]

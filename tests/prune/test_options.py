@@ -136,7 +136,8 @@ def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
     text = dry_run(tiny_model, tmp_path, *options)
     needs = r"memory: about .* for the model and its teacher, .* are free\ntext: 975 steps of 2 × 64 tokens, 124,800 "
     assert re.search(needs, text), text
-    assert re.search(r"^time: about [\d.]+ \w+: 1,300 steps of [\d.]+ \w+ and trials of .* as \d+, measured", text, re.MULTILINE)
+    needs = r"^time: about [\d.]+ \w+: 1,300 steps of [\d.]+ \w+ and trials of .* as \d+, measured"
+    assert re.search(needs, text, re.MULTILINE), text
     assert "plus 3 minutes of recovery" in text
 
 
