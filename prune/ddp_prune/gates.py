@@ -46,11 +46,20 @@ class _Scale(torch.autograd.Function):
         spread = mask_U.to(x.dtype).repeat_interleave(columns) if columns > 1 else mask_U.to(x.dtype)
         ctx.save_for_backward(x, spread)
         ctx.columns, ctx.dtype, ctx.squares_U, ctx.kept = columns, mask_U.dtype, squares_U, kept
+        ctx.mask_U = mask_U.detach().float()
         return x * spread
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x, spread = ctx.saved_tensors
+        if x.is_cuda:
+            from ddp_prune.gate_kernels import gate_backward
+
+            out, sums_U, squares_U = gate_backward(gradients[0], x, ctx.mask_U, ctx.columns)
+            if ctx.squares_U is not None:
+                kept = slice(None) if ctx.kept is None else ctx.kept
+                ctx.squares_U[kept] += squares_U
+            return out, sums_U.to(ctx.dtype), None, None, None
         products_TU = (gradients[0] * x).flatten(0, -2).to(ctx.dtype).unflatten(-1, (-1, ctx.columns)).sum(-1)
         if ctx.squares_U is not None and ctx.kept is None:
             ctx.squares_U += products_TU.square().sum(0)

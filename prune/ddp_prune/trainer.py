@@ -21,7 +21,7 @@ from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.run import Run
 from ddp_training.batches import Batches, Teacher
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
@@ -245,11 +245,9 @@ class Trainer:
             with self.gated.counting(counts):  # forward alone: checkpointed layers run again in backward
                 student = final_hidden(model, tokens)
             head, labels_N = OutputHead.of(model), tokens[:, 1:].reshape(-1)
-            loss, cross_entropy, divergence = distilled_loss(
-                student, teacher, head, labels_N, self.recipe.distillation, loss_mask_N=loss_mask_N
-            )
-            loss.backward()
-        return torch.tensor([cross_entropy, divergence], device=tokens.device)
+            loss, metrics = distill(student, teacher, head, labels_N, self.recipe.distillation, loss_mask_N=loss_mask_N)
+            loss.backward()  # nothing waits for a GPU between forward and backward
+        return metrics
 
     @torch.no_grad()
     def learn_scales(self, step: int, gradients: Masks) -> None:

@@ -63,9 +63,13 @@ def chunk_tokens(head: OutputHead, device: torch.device | None = None) -> int:
 
 
 def head_bytes(model: Any, device: torch.device) -> int:
-    """Estimate the bytes that the head requires on top of its weights: logits, probabilities of two models, a copy."""
+    """Estimate the bytes that the head requires on top of its weights, for one chunk.
+
+    On a CPU: logits, probabilities of two models and a copy, in float32. On a GPU: the products of both models.
+    """
     head = OutputHead.of(model)
-    return 5 * 4 * chunk_tokens(head, device) * len(head.weight)
+    bytes_each = 5 * 4 if device.type == "cpu" else 2 * head.weight.dtype.itemsize
+    return bytes_each * chunk_tokens(head, device) * len(head.weight)
 
 
 def _softmax(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +117,13 @@ class _DistilledHead(torch.autograd.Function):
         size = chunk_tokens(head)
         for start in range(0, num_tokens, size):
             chunk = slice(start, start + size)
+            if student_NH.is_cuda:
+                sums, gradient_NH[chunk] = _chunk_on_gpu(
+                    student_NH[chunk], None if teacher_NH is None else teacher_NH[chunk], head, teacher_head,
+                    labels_N[chunk], eta, scale, None if loss_mask_N is None else loss_mask_N[chunk], num_tokens,
+                )  # fmt: skip
+                cross_entropy, divergence = cross_entropy + sums[0], divergence + sums[1]
+                continue
             logits, labels = head.logits(student_NH[chunk]), labels_N[chunk, None]
             gradient, log_z = _softmax(logits)
             losses = log_z - logits.gather(1, labels)[:, 0]
@@ -136,6 +147,22 @@ class _DistilledHead(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_NH,) = ctx.saved_tensors
         return gradient_NH * gradients[0].to(gradient_NH.dtype), None, None, None, None, None, None
+
+
+def _chunk_on_gpu(
+    student_NH: torch.Tensor, teacher_NH: torch.Tensor | None, head: OutputHead, teacher_head: OutputHead,
+    labels_N: torch.Tensor, eta: float, scale: float, loss_mask_N: torch.Tensor | None, num_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the sums of w·CE and KL of a chunk, and the gradient of its hidden states: the same by one kernel."""
+    from ddp_training.loss_kernel import distill_chunk
+
+    product_NV = F.linear(student_NH, head.weight)
+    teacher_NV = F.linear(teacher_NH, teacher_head.weight) if teacher_NH is not None and eta > 0 else None
+    sums = distill_chunk(
+        product_NV, teacher_NV, labels_N, loss_mask_N, eta, scale,
+        divisors=(head.divisor, teacher_head.divisor), caps=(head.cap, teacher_head.cap),
+    )  # fmt: skip
+    return sums, product_NV @ head.weight / (head.divisor * scale * num_tokens)
 
 
 def distilled_loss(
