@@ -11,6 +11,7 @@ units of a group; R rows of U units, B blocks of a row.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,9 +83,16 @@ class Pool:
             cost_L = cost_L + self.fixed[kind] / (self.queries_per_kv if shares_kv else shape[-1])
         return cost_L.view(-1, *[1] * (len(shape) - 1)).expand(shape)
 
+    @cached_property
+    def _costs_by_device(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
     def joined_costs(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Return the cost of every unit, float64 [G, N]."""
-        return self.join({kind: self.unit_costs(kind).to(device) for kind in self.shapes})
+        """Return the cost of every unit, float64 [G, N]; it stays on the device, because every step asks for it."""
+        costs, device = self._costs_by_device, torch.device(device)
+        if device not in costs:
+            costs[device] = self.join({kind: self.unit_costs(kind).to(device) for kind in self.shapes})
+        return costs[device]
 
     @property
     def total(self) -> float:
