@@ -295,6 +295,10 @@ def make_pools(
     if recipe.attention_sparsity and "attn" not in units:
         raise SettingError("attention_sparsity is set, but no attention is pruned in this model; leave it out")
     queries_per_kv = sizes.queries_per_kv if "attn" in units and head_unit == "query-head" else 1
+    if recipe.max_head_counts and ("attn" not in units or queries_per_kv > 1):
+        raise SettingError(
+            "max_head_counts limits the numbers of KV heads, which this run does not prune as units; leave it out"
+        )
     blocks = _blocks(units, sizes, config, recipe, queries_per_kv)
     layout: dict[str, Any] = {
         "shapes": units,

@@ -32,7 +32,7 @@ HEADINGS = {  # heading -> its fields and options; the last heading has all othe
         *("sparsity", "attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes", "speedup"),
         *("budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine"),
     ),
-    "Shape": ("whole_experts", "head_unit", "align", "tp"),
+    "Shape": ("whole_experts", "head_unit", "max_head_counts", "align", "tp"),
     "Text": ("data", "text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
     "Run": (),
 }

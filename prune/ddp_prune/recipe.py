@@ -96,6 +96,9 @@ class Recipe(TrainingSettings):
     result is a stock checkpoint that requires no plugin. It keeps as many experts as the budget allows."""
     head_unit: str = setting("auto", choices=("auto", "kv-group", "query-head"))
     """Attention unit: `kv-group` (a KV head with all its query heads) or `query-head`."""
+    max_head_counts: int = setting(0, least=0)
+    """Most different numbers of attention units that layers keep, apart from none; 0: any. vLLM plans attention once
+    per step for each different number of heads, so fewer numbers save time at small batches and waste less KV cache."""
     align: int = setting(1, least=1)
     """Make the width of every MLP, or of every expert, a multiple of this: 32, 64 or 128 suit kernels and quantization.
     The kept width is the largest multiple within the budget."""
@@ -135,11 +138,13 @@ class Recipe(TrainingSettings):
             object.__setattr__(self, "budget", "latency")
         super().__post_init__()
         self._check_size()
-        alm_conflicts = self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0
+        alm_conflicts = (
+            self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0 or self.max_head_counts
+        )
         if self.alm.raw_masks and alm_conflicts:
             raise SettingError(
                 "raw_masks keeps every gate that the search left open and trains nothing afterwards; leave out polish, "
-                "align, tp and attention_sparsity 0"
+                "align, tp, max_head_counts and attention_sparsity 0"
             )
         if self.train == "lora" and self.optimizer == "adamw-8bit":
             raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
@@ -212,6 +217,7 @@ class RecipeKeywords(TrainingKeywords, total=False):
     scope: str
     whole_experts: bool
     head_unit: str
+    max_head_counts: int
     align: int
     tp: int
     steps: int

@@ -8,6 +8,7 @@ Legend: G budget groups (the model, its layers or its experts), M blocks of a gr
 row.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import torch
 
 from ddp_vllm.errors import SettingError, TrainingError
 
+MOST_SETS = 20_000  # of numbers of heads, of which `limit_counts` takes the best
 INFEASIBLE = 2  # scipy's status of a problem without a solution; 1 is a time limit
 
 
@@ -251,6 +253,53 @@ def open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
         scale = 0.5 * lowest_open.min() / closed.max().clamp_min(lowest_open.min())
         importance = torch.where(is_open, importance, importance * scale)
     return importance
+
+
+def limit_counts(importance_LU: torch.Tensor, support_LU: torch.Tensor, most: int, block: int = 1) -> torch.Tensor:
+    """Return a support in which layers keep at most `most` different numbers of units, and no more units in all.
+
+    Layers without a unit stay without, and the others keep at least one. Of all sets of `most` numbers, and of all
+    choices of one number per layer, the one of most importance is taken, to within one layer's step: for every set, a
+    price per unit is bisected until the choice fits (Lagrangian relaxation), and the rest of the units is spent on the
+    best steps up. block: the numbers are multiples of it.
+    """
+    counts_L = support_LU.sum(1)
+    if len(counts_L[counts_L > 0].unique()) <= most:
+        return support_LU
+    layers = (counts_L > 0).nonzero().flatten()
+    num_units, total = importance_LU.shape[1], int(counts_L.sum())
+    order_LU = best_first(importance_LU)
+    sums_LK = importance_LU.double().gather(1, order_LU).cumsum(1)[layers]  # of the best 1, 2, … units
+    numbers = torch.arange(block, num_units + 1, block)
+    while math.comb(len(numbers), most) > MOST_SETS:
+        numbers = numbers[1::2]
+    sets_SN = torch.combinations(numbers, most)
+    sums_SLN = sums_LK[:, sets_SN - 1].transpose(0, 1)
+    low_S, high_S = torch.zeros(len(sets_SN)), torch.full((len(sets_SN),), float(sums_LK.max()))
+    low_S, high_S = low_S.double(), high_S.double()
+    for _ in range(60):
+        price_S = (low_S + high_S) / 2
+        chosen_SL = (sums_SLN - price_S[:, None, None] * sets_SN[:, None]).argmax(-1)
+        fits_S = sets_SN.gather(1, chosen_SL).sum(1) <= total
+        low_S, high_S = torch.where(fits_S, low_S, price_S), torch.where(fits_S, price_S, high_S)
+    chosen_SL = (sums_SLN - high_S[:, None, None] * sets_SN[:, None]).argmax(-1)
+    worth_S = sums_SLN.gather(2, chosen_SL[..., None])[..., 0].sum(1)
+    worth_S[sets_SN.gather(1, chosen_SL).sum(1) > total] = -torch.inf
+    best = int(worth_S.argmax())
+    levels_N, chosen_L = sets_SN[best], chosen_SL[best]
+    while True:  # steps up that still fit, the most important first
+        next_L = (chosen_L + 1).clamp_max(most - 1)
+        cost_L = levels_N[next_L] - levels_N[chosen_L]
+        gain_L = sums_SLN[best].gather(1, next_L[:, None])[:, 0] - sums_SLN[best].gather(1, chosen_L[:, None])[:, 0]
+        fits_L = (cost_L > 0) & (cost_L <= total - levels_N[chosen_L].sum())
+        if not fits_L.any():
+            break
+        layer = int(torch.where(fits_L, gain_L, -torch.inf).argmax())
+        chosen_L[layer] += 1
+    counts_L = counts_L.clone()
+    counts_L[layers] = levels_N[chosen_L]
+    first_LU = torch.arange(num_units) < counts_L[:, None]
+    return torch.zeros_like(support_LU).scatter(1, order_LU, first_LU)
 
 
 def realign(gates: torch.Tensor, saliency: torch.Tensor, align: int) -> torch.Tensor:

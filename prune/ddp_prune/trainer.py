@@ -20,6 +20,7 @@ from ddp_prune.budget import Pool, keep_schedule, kept_share
 from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.run import Run
+from ddp_prune.selection import limit_counts
 from ddp_training.batches import Batches, Teacher
 from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
@@ -296,7 +297,12 @@ class Trainer:
 
     def choose(self, saliency: Masks, is_open: Masks) -> Masks:
         """Return the final support, bool [L, U]: as much as the budget allows, open gates before closed ones."""
-        return {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, is_open).items()}
+        chosen = {kind: mask for pool in self.pools for kind, mask in pool.choose(saliency, is_open).items()}
+        if self.recipe.max_head_counts and "attn" in chosen:
+            support, most = chosen["attn"], self.recipe.max_head_counts
+            block = next(pool.blocks.get("attn", 1) for pool in self.pools if "attn" in pool.shapes)
+            chosen["attn"] = limit_counts(saliency["attn"].cpu(), support.cpu(), most, block).to(support.device)
+        return chosen
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics of the gates after a step: the sparsity of each module type and pool."""

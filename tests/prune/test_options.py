@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
 TAKEN: dict[str, str] = {  # options of prune: a value other than the default; what else it takes
     "text_column": "text", "batch_size": "4", "seq_len": "64", "seed": "3", "heldout_blocks": "2", "learn_from": "all",
     "distillation": "1", "micro_batch_size": "2", "dtype": "float32", "save_every": "5", "head_unit": "kv-group",
-    "activation_checkpointing": "on", "align": "8", "tp": "2", "steps": "20", "controller": "alm", "polish": "0.2",
+    "activation_checkpointing": "on", "align": "8", "tp": "2",
+    "max_head_counts": "2", "steps": "20", "controller": "alm", "polish": "0.2",
     "train": "masks", "recover_minutes": "3", "tracker": "tensorboard", "overwrite": "", "context_length": "1024",
     "concurrency": "1", "phase": "prefill", "sparsity": "0.3", "attention_sparsity": "0.5", "budget": "params",
     "scope": "layer", "recipe": "RECIPE --controller alm", "whole_experts": "", "data": "other",
