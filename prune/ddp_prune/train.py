@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import fingerprint
+from ddp_training.fusion import fuse_elementwise
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints, Report, take_steps
 from ddp_training.memory import explained, fit_attention
 from ddp_training.run_state import RunState
@@ -193,6 +195,9 @@ def load_trained(
     if run.train != "masks":  # gates scale the input of adapters too, so these are added first
         method = "full" if run.train == "weights" else "lora"
         weights = TrainedWeights(model, accelerator, method, optimizer=run.optimizer)
+    if accelerator.device.type == "cuda":
+        with suppress(Exception):  # without a C compiler, eager mode is slower and right
+            fuse_elementwise(model)
     return GatedModel(model, source.family, source.sizes, head_unit), weights
 
 
