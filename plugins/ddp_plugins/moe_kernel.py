@@ -16,6 +16,7 @@ expert. A position is an expert's index in `ExpertLayout.order`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # (Triton functions have no Python types)
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -46,33 +47,44 @@ class Tiles:
     """Maximum number of programs per multiprocessor."""
 
 
-# Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory. Neither run on a GPU nor
-# tuned. With less shared memory, two of FEW's programs run at once and the others wait.
-FEW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
+# Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory. Chosen by compiling and
+# by the model of benchmarks/moe_traffic.py; neither run on a GPU nor tuned.
+FEW = Tiles(pairs=16, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=4)
 SOME = Tiles(pairs=64, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=2)
-MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=3, programs=1)
+MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=4, programs=1)
+# More and narrower tiles occupy the whole GPU with one token. Two of these programs fit the shared memory of any GPU.
+NARROW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
 # Only the tensor cores of Hopper and B200 read shared memory; other GPUs need registers for the operands too.
 SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
 MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
-FEW_PAIRS, SOME_PAIRS = 24, 96  # pairs per expert up to which FEW and SOME are chosen
 # for float32, which only tests use: no tensor cores
 EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
+NARROW_PAIRS = 8  # pairs in all up to which NARROW is chosen on Hopper and B200
+# The mean number of pairs per expert up to which tiles are chosen. A tile of 16 rows reads the weights again for every
+# 16 pairs: with more than 8, random routing gives many experts a second tile, and the reads from L2 take longer than
+# those from HBM. The limits of other GPUs were not modeled.
+HOPPER_TILES = ((8, FEW), (48, SOME), (math.inf, MANY))
+OTHER_TILES = ((24, NARROW), (96, SOME_IN_REGISTERS), (math.inf, MANY_IN_REGISTERS))
+
+
+def tiles_of(dtype: torch.dtype, major: int) -> tuple[tuple[float, Tiles], ...]:
+    """Return all tiles of a GPU for products of many pairs, each with the pairs per expert up to which it is chosen.
+
+    major: the first number of the GPU's compute capability.
+    """
+    return ((math.inf, EXACT),) if dtype == torch.float32 else HOPPER_TILES if major in (9, 10) else OTHER_TILES
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
     """Choose tile sizes by the mean number of pairs per expert.
 
     With few pairs per expert, every tile size reads the weights once, and narrow tiles occupy the whole GPU. With many,
-    wide tiles reuse the weights they read. major: the first number of the GPU's compute capability.
+    wide tiles reuse the weights they read. major: as in `tiles_of`.
     """
-    if dtype == torch.float32:
-        return EXACT
-    pairs_per_expert = num_pairs / max(num_experts, 1)
-    if pairs_per_expert <= FEW_PAIRS:
-        return FEW
-    if major in (9, 10):
-        return SOME if pairs_per_expert <= SOME_PAIRS else MANY
-    return SOME_IN_REGISTERS if pairs_per_expert <= SOME_PAIRS else MANY_IN_REGISTERS
+    rows = tiles_of(dtype, major)
+    if rows is HOPPER_TILES and num_pairs <= NARROW_PAIRS:
+        return NARROW
+    return next(tiles for limit, tiles in rows if num_pairs <= limit * max(num_experts, 1))
 
 
 @triton.jit
@@ -338,7 +350,7 @@ def warm_up(
 ) -> None:
     """Compile the kernels for batches of every size now, so that no later batch waits. num_slots: K."""
     major, _ = _machine(w2_SH.device)
-    every_tiles = {choose_tiles(num_pairs, 1, w2_SH.dtype, major) for num_pairs in (1, FEW_PAIRS + 1, SOME_PAIRS + 1)}
+    every_tiles = {choose_tiles(1, 1, w2_SH.dtype, major), *(tiles for _, tiles in tiles_of(w2_SH.dtype, major))}
     for num_tokens in (1, SORT_BLOCK // num_slots + 1):
         x_TH = w2_SH.new_zeros(num_tokens, w2_SH.shape[1])
         weights_TK = torch.zeros(num_tokens, num_slots, device=x_TH.device)

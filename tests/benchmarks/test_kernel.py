@@ -39,6 +39,24 @@ def test_the_kernel_is_found_by_its_entry_point() -> None:
     assert torch.allclose(find_kernel()(experts)(x, weights, ids)[0], expected, atol=1e-5)
 
 
+def test_the_modeled_kernel_reads_every_kept_weight_once_and_is_near_its_bound() -> None:
+    """Qwen3-30B-A3B on an H200, 40 % removed; 384 tokens are where narrow tiles would wait for L2."""
+    pytest.importorskip("triton")
+    import moe_traffic
+
+    shape, card = SHAPES["qwen3-30b-a3b"], moe_traffic.CARDS["h200"]
+    for tokens, most in ((8, 1.3), (384, 1.2)):
+        widths, counts = draw_widths(shape, 40, 0), moe_traffic.draw_counts(shape, tokens, 1)
+        assert counts.sum() == tokens * shape.num_experts_per_tok
+        experts = [(int(count), width, 2048) for count, width in zip(counts, widths, strict=True)]
+        launch = moe_traffic.list_product(experts, 16, 64, 64, 2, programs=4, stages=4)
+        chosen = sum(width for count, width, _ in experts if count)
+        assert launch.hbm_bytes.sum() == 2 * 2 * 2048 * chosen <= launch.l2_bytes.sum()
+        tiles = moe_traffic.choose_tiles(tokens * 8, 128, torch.bfloat16, 9)
+        predicted = moe_traffic.predict(shape, tokens, widths, counts, card, tiles)
+        assert 1 < predicted["us"] / moe_traffic.bound(shape, tokens, widths, counts, card) < most
+
+
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [

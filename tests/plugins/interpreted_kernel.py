@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_plugins import moe_kernel
-from ddp_plugins.moe_kernel import FEW, MANY, MANY_IN_REGISTERS, SOME, SOME_IN_REGISTERS, Tiles
+from ddp_plugins.moe_kernel import FEW, MANY, MANY_IN_REGISTERS, NARROW, SOME, SOME_IN_REGISTERS, Tiles
 
 # several tiles even of small experts
 SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1, programs=1)
@@ -29,7 +29,7 @@ def test_every_case(name: str) -> None:
     problem.check(run(problem, SMALL))
 
 
-@pytest.mark.parametrize("tiles", [FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, None], ids=str)
+@pytest.mark.parametrize("tiles", [NARROW, FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, None], ids=str)
 def test_every_tile_size(tiles: Tiles | None) -> None:
     """None: as they are chosen by the numbers of pairs and experts."""
     problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16)
@@ -49,7 +49,7 @@ def test_warming_up_launches_every_tile_and_both_sorts(monkeypatch: pytest.Monke
     monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)  # the interpreter is slow
     layout, num_slots = problem.layout, problem.ids.shape[1]
     moe_kernel.warm_up(problem.w13, problem.w2, layout.table(problem.x.device), layout.max_width, num_slots, None)
-    assert set(launched) == {(tiles, wide) for tiles in (FEW, SOME, MANY) for wide in (False, True)}
+    assert set(launched) == {(tiles, wide) for tiles in (NARROW, FEW, SOME, MANY) for wide in (False, True)}
 
 
 def test_32_bit_ids_and_more_pairs_than_the_sort_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

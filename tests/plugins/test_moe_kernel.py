@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 SHARED_BYTES = 228 * 1024  # of one sm_90 multiprocessor, for all programs on it
 RESERVED_BYTES = 1024  # of that, taken by CUDA for each program
 REGISTERS = 64 * 1024
-BF16_TILES = ("FEW", "SOME", "MANY")
+BF16_TILES = ("NARROW", "FEW", "SOME", "MANY")
 OTHER_GPUS = {
     "H100": (90, 228, "wgmma.mma_async"),
     "A100, RTX 3090, RTX 4090": (80, 100, "mma.sync"),
@@ -114,15 +114,18 @@ def test_the_machine_code_fits_other_gpus(gpu: str, tmp_path: Path, compiler: An
     ):
         _, usage = _compile(kernel, tiles, tmp_path, capability, HAS_MAP=False, **constants)
         assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
-    for num_tokens in (1, 1024, 4096):
-        tiles = compiler.choose_tiles(8 * num_tokens, 128, torch.bfloat16, capability // 10)
-        programs = 1 if num_tokens == 1 else tiles.programs
+    major = capability // 10
+    every_tiles = {compiler.choose_tiles(8, 128, torch.bfloat16, major)}
+    for tiles in every_tiles | {tiles for _, tiles in compiler.tiles_of(torch.bfloat16, major)}:
+        programs = 2 if tiles is compiler.NARROW else tiles.programs
         for kernel in (compiler.gate_up, compiler.down):
             compiled, usage = _compile(kernel, tiles, tmp_path, capability)
             assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
             assert programs * (compiled.metadata.shared + RESERVED_BYTES) <= shared * 1024
             assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
-            assert (multiply if num_tokens > 1 else "mma.sync") in compiled.asm["ptx"], "the tensor cores are not used"
+            assert (multiply if tiles.pairs >= 64 else "mma.sync") in compiled.asm["ptx"], (
+                "the tensor cores are not used"
+            )
 
 
 def test_batches_of_all_sizes_share_one_compiled_sort() -> None:
