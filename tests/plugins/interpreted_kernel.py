@@ -23,10 +23,31 @@ def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
         return moe_kernel.ragged_moe(problem.x, *experts, problem.weights, problem.ids, problem.expert_map, tiles)
 
 
+@pytest.fixture(params=["sorted", "few"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether few pairs are sorted too, or run in two launches as on a GPU."""
+    if request.param == "sorted":
+        monkeypatch.setattr(moe_kernel, "MOST_PAIRS", 0)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name: str) -> None:
     problem = draw(CASES[name], torch.float32)
     problem.check(run(problem, SMALL))
+
+
+def test_few_and_sorted_pairs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a token has an expert twice, and where an expert has more pairs than a tile."""
+    for name in ("ids of -1", "experts of another rank", "all tokens to one expert", "one token"):
+        problem = draw(CASES[name], torch.bfloat16)
+        if name == "one token":
+            problem = replace(problem, ids=problem.ids[:, [0, 0, 1, 0, 1]])
+        few = run(problem, SMALL)
+        with monkeypatch.context() as patch:
+            patch.setattr(moe_kernel, "MOST_PAIRS", 0)
+            assert torch.equal(run(problem, SMALL), few)
 
 
 @pytest.mark.parametrize("tiles", [NARROW, FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, None], ids=str)
@@ -54,6 +75,7 @@ def test_warming_up_launches_every_tile_and_both_sorts(monkeypatch: pytest.Monke
 
 def test_32_bit_ids_and_more_pairs_than_the_sort_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = draw(CASES["experts of another rank"], torch.float32)
+    monkeypatch.setattr(moe_kernel, "MOST_PAIRS", 0)
     expected = run(problem)
     monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)
     monkeypatch.setattr(moe_kernel, "WIDE_SORT_BLOCK", 32)
