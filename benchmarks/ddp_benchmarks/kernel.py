@@ -9,7 +9,8 @@ One layer's routed experts run alone, in five variants on the same tokens and ro
     vllm_uniform  vLLM's fused experts at the mean width: the same bytes in vLLM's kernel
 
 Rounds are interleaved in rotating order, so that a slow minute affects all variants, and ratios are paired within
-rounds. Before timing, ragged must equal padded. Copy bandwidth and matrix throughput, measured in the same run, are the
+rounds. Before timing, ragged must equal padded. On a CPU the weights of every variant are in 2 MB huge pages, and the
+results have the bytes of each that really are. Copy bandwidth and matrix throughput, measured in the same run, are the
 ceilings of the achieved numbers.
 """
 
@@ -38,6 +39,7 @@ from ddp_benchmarks.expert_layers import (
 from ddp_benchmarks.fused_experts import build_vllm
 from ddp_benchmarks.protocol import new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
+from ddp_vllm.huge_pages import huge_page_bytes
 from ddp_vllm.results import judge, spread
 
 FORMAT = "ddp-vllm bench kernel 1"
@@ -119,7 +121,8 @@ def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Map
         for sparsity in settings.sparsities:
             widths = draw_widths(shape, sparsity, settings.seed)
             say(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
-            runs, layer = _variants(build_ragged, dense, widths), {"shape": name, **asdict(shape), "sparsity": sparsity}
+            runs, pages = _variants(build_ragged, dense, widths)
+            layer = {"shape": name, **asdict(shape), "sparsity": sparsity, "huge_page_bytes": pages}
             measured = _measure(runs, shape, widths, settings, results["ceilings"])
             results["rows"] += [layer | {"widths": widths} | row for row in measured]
             save(results)
@@ -138,15 +141,22 @@ def find_kernel() -> Callable[[Sequence[Expert]], Run]:
 
 def _variants(
     build_ragged: Callable[[Sequence[Expert]], Run], dense: Sequence[Expert], widths: list[int]
-) -> dict[str, Run]:
+) -> tuple[dict[str, Run], dict[str, int]]:
+    """Return each variant, and the bytes of its weights in huge pages."""
     even = even_widths(widths)
-    return {
-        "ragged": build_ragged(cut(dense, widths)),
-        "dense": build_vllm(dense),
-        "padded": build_vllm(cut(dense, widths)),
-        "uniform": build_ragged(cut(dense, even)),
-        "vllm_uniform": build_vllm(cut(dense, even)),
+    builders = {
+        "ragged": (build_ragged, cut(dense, widths)),
+        "dense": (build_vllm, dense),
+        "padded": (build_vllm, cut(dense, widths)),
+        "uniform": (build_ragged, cut(dense, even)),
+        "vllm_uniform": (build_vllm, cut(dense, even)),
     }
+    runs, pages = {}, {}
+    for name, (build, experts) in builders.items():
+        before = huge_page_bytes()
+        runs[name] = build(experts)
+        pages[name] = huge_page_bytes() - before
+    return runs, pages
 
 
 def _measure(

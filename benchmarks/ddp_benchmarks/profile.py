@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_benchmarks.engine import vllm_command
-from ddp_benchmarks.protocol import check_lowest, new_results
+from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results
 from ddp_benchmarks.side_by_side import TURN, StepEngine, largest_of, take_turns
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ModelError, SettingError
@@ -48,6 +48,7 @@ class ProfileSettings:
     def check(self) -> None:
         """Check all settings. Raises: SettingError naming the value and its range."""
         check_lowest(self, steps=TURN, rounds=1)
+        check_engine_arguments(self.engine_arguments, "--model", "--load-format")
         for name, low in (("concurrency", 1), ("context_length", self.steps)):
             if not (values := getattr(self, name)) or min(values) < low:
                 flag = f"--{name.replace('_', '-')}"

@@ -32,6 +32,14 @@ def check_lowest(settings: object, **lowest: int) -> None:
             raise SettingError(f"--{name.replace('_', '-')} {value} is below {low}")
 
 
+def check_engine_arguments(words: Sequence[str], *reserved: str) -> None:
+    """Refuse arguments of vLLM that a measurement sets itself. Raises: SettingError, naming the argument."""
+    for word in words:
+        option = word.partition("=")[0].replace("_", "-")
+        if option in reserved:
+            raise SettingError(f"{option} after -- is set by this measurement; omit it")
+
+
 def rotated(variants: Sequence[Variant], turn: int) -> list[Variant]:
     """Return the variants in the order of a round; each round starts with the next, so slow minutes affect all."""
     first = turn % len(variants)

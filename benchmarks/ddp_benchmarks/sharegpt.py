@@ -20,7 +20,7 @@ from typing import Any
 from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
 from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_contains
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
-from ddp_benchmarks.protocol import check_lowest, new_results, rotated
+from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import OutputError, ServingError, SettingError
 from ddp_vllm.hub.fetch import fetch_conversations
 from ddp_vllm.machine import today
@@ -29,6 +29,11 @@ from ddp_vllm.output import check_file
 from ddp_vllm.results import FORMAT, verdicts, write_results
 
 GRACE_SECONDS = 10  # for a client to write its results after its server died
+SET_HERE = (  # vLLM's options that would change what is compared, or where it is found
+    *("--model", "--tokenizer", "--max-model-len", "--host", "--port", "--served-model-name", "--seed"),
+    *("--dataset-name", "--dataset-path", "--num-prompts", "--num-warmups", "--output-json"),
+    "--enable-prefix-caching",
+)
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50, 99)
 _LATENCY_METRICS = [f"p{percentile}_{latency}_ms" for latency in LATENCIES for percentile in PERCENTILES]
@@ -79,6 +84,7 @@ class Settings:
     def check(self) -> None:
         """Check all settings. Raises: SettingError naming the value and its range."""
         check_lowest(self, num_prompts=1, pairs=1, warmups=0, max_model_len=8)
+        check_engine_arguments(self.engine_arguments, *SET_HERE)
         if not self.pruned:
             raise SettingError("there is no pruned model to compare; pass --pruned DIR")
         for load in self.loads:

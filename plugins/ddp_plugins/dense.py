@@ -29,7 +29,7 @@ from vllm.model_executor.models.utils import extract_layer_index, make_layers, m
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ddp_plugins.limits import check_adapters, plain_config
+from ddp_plugins.limits import CheckedAdapters, plain_config
 from ddp_plugins.loading import CheckedLoading
 from ddp_plugins.padding import channel_block, fit, pad
 from ddp_vllm.errors import CheckpointError, SettingError
@@ -54,7 +54,7 @@ class RemovedNorm(nn.Module):
         return x if residual is None else (x, x + residual)
 
 
-class UnevenHeads(nn.Module):
+class UnevenHeads(Attention):
     """Attention whose KV heads serve different numbers of query heads.
 
     The kernel requires the same number for every KV head. So the last query head of a KV head with fewer is repeated
@@ -64,9 +64,12 @@ class UnevenHeads(nn.Module):
     padded: torch.Tensor
     kept: torch.Tensor
 
-    def __init__(self, attention: Attention, query_heads_per_kv_head: tuple[int, ...]) -> None:
-        super().__init__()
-        self.attn = attention
+    @classmethod
+    def take_over(cls, attention: Attention, query_heads_per_kv_head: tuple[int, ...]) -> None:
+        """Turn an attention that was built for padded heads into one of this class.
+
+        It stays where it is, because vLLM finds the scales of its KV cache by name.
+        """
         queries_per_kv = max(query_heads_per_kv_head)
         padded, kept, start = [], [], 0
         for kv_head, count in enumerate(query_heads_per_kv_head):
@@ -75,13 +78,14 @@ class UnevenHeads(nn.Module):
             start += count
         for name, heads in (("padded", torch.tensor(padded)), ("kept", torch.tensor(kept))):
             set_weight_attrs(heads, {"weight_loader_numel": 0})  # nothing to load when vLLM reloads a layer
-            self.register_buffer(name, heads, persistent=False)
+            attention.register_buffer(name, heads, persistent=False)
+        attention.__class__ = cls
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query and result: `[tokens, query heads * head_dim]`; key, value: `[tokens, KV heads * head_dim]`."""
-        heads = query.unflatten(-1, (-1, self.attn.head_size)).index_select(1, self.padded)
-        output = self.attn(heads.flatten(1), key, value)
-        return output.unflatten(-1, (-1, self.attn.head_size)).index_select(1, self.kept).flatten(1)
+        heads = query.unflatten(-1, (-1, self.head_size)).index_select(1, self.padded)
+        output = super().forward(heads.flatten(1), key, value)
+        return output.unflatten(-1, (-1, self.head_size)).index_select(1, self.kept).flatten(1)
 
 
 def build_layer(
@@ -131,7 +135,7 @@ def keep_projections_compact(attention: Any, widths: LayerWidths, vllm_config: V
         quant_config=quant_config,
         prefix=f"{prefix}.o_proj",
     )
-    attention.attn = UnevenHeads(attention.attn, widths.query_heads_per_kv_head)
+    UnevenHeads.take_over(attention.attn, widths.query_heads_per_kv_head)
 
 
 def remove_blocks(layer: Any, widths: LayerWidths, table: TensorTable, vllm_config: VllmConfig) -> None:
@@ -175,7 +179,7 @@ def no_layers(config: Any) -> Iterator[None]:
             os.environ["VLLM_PP_LAYER_PARTITION"] = partition
 
 
-class NonUniform(CheckedLoading):
+class NonUniform(CheckedAdapters, CheckedLoading):
     """Mixin for vLLM's model class: decoder layers of different widths, padding, and checks of adapters and weights."""
 
     decoder_layer: type[nn.Module]
@@ -216,16 +220,6 @@ class NonUniform(CheckedLoading):
             config.num_hidden_layers, build, prefix=maybe_prefix(prefix, "model.layers")
         )
         self.expect_weights(vllm_config, widths, [name for name, _ in self.linear_layers()])
-
-    @property
-    def lora_manager(self) -> Any:
-        """vLLM's LoRA manager, which vLLM assigns here if adapters are enabled."""
-        return self._lora_manager
-
-    @lora_manager.setter
-    def lora_manager(self, manager: Any) -> None:
-        check_adapters(manager, self.widths, self.model.config.hidden_size)
-        self._lora_manager = manager
 
     def fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return pad(name, tensor, self.widths, get_tensor_model_parallel_world_size(), self.block)

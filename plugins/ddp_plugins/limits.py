@@ -1,14 +1,16 @@
-"""Refuses vLLM settings and LoRA adapters that a pruned dense model cannot be served with.
+"""Refuses vLLM settings and LoRA adapters that a pruned model cannot be served with.
 
-vLLM calls `Limits` for our architectures while it builds its configuration, before any worker starts or weights are
-read. `check_adapters` makes vLLM's LoRA manager check the shapes of every adapter.
+vLLM calls `Limits` for our dense architectures while it builds its configuration, before any worker starts or weights
+are read. `CheckedAdapters` checks every adapter, of mixtures too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
 from vllm.version import __version__, __version_tuple__
 
@@ -50,6 +52,10 @@ class Limits(VerifyAndUpdateConfig):
         config = plain_config(model.hf_config)
         check_tensor_parallel(num_ranks, config)
         layers = [on_a_rank(layer, num_ranks) for layer in parse_layers(config)]
+        check_stages(vllm_config.parallel_config.pipeline_parallel_size, layers)
+        if not any(layer.num_kv_heads for layer in layers):  # then there is nothing to cache, and vLLM would stop
+            vllm_config.cache_config.enable_prefix_caching = False
+        check_head_scales(config, parse_layers(config))
         check_planning(vllm_config, config, layers)
         check_connectors(vllm_config.kv_transfer_config, max(1, dense_kv_heads(config) // num_ranks), layers)
         if not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -66,6 +72,35 @@ def on_a_rank(widths: LayerWidths, num_ranks: int) -> LayerWidths:
     num_kv_heads = -(-fitted.num_kv_heads // num_ranks)
     queries = fitted.num_query_heads // num_ranks // max(1, num_kv_heads)
     return LayerWidths(query_heads_per_kv_head=(queries,) * num_kv_heads, intermediate_size=0)
+
+
+def check_stages(num_stages: int, layers: Sequence[LayerWidths]) -> None:
+    """Refuse a pipeline stage without a KV cache, whose size vLLM cannot plan. Raises: SettingError, naming it."""
+    for stage in range(num_stages) if num_stages > 1 else ():
+        start, stop = get_pp_indices(len(layers), stage, num_stages)
+        if not any(layer.num_kv_heads for layer in layers[start:stop]):
+            raise SettingError(
+                f"pipeline stage {stage + 1} of {num_stages} has layers {start}…{stop - 1}, whose attention was pruned "
+                "away, and vLLM requires a KV cache in every stage; pass a lower --pipeline-parallel-size, or other "
+                "stages, as in VLLM_PP_LAYER_PARTITION=20,12"
+            )
+
+
+def check_head_scales(config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
+    """Refuse KV-cache scales per head where a layer lacks heads, because vLLM divides them by the dense head counts.
+
+    Raises: SettingError, naming the layer and another strategy.
+    """
+    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    num_kv_heads = dense_kv_heads(config)
+    dense = (config["num_attention_heads"] // num_kv_heads,) * num_kv_heads
+    pruned = [index for index, layer in enumerate(layers) if layer.query_heads_per_kv_head not in ((), dense)]
+    if scheme.get("strategy") == "attn_head" and pruned:
+        raise SettingError(
+            f"kv_cache_scheme has one scale per head, and layer {pruned[0]} has {layers[pruned[0]].num_query_heads} "
+            f"query heads and {layers[pruned[0]].num_kv_heads} KV heads, the dense model {sum(dense)} and "
+            f"{num_kv_heads}; quantize the KV cache with the strategy tensor"
+        )
 
 
 def check_planning(vllm_config: Any, config: Mapping[str, Any], layers: Sequence[LayerWidths]) -> None:
@@ -144,31 +179,56 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 
-def check_adapters(manager: Any, widths: ModelWidths, hidden_size: int) -> None:
-    """Make vLLM's LoRA manager check every adapter; it would silently copy a narrower one into part of a buffer."""
-    add_adapter = manager.add_adapter
+class CheckedAdapters:
+    """Mixin for vLLM's model class that checks every LoRA adapter.
 
-    def add_checked(adapter: Any) -> Any:
-        check_adapter(adapter.loras, widths, hidden_size)
-        return add_adapter(adapter)
+    vLLM would silently copy a narrower tensor into part of a buffer, and ignore parts for modules without LoRA.
+    """
 
-    manager.add_adapter = add_checked
+    widths: ModelWidths
+
+    @property
+    def lora_manager(self) -> Any:
+        """vLLM's LoRA manager, which vLLM assigns here if adapters are enabled."""
+        return self._lora_manager
+
+    @lora_manager.setter
+    def lora_manager(self, manager: Any) -> None:
+        self._lora_manager, add_adapter = manager, manager.add_adapter
+        adapted = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+
+        def is_adapted(name: str) -> bool:
+            return name in adapted or is_pp_missing_parameter(f"{name}.weight", manager.model)
+
+        def add_checked(adapter: Any) -> Any:
+            check_adapter(adapter.loras, self.widths, is_adapted)
+            return add_adapter(adapter)
+
+        manager.add_adapter = add_checked
 
 
-def check_adapter(loras: Mapping[str, Any], widths: ModelWidths, hidden_size: int) -> None:
-    """Refuse an adapter that was trained for other widths.
+def check_adapter(loras: Mapping[str, Any], widths: ModelWidths, is_adapted: Callable[[str], bool]) -> None:
+    """Refuse an adapter that was trained for other widths, or that changes a module without LoRA.
 
     loras: by module, as vLLM reads them from disk: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
+    is_adapted: whether vLLM applies LoRA to a module, or another pipeline stage has it.
     Raises: SettingError, naming the tensor, its shape and the required shape; WidthsError for an unknown layer.
     """
-    for name, lora in loras.items():
-        expected = widths.expected(f"{name}.weight")
-        if expected is None or isinstance(lora.lora_b, list) or not lora.lora_b.any():
+    for stated, lora in loras.items():
+        name = f"model.{stated}" if stated.startswith("layers.") else stated  # of a model trained without its head
+        if isinstance(lora.lora_b, list) or not lora.lora_b.any():
             continue  # adds nothing: vLLM's warm-up adapters, which are packed or already cut to one rank
-        axis, length = expected
+        axis, length = widths.expected(f"{name}.weight") or (0, None)
         if length == 0:
             raise SettingError(f"the adapter changes {name}, a block that was pruned away; {RETRAIN}")
-        sizes = (hidden_size, length) if axis == 0 else (length, hidden_size)
+        if not is_adapted(name):
+            raise SettingError(
+                f"the adapter changes {name}, to which no LoRA is applied here: --lora-target-modules excludes it, or "
+                "it is a routed expert; train the adapter without it, or merge the adapter before pruning"
+            )
+        if length is None:
+            continue
+        sizes = (widths.hidden_size, length) if axis == 0 else (length, widths.hidden_size)
         for letter, tensor, side, size in (("A", lora.lora_a, 1, sizes[0]), ("B", lora.lora_b, 0, sizes[1])):
             if tensor.shape[side] != size:
                 required = [size, tensor.shape[1]] if side == 0 else [tensor.shape[0], size]

@@ -19,7 +19,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
-from ddp_plugins.limits import plain_config
+from ddp_plugins.limits import CheckedAdapters, plain_config
 from ddp_plugins.loading import CheckedLoading
 from ddp_plugins.moe_layer import RaggedExpertsConfig
 from ddp_vllm.errors import SettingError
@@ -57,7 +57,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
     if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
         raise SettingError(
             "LoRA adapters cannot be served on routed experts of different widths; pass "
-            "--lora-target-modules without experts, such as qkv_proj o_proj, or merge the adapter before pruning"
+            "--lora-target-modules without experts, such as qkv_proj o_proj, and adapters that change nothing else"
         )
     if parallel.enable_eplb:
         raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
@@ -84,7 +84,7 @@ def ragged_experts(vllm_config: VllmConfig, config: Mapping[str, Any]) -> Iterat
         vllm_config.quant_config = None
 
 
-class NonUniformExperts(CheckedLoading):
+class NonUniformExperts(CheckedAdapters, CheckedLoading):
     """Mixin for vLLM's model class: routed experts of different widths, and checks of settings and weights."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

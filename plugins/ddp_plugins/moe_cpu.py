@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ddp_plugins import moe_cpu_rows
-from ddp_plugins.huge_pages import on_huge_pages
+from ddp_vllm.huge_pages import on_huge_pages
 
 
 def finish_weights(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
 """Runs experts of different widths on a GPU in four Triton launches whose grids depend on shapes only.
 
+With few pairs, `moe_few.py` does the same in two.
+
 1. `sort_pairs`: one program per expert counts and lists the (token, slot) pairs routed to it.
 2. `gate_up`: silu(gate x) · up x, over tiles of pairs and of each expert's own channels.
 3. `down`: projects back to the hidden size, a ragged sum over channels, times the routing weight.
@@ -7,7 +9,7 @@
 
 No tile map is stored. Every program of 2 and 3 reads the number of pairs of each expert, computes prefix sums of the
 experts' tiles and so finds its own tiles, from the widest expert to the narrowest. Nothing is copied to the host and
-nothing is added atomically, so the same input produces the same bits, also inside a CUDA graph.
+no number is added atomically, so the same input produces the same bits, also inside a CUDA graph.
 
 Letters: T tokens, H hidden size, K experts per token, P = T·K pairs, E experts, S packed rows, W rows of the widest
 expert. A position is an expert's index in `ExpertLayout.order`.
@@ -16,6 +18,7 @@ expert. A position is an expert's index in `ExpertLayout.order`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # (Triton functions have no Python types)
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,6 +26,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
+
+from ddp_plugins.moe_few import MOST_PAIRS, down_few, gate_up_few
+from ddp_plugins.moe_products import multiply_down, multiply_gate_up, position_of, start_after_the_launch_before
 
 SORT_BLOCK, WIDE_SORT_BLOCK = 1024, 8192  # pairs per block: all pairs of a decode step, many of a prefill
 SUM_BLOCK = 256
@@ -46,41 +52,44 @@ class Tiles:
     """Maximum number of programs per multiprocessor."""
 
 
-# Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory. Neither run on a GPU nor
-# tuned. With less shared memory, two of FEW's programs run at once and the others wait.
-FEW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
+# Sized to fit Hopper: accumulators in registers, the stages of all programs in shared memory. Chosen by compiling and
+# by the model of benchmarks/moe_traffic.py; neither run on a GPU nor tuned.
+FEW = Tiles(pairs=16, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=4)
 SOME = Tiles(pairs=64, columns=64, down_columns=128, depth=64, warps=4, stages=4, programs=2)
-MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=3, programs=1)
+MANY = Tiles(pairs=128, columns=128, down_columns=256, depth=64, warps=8, stages=4, programs=1)
+# More and narrower tiles occupy the whole GPU with one token. Two of these programs fit the shared memory of any GPU.
+NARROW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages=3, programs=4)
 # Only the tensor cores of Hopper and B200 read shared memory; other GPUs need registers for the operands too.
 SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
 MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
-FEW_PAIRS, SOME_PAIRS = 24, 96  # pairs per expert up to which FEW and SOME are chosen
 # for float32, which only tests use: no tensor cores
 EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
+NARROW_PAIRS = 8  # pairs in all up to which NARROW is chosen on Hopper and B200
+# The mean number of pairs per expert up to which tiles are chosen. A tile of 16 rows reads the weights again for every
+# 16 pairs: with more than 8, random routing gives many experts a second tile, and the reads from L2 take longer than
+# those from HBM. The limits of other GPUs were not modeled.
+HOPPER_TILES = ((8, FEW), (48, SOME), (math.inf, MANY))
+OTHER_TILES = ((24, NARROW), (96, SOME_IN_REGISTERS), (math.inf, MANY_IN_REGISTERS))
+
+
+def tiles_of(dtype: torch.dtype, major: int) -> tuple[tuple[float, Tiles], ...]:
+    """Return all tiles of a GPU for products of many pairs, each with the pairs per expert up to which it is chosen.
+
+    major: the first number of the GPU's compute capability.
+    """
+    return ((math.inf, EXACT),) if dtype == torch.float32 else HOPPER_TILES if major in (9, 10) else OTHER_TILES
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
     """Choose tile sizes by the mean number of pairs per expert.
 
     With few pairs per expert, every tile size reads the weights once, and narrow tiles occupy the whole GPU. With many,
-    wide tiles reuse the weights they read. major: the first number of the GPU's compute capability.
+    wide tiles reuse the weights they read. major: as in `tiles_of`.
     """
-    if dtype == torch.float32:
-        return EXACT
-    pairs_per_expert = num_pairs / max(num_experts, 1)
-    if pairs_per_expert <= FEW_PAIRS:
-        return FEW
-    if major in (9, 10):
-        return SOME if pairs_per_expert <= SOME_PAIRS else MANY
-    return SOME_IN_REGISTERS if pairs_per_expert <= SOME_PAIRS else MANY_IN_REGISTERS
-
-
-@triton.jit
-def _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP: tl.constexpr):
-    """Position of each expert id; -1 for an id of -1, an expert of another rank or one without rows."""
-    if HAS_MAP:
-        ids = tl.load(expert_map_ptr + ids, mask=ids >= 0, other=-1)
-    return tl.load(position_ptr + ids, mask=ids >= 0, other=-1)
+    rows = tiles_of(dtype, major)
+    if rows is HOPPER_TILES and num_pairs <= NARROW_PAIRS:
+        return NARROW
+    return next(tiles for limit, tiles in rows if num_pairs <= limit * max(num_experts, 1))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # otherwise 1 and multiples of 16 recompile
@@ -93,16 +102,18 @@ def sort_pairs(
     count_ptr,  # out: [E] int32
     num_pairs,
     HAS_MAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per position: count its pairs and the pairs of earlier positions, then list its own in order."""
+    start_after_the_launch_before(DEPENDENT)
     mine = tl.program_id(0)
     before = 0
     count = 0
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-        position = _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP)
+        position = position_of(ids, position_ptr, expert_map_ptr, HAS_MAP)
         before += tl.sum(((position >= 0) & (position < mine)).to(tl.int32))
         count += tl.sum((position == mine).to(tl.int32))
     tl.store(first_ptr + mine, before)
@@ -111,7 +122,7 @@ def sort_pairs(
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
-        position = _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP)
+        position = position_of(ids, position_ptr, expert_map_ptr, HAS_MAP)
         found = (position == mine).to(tl.int32)
         slot = listed + tl.cumsum(found) - found
         tl.store(order_ptr + slot, pair, mask=position == mine)
@@ -141,18 +152,6 @@ def _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS: tl.constexpr, COL
 
 
 @triton.jit
-def _multiply(a, b, sum_, UPCAST: tl.constexpr):
-    """sum + a @ b in float32, without rounding float32 operands.
-
-    UPCAST: for Triton's interpreter, which multiplies the bits of bfloat16 as integers.
-    """
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, sum_, input_precision="ieee")
-
-
-@triton.jit
 def gate_up(
     x_ptr,  # [T, H]
     w13_ptr,  # [2, S, H]
@@ -169,33 +168,26 @@ def gate_up(
     H: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,  # next power of two
+    DEPENDENT: tl.constexpr,
     PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Each program computes every n-th tile of pairs × channels; an expert's tiles end at its own width."""
+    start_after_the_launch_before(DEPENDENT)
     every = tl.arange(0, EXPERTS)
     widths = tl.load(width_ptr + every, mask=every < NUM_EXPERTS, other=0)
     tiles, ends = _ends_of_tiles(count_ptr, (widths + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
-    up_start = num_rows.to(tl.int64) * H
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
         position, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
         # the hint that widths are multiples of 16 lets the compiler use masked loads of 16 bytes
         has_column = column < tl.multiple_of(tl.load(width_ptr + position), 16)
-        pair = tl.load(order_ptr + slot, mask=has_row, other=0)
-        depth = tl.arange(0, DEPTH)
-        x_ptrs = x_ptr + (pair // num_slots).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        w_ptrs = w13_ptr + (tl.load(offset_ptr + position) + column).to(tl.int64)[None, :] * H + depth[:, None]
-        gate = tl.zeros((PAIRS, COLUMNS), tl.float32)
-        up = tl.zeros((PAIRS, COLUMNS), tl.float32)
-        for start in range(0, H, DEPTH):
-            has_depth = start + depth < H
-            x = tl.load(x_ptrs + start, mask=has_row[:, None] & has_depth[None, :], other=0.0)
-            w_mask = has_depth[:, None] & has_column[None, :]
-            gate = _multiply(x, tl.load(w_ptrs + start, mask=w_mask, other=0.0), gate, UPCAST)
-            up = _multiply(x, tl.load(w_ptrs + up_start + start, mask=w_mask, other=0.0), up, UPCAST)
-        value = gate * tl.sigmoid(gate) * up
+        token = tl.load(order_ptr + slot, mask=has_row, other=0) // num_slots
+        value = multiply_gate_up(
+            x_ptr, w13_ptr, token, has_row, tl.load(offset_ptr + position) + column, has_column, num_rows, x_stride,
+            H, PAIRS, COLUMNS, DEPTH, UPCAST,
+        )  # fmt: skip
         out = hidden_ptr + slot.to(tl.int64)[:, None] * hidden_stride + column[None, :]
         tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
 
@@ -215,28 +207,22 @@ def down(
     H: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Each program computes every n-th tile of pairs × hidden units; the inner sum ends at the expert's width."""
+    start_after_the_launch_before(DEPENDENT)
     tiles, ends = _ends_of_tiles(count_ptr, (H + COLUMNS - 1) // COLUMNS, NUM_EXPERTS, EXPERTS, PAIRS)
     for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
         position, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
-        width = tl.multiple_of(tl.load(width_ptr + position), 16)
         has_column = column < H
-        depth = tl.arange(0, DEPTH)
-        h_ptrs = hidden_ptr + slot.to(tl.int64)[:, None] * hidden_stride + depth[None, :]
-        w_ptrs = w2_ptr + (tl.load(offset_ptr + position) + depth).to(tl.int64)[:, None] * H + column[None, :]
-        total = tl.zeros((PAIRS, COLUMNS), tl.float32)
-        for start in range(0, width, DEPTH):
-            # mask both: beyond the width are another expert's rows and unwritten columns
-            has_depth = start + depth < width
-            h = tl.load(h_ptrs + start, mask=has_row[:, None] & has_depth[None, :], other=0.0)
-            w = tl.load(w_ptrs, mask=has_depth[:, None] & has_column[None, :], other=0.0)
-            total = _multiply(h, w, total, UPCAST)
-            w_ptrs += DEPTH * H
+        total = multiply_down(
+            hidden_ptr, w2_ptr, slot, has_row, column, has_column, tl.load(offset_ptr + position),
+            tl.multiple_of(tl.load(width_ptr + position), 16), hidden_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
+        )  # fmt: skip
         pair = tl.load(order_ptr + slot, mask=has_row, other=0)
         total *= tl.load(weight_ptr + pair, mask=has_row, other=0.0)[:, None]
         out = terms_ptr + pair.to(tl.int64)[:, None] * H + column[None, :]
@@ -251,21 +237,21 @@ def add_slots(
     expert_map_ptr,
     y_ptr,  # out: [T, H]
     NUM_SLOTS: tl.constexpr,  # K
-    SLOTS: tl.constexpr,  # next power of two
     H: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and block of hidden units: sum the written terms in float32."""
-    slot = tl.arange(0, SLOTS)
-    pair = tl.program_id(0).to(tl.int64) * NUM_SLOTS + slot
+    """One program per token and block of hidden units: sum the written terms in float32, in the order of the slots."""
+    start_after_the_launch_before(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + pair, mask=slot < NUM_SLOTS, other=-1).to(tl.int32)
-    written = _position_of(ids, position_ptr, expert_map_ptr, HAS_MAP) >= 0
-    mask = written[:, None] & (column < H)[None, :]
-    terms = tl.load(terms_ptr + pair[:, None] * H + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    y_ptrs = y_ptr + tl.program_id(0).to(tl.int64) * H + column
-    tl.store(y_ptrs, tl.sum(terms, 0).to(y_ptr.dtype.element_ty), mask=column < H)
+    sum_ = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(NUM_SLOTS):
+        pair = token * NUM_SLOTS + slot + tl.zeros_like(column)  # a vector, as position_of requires
+        has_term = position_of(tl.load(ids_ptr + pair).to(tl.int32), position_ptr, expert_map_ptr, HAS_MAP) >= 0
+        sum_ += tl.load(terms_ptr + pair * H + column, mask=has_term & (column < H), other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * H + column, sum_.to(y_ptr.dtype.element_ty), mask=column < H)
 
 
 def ragged_moe(
@@ -295,35 +281,47 @@ def ragged_moe(
     position, offset, width = layout_3E
     mapping = position if expert_map is None else expert_map
     has_map = expert_map is not None
+    hidden_PW, terms_PH = x_TH.new_empty(num_pairs, max_width), x_TH.new_empty(num_pairs, hidden_size)
+    pair_blocks = min(num_pairs, num_pairs // tiles.pairs + num_experts)  # upper bound for any routing
+    machine, num_blocks = multiprocessors * tiles.programs, triton.cdiv(hidden_size, tiles.down_columns)
+    gate_up_grid = (min(machine, pair_blocks * triton.cdiv(max_width, tiles.columns)),)
+    down_grid = (min(machine, pair_blocks * num_blocks),)
+    # Programmatic dependent launch: a launch starts up while the one before ends.
+    dependent = x_TH.is_cuda and torch.version.cuda is not None and major >= 9
+    launch = {"DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
+    constants = launch | {
+        "H": hidden_size, "PAIRS": tiles.pairs, "DEPTH": tiles.depth, "UPCAST": isinstance(down, InterpretedFunction),
+        "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+    if num_pairs <= MOST_PAIRS and tiles.pairs == FEW.pairs:
+        written = position.new_empty(num_tokens, num_blocks)
+        few = constants | {"NUM_SLOTS": num_slots, "NUM_BLOCKS": num_blocks, "HAS_MAP": has_map, "MOST": MOST_PAIRS}
+        gate_up_few[gate_up_grid](
+            x_TH, w13_2SH, hidden_PW, written, ids, position, mapping, offset, width, num_pairs,
+            w2_SH.shape[0], x_TH.stride(0), max_width, COLUMNS=tiles.columns, **few,
+        )  # fmt: skip
+        down_few[down_grid](
+            hidden_PW, w2_SH, terms_PH, y_TH, written, weights, ids, position, mapping, offset, width, num_pairs,
+            max_width, COLUMNS=tiles.down_columns, **few,
+        )  # fmt: skip
+        return y_TH
     order, (first, count) = ids.new_empty(num_pairs, dtype=torch.int32), position.new_empty(2, num_experts)
     block, warps = (SORT_BLOCK, 4) if num_pairs <= SORT_BLOCK else (WIDE_SORT_BLOCK, 16)
     sort_pairs[(num_experts,)](
-        ids, position, mapping, order, first, count, num_pairs, HAS_MAP=has_map, BLOCK=block, num_warps=warps
+        ids, position, mapping, order, first, count, num_pairs, HAS_MAP=has_map, BLOCK=block, num_warps=warps, **launch
     )
-    hidden_PW, terms_PH = x_TH.new_empty(num_pairs, max_width), x_TH.new_empty(num_pairs, hidden_size)
-    pair_blocks = min(num_pairs, num_pairs // tiles.pairs + num_experts)  # upper bound for any routing
-    machine = multiprocessors * tiles.programs
-    constants = {
-        "H": hidden_size,
-        "NUM_EXPERTS": num_experts,
-        "EXPERTS": triton.next_power_of_2(num_experts),
-        "PAIRS": tiles.pairs,
-        "DEPTH": tiles.depth,
-        "UPCAST": isinstance(down, InterpretedFunction),
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    }
-    gate_up[(min(machine, pair_blocks * triton.cdiv(max_width, tiles.columns)),)](
+    constants |= {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts)}
+    gate_up[gate_up_grid](
         x_TH, w13_2SH, hidden_PW, offset, width, order, first, count,
         w2_SH.shape[0], x_TH.stride(0), max_width, num_slots, COLUMNS=tiles.columns, **constants,
     )  # fmt: skip
-    down[(min(machine, pair_blocks * triton.cdiv(hidden_size, tiles.down_columns)),)](
+    down[down_grid](
         hidden_PW, w2_SH, terms_PH, weights, offset, width, order, first, count, max_width,
         COLUMNS=tiles.down_columns, **constants,
     )  # fmt: skip
     add_slots[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
         terms_PH, ids, position, mapping, y_TH,
-        NUM_SLOTS=num_slots, SLOTS=triton.next_power_of_2(num_slots), H=hidden_size, HAS_MAP=has_map, BLOCK=SUM_BLOCK,
+        NUM_SLOTS=num_slots, H=hidden_size, HAS_MAP=has_map, BLOCK=SUM_BLOCK, **launch,
     )  # fmt: skip
     return y_TH
 
@@ -338,8 +336,8 @@ def warm_up(
 ) -> None:
     """Compile the kernels for batches of every size now, so that no later batch waits. num_slots: K."""
     major, _ = _machine(w2_SH.device)
-    every_tiles = {choose_tiles(num_pairs, 1, w2_SH.dtype, major) for num_pairs in (1, FEW_PAIRS + 1, SOME_PAIRS + 1)}
-    for num_tokens in (1, SORT_BLOCK // num_slots + 1):
+    every_tiles = {choose_tiles(1, 1, w2_SH.dtype, major), *(tiles for _, tiles in tiles_of(w2_SH.dtype, major))}
+    for num_tokens in (1, MOST_PAIRS // num_slots + 1, SORT_BLOCK // num_slots + 1):
         x_TH = w2_SH.new_zeros(num_tokens, w2_SH.shape[1])
         weights_TK = torch.zeros(num_tokens, num_slots, device=x_TH.device)
         ids_TK = torch.zeros_like(weights_TK, dtype=torch.int32)

@@ -67,6 +67,13 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {  # options of bench sharegpt,
     ),
     "a rate without a server": (["--request-rate", "4"], 2, "--request-rate has no effect without --mode serve"),
     "goodput without a server": (["--goodput", "ttft:500"], 2, "--goodput has no effect without --mode serve"),
+    "a cache that answers the warm-up": (
+        ["--", "--enable-prefix-caching"],
+        2,
+        "--enable-prefix-caching after -- is set",
+    ),
+    "another model": (["--", "--model=gpt2"], 2, "--model after -- is set by this measurement; omit it"),
+    "another tokenizer": (["--", "--served_model_name", "x"], 2, "--served-model-name after -- is set"),
     "a folder that is not there": (["--pruned", "./nowhere"], 3, "nowhere is not the folder of a model"),
 }
 
@@ -75,7 +82,8 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {  # options of bench sharegpt,
 def test_what_cannot_be_measured_is_refused(case: str, tiny: Path, tmp_path: Path) -> None:
     options, code, reason = REFUSED[case]
     command = ["bench", "sharegpt", "--dense", str(tiny), "-o", str(tmp_path / "out.json"), *options]
-    command += ["--pruned", "b"] * ("--pruned" not in options)
+    if "--pruned" not in options:
+        command[2:2] = ["--pruned", "b"]
     result = invoke(*command)
     assert result.exit_code == code and reason in result.stderr, result.output
     assert [*tmp_path.iterdir()] == []

@@ -10,8 +10,9 @@ import pytest
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 
-from ddp_benchmarks.evaluate import run_alone
+from ddp_benchmarks.evaluate import EvalSettings, _cache_file, run_alone
 from ddp_vllm.evaluations import mean_difference
+from ddp_vllm.model_facts import describe_model
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,38 @@ def test_a_task_is_evaluated_once_and_compared_with_the_dense_model(
     results = json.loads(next((tmp_path / "out" / "against-dense").glob("results_*.json")).read_text())
     assert results["ddp_vllm"]["model"]["model"] == str(dense)
     assert not (dense / "eval").exists() and not (halved / "eval").exists()
+
+
+DETERMINING = (  # files of a model that change its answers
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "spiece.model"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"),
+    *("generation_config.json", "config.json", "model.safetensors", "pytorch_model.bin"),
+    "subblocks_safetensors/block_0_attention.safetensors",
+)
+
+
+@pytest.mark.parametrize("name", DETERMINING)
+def test_results_of_other_answers_are_not_reused(name: str, tiny: Path, tmp_path: Path) -> None:
+    """Nor does `compare` take them for those of this model; results and pages in the folder change nothing."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    settings = EvalSettings(model=str(folder), tasks=("piqa",))
+
+    def identity() -> tuple[str, str | None]:
+        return _cache_file(settings, "piqa", None).name, describe_model(str(folder)).id
+
+    before = identity()
+    for written in ("README.md", "sharegpt-offline.json", "report.html", "eval/results.json"):
+        (folder / written).parent.mkdir(exist_ok=True)
+        (folder / written).write_text("{}")
+    assert identity() == before
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    content = bytearray(file.read_bytes() if file.exists() else b"")
+    if name == "model.safetensors":
+        content[len(content) // 2] ^= 1  # the size stays the same
+    file.write_bytes(content if name == "model.safetensors" else content + b" ")
+    after = identity()
+    assert after[0] != before[0] and after[1] != before[1]
 
 
 def test_the_difference_of_means_is_that_of_pairs() -> None:

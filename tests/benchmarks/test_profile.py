@@ -148,6 +148,7 @@ def test_what_cannot_be_measured_is_refused(tiny: Path, tmp_path: Path) -> None:
         (["--context-length", "10"], "--context-length 10 has a value below 96"),
         (["--rounds", "0"], "--rounds 0 is below 1"),
         (["--steps", "8"], "--steps 8 is below 12"),
+        (["--", "--model", "gpt2"], "--model after -- is set by this measurement"),
         (["--concurrency", "many"], "neither a number nor several"),
     ):
         result = invoke(*arguments, *more)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_plugins import moe_kernel
-from ddp_plugins.moe_kernel import FEW, MANY, MANY_IN_REGISTERS, SOME, SOME_IN_REGISTERS, Tiles
+from ddp_plugins.moe_kernel import FEW, MANY, MANY_IN_REGISTERS, NARROW, SOME, SOME_IN_REGISTERS, Tiles
 
 # several tiles even of small experts
 SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1, programs=1)
@@ -23,13 +23,34 @@ def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
         return moe_kernel.ragged_moe(problem.x, *experts, problem.weights, problem.ids, problem.expert_map, tiles)
 
 
+@pytest.fixture(params=["sorted", "few"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether few pairs are sorted too, or run in two launches as on a GPU."""
+    if request.param == "sorted":
+        monkeypatch.setattr(moe_kernel, "MOST_PAIRS", 0)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name: str) -> None:
     problem = draw(CASES[name], torch.float32)
     problem.check(run(problem, SMALL))
 
 
-@pytest.mark.parametrize("tiles", [FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, None], ids=str)
+def test_few_and_sorted_pairs_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a token has an expert twice, and where an expert has more pairs than a tile."""
+    for name in ("ids of -1", "experts of another rank", "all tokens to one expert", "one token"):
+        problem = draw(CASES[name], torch.bfloat16)
+        if name == "one token":
+            problem = replace(problem, ids=problem.ids[:, [0, 0, 1, 0, 1]])
+        few = run(problem, SMALL)
+        with monkeypatch.context() as patch:
+            patch.setattr(moe_kernel, "MOST_PAIRS", 0)
+            assert torch.equal(run(problem, SMALL), few)
+
+
+@pytest.mark.parametrize("tiles", [NARROW, FEW, SOME, SOME_IN_REGISTERS, MANY, MANY_IN_REGISTERS, None], ids=str)
 def test_every_tile_size(tiles: Tiles | None) -> None:
     """None: as they are chosen by the numbers of pairs and experts."""
     problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16)
@@ -49,11 +70,12 @@ def test_warming_up_launches_every_tile_and_both_sorts(monkeypatch: pytest.Monke
     monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)  # the interpreter is slow
     layout, num_slots = problem.layout, problem.ids.shape[1]
     moe_kernel.warm_up(problem.w13, problem.w2, layout.table(problem.x.device), layout.max_width, num_slots, None)
-    assert set(launched) == {(tiles, wide) for tiles in (FEW, SOME, MANY) for wide in (False, True)}
+    assert set(launched) == {(tiles, wide) for tiles in (NARROW, FEW, SOME, MANY) for wide in (False, True)}
 
 
 def test_32_bit_ids_and_more_pairs_than_the_sort_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = draw(CASES["experts of another rank"], torch.float32)
+    monkeypatch.setattr(moe_kernel, "MOST_PAIRS", 0)
     expected = run(problem)
     monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)
     monkeypatch.setattr(moe_kernel, "WIDE_SORT_BLOCK", 32)

@@ -18,18 +18,22 @@ from vllm.engine.arg_utils import EngineArgs
 from ddp_plugins import limits
 
 
-def plan(folder: str, options: dict[str, Any], capability: int | None = None, runner: str = "") -> dict[str, Any]:
+def plan(
+    folder: str, options: dict[str, Any], capability: int | None = None, runner: str = "", partition: str = ""
+) -> dict[str, Any]:
     """Return vLLM's error or the plugin's warnings.
 
     capability: first number of a GPU's compute capability; None: this machine. runner: VLLM_USE_V2_MODEL_RUNNER.
+    partition: VLLM_PP_LAYER_PARTITION.
     """
     warnings: list[str] = []
     limits.logger = SimpleNamespace(warning_once=lambda text, *values: warnings.append(text % values))
     if capability:
         gpu = SimpleNamespace(major=capability, minor=0)
         limits.current_platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: gpu)
-    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-    os.environ.update({"VLLM_USE_V2_MODEL_RUNNER": runner} if runner else {})
+    for name, value in (("VLLM_USE_V2_MODEL_RUNNER", runner), ("VLLM_PP_LAYER_PARTITION", partition)):
+        os.environ.pop(name, None)
+        os.environ.update({name: value} if value else {})
     vllm.config.vllm.HAS_TRITON = True  # as on a GPU, or V2 is refused
     engine = EngineArgs(folder, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", **options)
     try:

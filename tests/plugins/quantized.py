@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import edit_config
+from tiny_models import edit_config, edit_weights
 
 GROUP = 32
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -19,6 +19,28 @@ def state_quantization(folder: Path, scheme: dict[str, Any]) -> None:
     stated = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
     stated |= {"format": scheme["format"], "config_groups": {"group_0": {"targets": ["Linear"], **scheme}}}
     edit_config(folder, lambda config: config.update(quantization_config=stated))
+
+
+def add_cache_scales(folder: Path, names: dict[str, float], strategy: str = "tensor") -> None:
+    """State an FP8 KV cache and write a scale for every layer with attention. names: of scales -> their values."""
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+    stated = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "ignore": [],
+        "format": "dense",
+    }
+    edit_config(folder, lambda config: config.update(
+        quantization_config=stated | {"config_groups": {}, "kv_cache_scheme": scheme}
+    ))  # fmt: skip
+
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        for name in [*weights]:
+            if name.endswith("k_proj.weight"):
+                layer = name.removesuffix("k_proj.weight")
+                weights.update({f"{layer}{scale}": torch.tensor([value]) for scale, value in names.items()})
+
+    edit_weights(folder, add)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tiny_models import NUM_NEW_TOKENS, PROMPTS, expert_bytes, mlp_widths
+from tiny_models import NUM_NEW_TOKENS, PROMPTS, cache_scales, expert_bytes, mlp_widths
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
@@ -85,6 +85,7 @@ def serve(
         "counters": {} if engine.llm_engine.log_stats is False else counters(engine),
         "attention_layers": sorted(engine.llm_engine.vllm_config.compilation_config.static_forward_context),
         "expert_bytes": engine.apply_model(expert_bytes),
+        "cache_scales": engine.apply_model(cache_scales)[0],
         "mlp_widths": engine.apply_model(mlp_widths)[0],
     }
 

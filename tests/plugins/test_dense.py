@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantized import add_cache_scales
 from serving import UPDATES, Serve, assert_same, assert_same_outputs, job
 from tiny_models import NOTHING_LAST, RAGGED_LAYERS, edit_weights, make_checkpoint
 
@@ -22,6 +23,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "short": {"family": "Llama", "layers": [RAGGED_LAYERS[index] for index in (0, 1, 3, 6)]},
     # one tensor is embedding and head; KV heads = query heads (MHA)
     "tied": {"family": "Llama", "layers": NOTHING_LAST, "tie_word_embeddings": True, "num_key_value_heads": 12},
+    # no KV cache anywhere
+    "no attention": {"family": "Llama", "layers": [NOTHING_LAST[0], NOTHING_LAST[2]]},
     # a window shorter than the longest prompt, in all layers, and heads of another size than hidden / heads
     "mistral": {"family": "Mistral", "layers": RAGGED_LAYERS, "sliding_window": 64},
     # q, k and v have a bias and o has none; windows in some layers only, the removed ones among them
@@ -53,6 +56,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a model is served, w
         {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1}},
     ),
 }
+SCALES = {  # of an FP8 KV cache, by their names on disk
+    "llm-compressor": {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 0.125},
+    "ModelOpt": {"k_proj.k_scale": 0.5, "v_proj.v_scale": 0.125},
+}
 UPDATED = ("ragged", "tied", "phi3")  # uneven heads; one tensor twice; fused rows
 
 
@@ -67,6 +74,10 @@ def served(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPa
     jobs["dummy"] = job(models["ragged"][0], load_format="dummy") | {"updates": UPDATES[1:]}
     jobs["no block"] = job(models["ragged"][0], hf_overrides={"ddp_pad_channels_to": 0})
     jobs |= {way: job(models[name][0], **options) for way, (name, options) in WAYS.items()}
+    for tool, names in SCALES.items():
+        folder = shutil.copytree(models["ragged"][0], tmp_path_factory.mktemp("scales") / tool)
+        add_cache_scales(folder, names)
+        jobs[tool] = job(folder, dtype="bfloat16", kv_cache_dtype="bfloat16") | {"updates": UPDATES}
     broken = shutil.copytree(models["ragged"][0], tmp_path_factory.mktemp("broken") / "missing weight")
     edit_weights(broken, lambda weights: weights.pop("model.layers.4.self_attn.k_proj.weight"))
     jobs["missing weight"] = job(broken)
@@ -101,6 +112,15 @@ def test_channels_in_whole_blocks_change_nothing(served: Any, models: Any) -> No
 def test_removed_attention_keeps_no_kv_cache(served: Any) -> None:
     kept = [index for index, layer in enumerate(RAGGED_LAYERS) if layer["query_heads_per_kv_head"]]
     assert served["ragged"]["attention_layers"] == [f"model.layers.{index}.self_attn.attn" for index in kept]
+
+
+@pytest.mark.parametrize("tool", SCALES)
+def test_calibrated_scales_of_the_kv_cache_reach_every_layer(tool: str, served: Any) -> None:
+    """Layers of uneven groups too, and after an update, where vLLM finds the attention and its scales by name."""
+    kept = [index for index, layer in enumerate(RAGGED_LAYERS) if layer["query_heads_per_kv_head"]]
+    query = SCALES[tool].get("q_scale", 1.0)
+    expected = {f"model.layers.{index}.self_attn.attn": [query, 0.5, 0.125] for index in kept}
+    assert served[tool].get("cache_scales") == expected, served[tool]
 
 
 def test_a_missing_weight_stops_the_start_and_is_named(served: Any) -> None:

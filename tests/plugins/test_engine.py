@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from quantized import GROUPS_OF_INT4, state_quantization
 from serving import Serve, assert_same, assert_same_outputs
-from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, load_model, make_checkpoint
+from tiny_models import NUM_NEW_TOKENS, PROMPTS, RAGGED_LAYERS, generate, make_adapter, make_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.vllm
 
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 EVEN_LAYERS = [  # which split over two ranks without padding, as adapters ask; of unequal widths all the same
     {"query_heads_per_kv_head": [3, 3, 3, 3], "intermediate_size": 64},
@@ -38,15 +36,6 @@ FOREIGN = {  # adapters that were trained on another model
     "another block": r"the adapter changes model.layers.0.mlp.down_proj, a block that was pruned away",
     "deeper": r"tensor model.layers.7.mlp.down_proj.weight is of layer 7, but ddp_layers has 7 entries",
 }
-
-
-def make_adapter(folder: Path, base: Path, modules: list[str] = PROJECTIONS) -> list[dict[str, Any]]:
-    """Write a random LoRA adapter for the model in `base`; return what transformers and peft generate with it."""
-    torch.manual_seed(1)
-    config = LoraConfig(target_modules=modules, r=4, lora_alpha=8, init_lora_weights=False)
-    adapted = get_peft_model(load_model(base), config).eval()
-    adapted.save_pretrained(folder)
-    return [generate(adapted, prompt) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +98,7 @@ def served(root: Path, made: dict[str, Any], serve: Serve) -> dict[str, Any]:
         "adapter on two ranks": job("even", ("adapter even",), tensor_parallel_size=2),
         "five ranks": job("ragged", tensor_parallel_size=5),
         "adapters on two ranks": job("ragged", ("adapter",), tensor_parallel_size=2),
+        "adapter of other modules": job("even", ("adapter even",), lora_target_modules=["qkv_proj", "o_proj"]),
     }
     return serve(jobs)
 
@@ -130,6 +120,13 @@ def test_two_tensor_parallel_ranks(served: Any, made: Any) -> None:
     assert "error" not in even, even
     assert_same_outputs(even["adapted"][0]["outputs"], made["adapted even"])
     assert even["outputs"][1]["tokens"] != made["adapted even"][1]["tokens"]
+
+
+def test_an_adapter_is_refused_that_changes_modules_without_lora(served: Any) -> None:
+    """vLLM alone would answer as if the adapter had been trained on attention only."""
+    (result,) = served["adapter of other modules"]["adapted"]
+    message = r"the adapter changes model.layers.\d.mlp.\w+, to which no LoRA is applied here: --lora-target-modules"
+    assert re.search(message, result["error"]), result
 
 
 @pytest.mark.parametrize("name", FOREIGN)

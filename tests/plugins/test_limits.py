@@ -21,6 +21,8 @@ SEVERAL = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"connectors": [{"kv_connector": "OffloadingConnector"}, LMCACHE]},
 }
+SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "attn_head", "dynamic": False}
+PER_HEAD = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": SCHEME}
 V1 = {"capability": HOPPER, "runner": "0"}
 MIXED = [[2] * 4, [2] * 4, [2] * 3, [2] * 3, [2] * 3, [2] * 4]  # 3 does not divide 4
 DIVIDING = [[2] * 4, [2] * 2, [2], [2] * 4, [2] * 2, [2] * 4]
@@ -52,7 +54,17 @@ def planned(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         machine = {"capability": capability, "runner": runner}
         return {"folder": str(folders[name]), "options": {"max_model_len": 256} | options, **machine}
 
+    folders["scales per head"] = write_config(root / "scales", "Llama", UNEVEN, quantization_config=PER_HEAD)
+    folders["scales per dense head"] = write_config(root / "dense", "Llama", FULL, quantization_config=PER_HEAD)
+    folders["one stage"] = write_config(root / "stage", "Llama", [[], [], [3, 1], [2]])
+    folders["nothing"] = write_config(root / "nothing", "Llama", [[], []])
+    two = {"pipeline_parallel_size": 2}
     cases = {
+        "scales per head": case("scales per head"),
+        "scales per dense head": case("scales per dense head"),
+        "one stage": case("one stage", **two),
+        "other stages": case("one stage", **two) | {"partition": "3,1"},
+        "no attention in two stages": case("nothing", **two),
         "V1, Hopper": case("uneven", **V1),
         "V1, Hopper, other kernel": case("uneven", attention_backend="TRITON_ATTN", **V1),
         "V1, Hopper, FlashAttention 2": case("uneven", attention_config={"flash_attn_version": 2}, **V1),
@@ -87,6 +99,20 @@ def test_what_is_planned_rightly_is_not_refused(name: str, planned: dict[str, An
 def test_lmcache_is_refused_for_other_kv_heads_than_the_dense_models(name: str, planned: dict[str, Any]) -> None:
     message = r"LMCacheConnectorV1 requires 4 KV heads in every layer, and this model has layers of 1, 2; serve it"
     assert re.search(message, planned[name]["error"]), planned[name]
+
+
+def test_scales_per_head_are_refused_where_heads_are_missing(planned: dict[str, Any]) -> None:
+    message = r"one scale per head, and layer 0 has 6 query heads and 2 KV heads, the dense model 12 and 4; quantize"
+    assert re.search(message, planned["scales per head"]["error"]), planned
+    assert "error" not in planned["scales per dense head"], planned
+
+
+def test_a_pipeline_stage_without_a_kv_cache_is_refused(planned: dict[str, Any]) -> None:
+    """vLLM would divide by zero once the weights are loaded."""
+    message = r"pipeline stage 1 of 2 has layers 0…1, whose attention .* pass a lower --pipeline-parallel-size, or"
+    assert re.search(message, planned["one stage"]["error"]), planned
+    assert "error" not in planned["other stages"], planned
+    assert "pipeline stage 1 of 2 has layers 0…0" in planned["no attention in two stages"]["error"], planned
 
 
 def test_a_padded_cache_is_told_with_the_flag(planned: dict[str, Any]) -> None:

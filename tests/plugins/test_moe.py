@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from serving import UPDATES, VLLM, Serve, assert_same, assert_same_outputs, job
 from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint, ragged_layers
-from tiny_models import edit_config, edit_weights
+from tiny_models import edit_config, edit_weights, make_adapter
 
 from ddp_plugins import moe_cpu_rows
 
@@ -40,6 +40,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 UPDATED = ("qwen3_moe", "mixtral")  # which names its experts otherwise, and ties embedding and head
 BFLOAT16 = "qwen3_moe in bfloat16"  # the CPU's own kernel, where it suits the processor
+# adapters of qwen2_moe, the modules that vLLM is told to adapt, and what the user reads if others are among them
+ADAPTED = r".*(self_attn|shared_expert)\.\w+_proj"
+ADAPTERS: dict[str, tuple[str, list[str], str]] = {
+    "beside the experts": (ADAPTED, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ""),
+    "routed experts": (
+        r".*\.\w+_proj",
+        ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        r"the adapter changes model.layers.\d.mlp.experts.\d.\w+_proj, to which no LoRA is applied here: .*expert",
+    ),
+    "a shared expert left out": (
+        ADAPTED,
+        ["qkv_proj", "o_proj"],
+        r"changes model.layers.\d.mlp.shared_expert.\w+_proj",
+    ),
+}
 EXPERT = "model.layers.0.mlp.experts.4"
 BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpoint, options, what the user reads
     "missing expert": (  # vLLM alone would serve noise here and in the next
@@ -61,13 +76,28 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
 
 
 @pytest.fixture(scope="session")
-def one_process(serve: Serve, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def adapters(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Each adapter's folder, and what transformers and peft generate with it."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: (root / name, make_adapter(root / name, models["qwen2_moe"][0], modules))
+        for name, (modules, _, _) in ADAPTERS.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def one_process(
+    serve: Serve, models: dict[str, Any], adapters: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Return what vLLM did with every checkpoint, the good and the broken, in one process."""
     jobs = {name: job(folder) for name, (folder, _) in models.items()}
     for name in UPDATED:
         jobs[name]["updates"] = UPDATES
     jobs[BFLOAT16] = {**job(models["qwen3_moe"][0], dtype="bfloat16"), "updates": UPDATES}
     jobs |= {name: job(models["mixtral"][0], **options) for name, options in WAYS.items()}
+    for name, (_, targets, _) in ADAPTERS.items():
+        options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
+        jobs[name] = job(models["qwen2_moe"][0], **options) | {"adapters": [str(adapters[name][0])]}
     root = tmp_path_factory.mktemp("broken_experts")
     for name, (break_it, options, _) in BROKEN.items():
         folder = shutil.copytree(models["qwen3_moe"][0], root / name)
@@ -109,6 +139,16 @@ def test_bfloat16_is_near_and_stays_the_same_when_updated(one_process: Any, mode
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_work_stops_the_start_and_names_the_place(name: str, one_process: Any) -> None:
     assert re.search(BROKEN[name][2], one_process[name]["error"]), one_process[name]
+
+
+@served
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_answers_as_in_peft_or_is_refused(name: str, one_process: Any, adapters: Any) -> None:
+    (result,) = one_process[name]["adapted"]
+    if reason := ADAPTERS[name][2]:
+        assert re.search(reason, result["error"]), result
+    else:
+        assert_same_outputs(result["outputs"], adapters[name][1])
 
 
 @served

@@ -6,8 +6,9 @@ from expert_cases import CASES, draw, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_plugins import huge_pages, moe_cpu_rows
+from ddp_plugins import moe_cpu_rows
 from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
+from ddp_vllm import huge_pages
 
 WIDTHS = st.lists(st.integers(0, 200), max_size=12)
 

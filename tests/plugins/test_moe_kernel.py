@@ -17,7 +17,9 @@ HERE = Path(__file__).parent
 SHARED_BYTES = 228 * 1024  # of one sm_90 multiprocessor, for all programs on it
 RESERVED_BYTES = 1024  # of that, taken by CUDA for each program
 REGISTERS = 64 * 1024
-BF16_TILES = ("FEW", "SOME", "MANY")
+BF16_TILES = ("NARROW", "FEW", "SOME", "MANY")
+KERNELS = [(stage, name) for name in BF16_TILES for stage in ("gate_up", "down")]
+KERNELS += [(f"{stage}_few", name) for name in ("NARROW", "FEW") for stage in ("gate_up", "down")]
 OTHER_GPUS = {
     "H100": (90, 228, "wgmma.mma_async"),
     "A100, RTX 3090, RTX 4090": (80, 100, "mma.sync"),
@@ -59,11 +61,14 @@ def _compile(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    known = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False}
-    known |= {"PAIRS": tiles.pairs, "DEPTH": tiles.depth}
-    known["COLUMNS"] = tiles.down_columns if kernel.__name__ == "down" else tiles.columns
+    known = {"H": 2048, "NUM_EXPERTS": 128, "EXPERTS": 128, "UPCAST": False, "HAS_MAP": False, "NUM_SLOTS": 8}
+    known |= {"PAIRS": tiles.pairs, "DEPTH": tiles.depth, "MOST": 64, "NUM_BLOCKS": 2048 // tiles.down_columns}
+    known["COLUMNS"] = tiles.down_columns if kernel.__name__.startswith("down") else tiles.columns
+    known["DEPENDENT"] = capability >= 90
     constants = {name: value for name, value in (known | constants).items() if name in kernel.arg_names}
-    floats = dict.fromkeys(("x_ptr", "w13_ptr", "w2_ptr", "hidden_ptr", "terms_ptr"), "bf16") | {"weight_ptr": "fp32"}
+    floats = dict.fromkeys(("x_ptr", "w13_ptr", "w2_ptr", "hidden_ptr", "terms_ptr", "y_ptr"), "bf16") | {
+        "weight_ptr": "fp32"
+    }
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -79,7 +84,7 @@ def _compile(
             {(i,): [["tt.divisibility", 16]] for i in aligned},
         ),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tiles.warps, "num_stages": tiles.stages},
+        options={"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": capability >= 90},
     )
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
@@ -88,8 +93,7 @@ def _compile(
     return compiled, {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
 
-@pytest.mark.parametrize("name", BF16_TILES)
-@pytest.mark.parametrize("stage", ["gate_up", "down"])
+@pytest.mark.parametrize(("stage", "name"), KERNELS)
 def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, compiler: Any) -> None:
     tiles = getattr(compiler, name)
     compiled, usage = _compile(getattr(compiler, stage), tiles, tmp_path)
@@ -100,29 +104,36 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, com
     assert compiled.asm["ptx"].count(multiply) >= 4, "the tensor cores are not used"
     assert compiled.asm["ptx"].count("cp.async.cg") >= tiles.stages, "weights are not read ahead"
     assert not re.search(r"(ld|st)\.global\S*\.b16", compiled.asm["ptx"]), "two bytes at a time"
+    assert "griddepcontrol.wait" in compiled.asm["ptx"], "the launch does not wait for the one before"
+    if stage == "down_few":
+        counting = r"bar\.sync\s+0;[^@]*@%p\d+ atom\.global\.gpu\.acq_rel\.add"
+        assert re.search(counting, compiled.asm["ptx"]), "terms may be read before they are written"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("gpu", OTHER_GPUS)
 def test_the_machine_code_fits_other_gpus(gpu: str, tmp_path: Path, compiler: Any) -> None:
     capability, shared, multiply = OTHER_GPUS[gpu]
-    slots = {"NUM_SLOTS": 8, "SLOTS": 8, "BLOCK": compiler.SUM_BLOCK}
     for kernel, tiles, constants in (  # around the products: both sorts and the sum
         (compiler.sort_pairs, compiler.FEW, {"BLOCK": compiler.SORT_BLOCK}),
         (compiler.sort_pairs, replace(compiler.MANY, warps=16), {"BLOCK": compiler.WIDE_SORT_BLOCK}),
-        (compiler.add_slots, compiler.FEW, slots),
+        (compiler.add_slots, compiler.FEW, {"BLOCK": compiler.SUM_BLOCK}),
     ):
-        _, usage = _compile(kernel, tiles, tmp_path, capability, HAS_MAP=False, **constants)
+        _, usage = _compile(kernel, tiles, tmp_path, capability, **constants)
         assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
-    for num_tokens in (1, 1024, 4096):
-        tiles = compiler.choose_tiles(8 * num_tokens, 128, torch.bfloat16, capability // 10)
-        programs = 1 if num_tokens == 1 else tiles.programs
-        for kernel in (compiler.gate_up, compiler.down):
+    major = capability // 10
+    every_tiles = {compiler.choose_tiles(8, 128, torch.bfloat16, major)}
+    for tiles in every_tiles | {tiles for _, tiles in compiler.tiles_of(torch.bfloat16, major)}:
+        programs = 2 if tiles is compiler.NARROW else tiles.programs
+        few = (compiler.gate_up_few, compiler.down_few) if tiles.pairs == 16 else ()
+        for kernel in (compiler.gate_up, compiler.down, *few):
             compiled, usage = _compile(kernel, tiles, tmp_path, capability)
             assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
             assert programs * (compiled.metadata.shared + RESERVED_BYTES) <= shared * 1024
             assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
-            assert (multiply if num_tokens > 1 else "mma.sync") in compiled.asm["ptx"], "the tensor cores are not used"
+            assert (multiply if tiles.pairs >= 64 else "mma.sync") in compiled.asm["ptx"], (
+                "the tensor cores are not used"
+            )
 
 
 def test_batches_of_all_sizes_share_one_compiled_sort() -> None:
@@ -136,7 +147,9 @@ def test_batches_of_all_sizes_share_one_compiled_sort() -> None:
         sort_pairs.signature, sort_pairs.params, make_backend(GPUTarget("cuda", 90, 32))
     )
     memory = torch.zeros(64, dtype=torch.int32)
-    keys = {str(bind(*[memory] * 6, number, HAS_MAP=False, BLOCK=1024)[1]) for number in (1, 15, 16, 4096)}
+    keys = {
+        str(bind(*[memory] * 6, number, HAS_MAP=False, DEPENDENT=True, BLOCK=1024)[1]) for number in (1, 15, 16, 4096)
+    }
     assert len(keys) == 1, keys
 
 

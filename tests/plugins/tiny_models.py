@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_vllm.families import pruned_config
-from ddp_vllm.remote_code import FILES, modeling_ddp
+from ddp_vllm.remote_code import FILES, modeling_ddp, modeling_ddp_moe
 from ddp_vllm.remote_code.tensors import dense_type
 from ddp_vllm.remote_code.widths import parse_layers
 
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPTS = [
     [5],  # a single token: nothing to attend to but itself
     [1, 2, 3, 4, 5, 6, 7],
@@ -66,8 +67,19 @@ def add_remote_code(folder: Path) -> None:
 def load_model(folder: Path) -> Any:
     """Load a folder of `make_checkpoint`, or a dense one, in plain transformers."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model_class = getattr(modeling_ddp, architecture)  # it imports the dense classes as well
+    model_class = getattr(modeling_ddp, architecture, None) or getattr(modeling_ddp_moe, architecture)
     return model_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make_adapter(folder: Path, base: Path, modules: list[str] | str = PROJECTIONS) -> list[dict[str, Any]]:
+    """Write a random LoRA adapter for the model in `base`; return what transformers and peft generate with it."""
+    from peft import LoraConfig, get_peft_model  # vLLM's processes import this file too
+
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules=modules, r=4, lora_alpha=8, init_lora_weights=False)
+    adapted = get_peft_model(load_model(base), config).eval()
+    adapted.save_pretrained(folder)
+    return [generate(adapted, prompt) for prompt in PROMPTS]
 
 
 @torch.no_grad()
@@ -110,6 +122,15 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
     weights = load_file(folder / "model.safetensors")
     edit(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def cache_scales(model: Any) -> dict[str, list[float]]:
+    """Return the scales of query, keys and values in the KV cache of each attention of this rank."""
+    return {
+        name: [module._q_scale_float, module._k_scale_float, module._v_scale_float]
+        for name, module in model.named_modules()
+        if hasattr(module, "_k_scale_float")
+    }
 
 
 def mlp_widths(model: Any) -> list[int]:
