@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -15,6 +16,7 @@ import torch
 from commands import assert_refused, invoke, passed
 from foreign_folders import BLOCKS, FOLDERS, llama, pruned
 from foreign_folders import SIZES as SIZES_OF_LLAMA
+from quantized import ROWS_OF_INT8, state_quantization
 from safetensors.torch import load_file, save_file
 from serving import Serve, assert_same, job
 from test_gguf import furthest, save_tokenizer
@@ -79,7 +81,35 @@ def served(serve: Serve, converted: Any) -> dict[str, Any]:
     """Return what real vLLM answers on each converted folder, and on those that it opens as they are."""
     tools = [tool for tool in FOLDERS if tool != "Torch-Pruning" or find_spec("torch_pruning")]
     jobs = {tool: job(converted(tool)[1]) for tool in tools}
-    return serve(jobs | {f"{tool} in place": job(converted(tool)[0]) for tool in IN_PLACE})
+    jobs |= {f"{tool} in place": job(converted(tool)[0]) for tool in IN_PLACE}
+    return serve(jobs | {place: job(quantized(converted("LLM-Drop")[index])) for index, place in enumerate(INT8)})
+
+
+INT8 = ("INT8 in place", "INT8")
+
+
+def quantized(folder: Path) -> Path:
+    """Return a copy of a folder with INT8 weights, a scale per row, as compressed-tensors states and writes them.
+
+    One of LLM-Drop has scales of dropped blocks too.
+    """
+    copy = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-int8")))
+    for file in copy.glob("model*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            scale = tensors[name].abs().amax(1, keepdim=True) / 127
+            tensors[name], tensors[f"{name}_scale"] = (tensors[name] / scale).round().to(torch.int8), scale
+        save_file(tensors, file)
+    (copy / "model.safetensors.index.json").unlink(missing_ok=True)
+    (copy / "ddp_masks.safetensors").unlink(missing_ok=True)
+    state_quantization(copy, ROWS_OF_INT8)
+    return copy
+
+
+@pytest.mark.vllm
+def test_a_quantized_folder_is_opened_as_it_is_too(served: dict[str, Any]) -> None:
+    in_place, ours = (served[place] for place in INT8)
+    assert_same(in_place, ours)
 
 
 @pytest.mark.vllm
@@ -275,6 +305,52 @@ def test_code_that_a_model_brings_along_is_named(tmp_path: Path, caplog: pytest.
     edit_weights(folder, cut("model.layers.1.mlp.up_proj.weight", 40))
     edit_weights(folder, cut("model.layers.1.mlp.down_proj.weight", 40))
     assert sentence in output_of("convert", folder, "-o", tmp_path / "out")
+
+
+PARSED = """
+import json, sys
+from ddp_plugins.register import register
+register()
+from ddp_plugins import in_place
+from vllm.transformers_utils.config import get_config
+in_place.logger.setLevel("INFO")
+lines = []
+in_place.logger.addFilter(lambda record: lines.append(record.getMessage()))
+for folder, trusted in json.loads(sys.argv[1]):
+    try:
+        found = type(get_config(folder, trust_remote_code=trusted)).__name__
+    except Exception as error:
+        found = str(error)
+    print("RESULT", json.dumps([found, [line.partition(" " + folder)[0] for line in lines]]))
+    lines.clear()
+"""
+
+
+@pytest.mark.vllm
+def test_whose_class_vllm_takes(converted: Any, run_in_vllm: Callable[..., str], tmp_path: Path) -> None:
+    """Its own for models that ddp-vllm does not know, and for Nemotron-NAS with the code that its config requires."""
+    nas, other, wrong, odd = (tmp_path / name for name in ("nas", "other", "wrong", "odd"))
+    shutil.copytree(converted("Nemotron-NAS")[0], nas)
+    (nas / "configuration_decilm.py").write_text(
+        "from transformers import PreTrainedConfig\n\n\nclass DeciLMConfig(PreTrainedConfig):\n    pass\n"
+    )
+    for folder, keys in (
+        (other, {"model_type": "phi", "per_layer_config": {"1": {"intermediate_size": 40}}}),
+        (wrong, {"drop_attn_list": [7]}),
+        (odd, {"block_configs": [{"attention": {"replace_with_linear": True}}] * 4}),
+    ):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**LlamaConfig(**SIZES_OF_LLAMA).to_dict(), **keys}))
+    asked = [(nas, False), (nas, True), (other, False), (wrong, False), (odd, False)]
+    printed = run_in_vllm(PARSED, json.dumps([(str(folder), trusted) for folder, trusted in asked]))
+    results = [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT")]
+    assert results == [
+        ["DDPLlamaConfig", ["ddp-vllm opens"]],
+        ["DeciLMConfig", []],
+        ["PhiConfig", []],
+        ["config.json: drop_attn_list or drop_mlp_list names layer 7, of 4 layers", []],
+        ["LlamaConfig", ["ddp-vllm does not open"]],
+    ]
 
 
 def test_a_converted_model_recovers(converted: Any, tmp_path: Path) -> None:
