@@ -9,11 +9,11 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
@@ -29,7 +29,6 @@ from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import is_hub_name, published, remember
 from ddp_vllm.remote_code.files import (
     INDEX_FILE,
-    LONGEST_HEADER,
     WEIGHTS,
     WidthsError,
     checked_tensors,
@@ -274,15 +273,17 @@ def _refuse_pickles(folder: Path) -> None:
 def _has_only_tensors(pickle: Path) -> bool:
     """Tell whether a pickle has tensors by name, as `torch.save(model.state_dict())` writes them, and no module.
 
-    The names of classes in it decide, which are read without loading it; in torch's older format the file's name.
+    The names of classes in it decide, which are read without loading it.
     """
-    with suppress(zipfile.BadZipFile, OSError, ValueError, StopIteration), zipfile.ZipFile(pickle) as archive:
-        member = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        with archive.open(member) as file:
-            steps = pickletools.genops(file.read(LONGEST_HEADER))
-            classes = [str(argument) for step, argument, _ in steps if "GLOBAL" in step.name]
-        return all(name.split()[0] in ("collections", "torch", "torch._utils") for name in classes)
-    return pickle.match(PICKLES[0])
+    classes: set[str] = set()
+    with suppress(OSError, ValueError, StopIteration), ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(open(pickle, "rb"))
+        if zipfile.is_zipfile(pickle):
+            archive = stack.enter_context(zipfile.ZipFile(pickle))
+            file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+        for _ in range(1 if zipfile.is_zipfile(pickle) else 4):  # torch's older format has three before the model's
+            classes |= {str(argument) for step, argument, _ in pickletools.genops(file) if "GLOBAL" in step.name}
+    return all(name.split()[0] in ("collections", "torch", "torch._utils") for name in classes)
 
 
 def _positions(path: Path) -> Iterator[tuple[str, Stored]]:

@@ -668,7 +668,7 @@ def test_a_missing_file_is_no_removed_layer(tmp_path: Path) -> None:
     assert "removed: MLP of layer 2, because the folder has no tensors of it" in output_of(*again)
 
 
-@pytest.mark.parametrize("kind", ["state dict", "shards", "inside a dict", "another name", "module", "with tokenizer"])
+@pytest.mark.parametrize("kind", ["state dict", "shards", "inside a dict", "old format", "module", "with tokenizer"])
 def test_the_line_that_is_printed_for_pickles_works(kind: str, tmp_path: Path) -> None:
     """As the tool's environment runs it; the tensors are tied, which safetensors refuses unless they are copies."""
     folder, made = tmp_path / "model", tmp_path / "model"
@@ -685,8 +685,8 @@ def test_the_line_that_is_printed_for_pickles_works(kind: str, tmp_path: Path) -
     if kind == "shards":
         torch.save({name: tensors.pop(name) for name in [*tensors][:9]}, folder / "pytorch_model-00001-of-00002.bin")
         torch.save(tensors, folder / "pytorch_model-00002-of-00002.bin")
-    elif kind == "another name":
-        torch.save(tensors, folder / "weights.pt")
+    elif kind == "old format":
+        torch.save(tensors, folder / "weights.pt", _use_new_zipfile_serialization=False)
     elif kind in ("module", "with tokenizer"):
         made = folder / "pruned"
         tokenizer = save_tokenizer(tmp_path / "tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False))
