@@ -146,11 +146,12 @@ def foreign_code(config: Mapping[str, Any]) -> str:
 def warn_of_foreign_code(model: object, config: Mapping[str, Any]) -> None:
     """Print the sentence of `foreign_code` on a model to stderr, once per process."""
     if code := foreign_code(config):
-        _warn(f"{model}: {code}")
+        warn(f"{model}: {code}")
 
 
 @cache
-def _warn(line: str) -> None:
+def warn(line: str) -> None:
+    """Print a line on a model to stderr, once per process, and only in the first process of a run."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logging.getLogger("ddp_vllm").warning("%s", line)
 

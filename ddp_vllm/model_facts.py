@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import warn_of_foreign_code
+from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
@@ -76,6 +76,9 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
         kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]
         parameters: int | None = checkpoint.num_parameters
     elif opened := _opened(config):
+        warn(
+            f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
+        )
         widths = ModelWidths.of(opened)
         kv_heads = [layer.num_kv_heads for layer in widths.layers]
         parameters = _num_parameters(files, lambda name, shape: not is_leftover(widths, name, shape))

@@ -705,10 +705,14 @@ def test_the_line_that_is_printed_for_pickles_works(kind: str, tmp_path: Path) -
     assert read_checkpoint(tmp_path / "out").layers[1].intermediate_size == 40
 
 
-def test_facts_of_a_folder_that_is_opened_as_it_is(converted: Any) -> None:
+def test_facts_of_a_folder_that_is_opened_as_it_is(
+    converted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for tool in IN_PLACE:
         source, folder, _ = converted(tool)
-        facts, expected = describe_model(str(source)), describe_model(str(folder))
+        (tmp_path / tool).symlink_to(source)  # a path that was not described before
+        facts, expected = describe_model(str(tmp_path / tool)), describe_model(str(folder))
+        assert f"{tool}: another tool pruned it; vLLM with ddp-vllm opens it as it is" in caplog.text
         assert (facts.pruned, facts.parameters) == (True, expected.parameters)
         assert facts.kv_bytes_per_token == expected.kv_bytes_per_token and facts.weight_bytes
         assert dense_kv_bytes(source, value_bytes=2) == 2 * 2 * 32 * 4 * 4
