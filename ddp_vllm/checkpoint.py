@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.errors import CheckpointError, ModelError
-from ddp_vllm.families import dense_layers, dimensions_of, family_of, pruned_config
+from ddp_vllm.families import dense_layers, dimensions_of, family_of, pruned_config, warn_of_foreign_code
+from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
@@ -102,7 +103,7 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     provenance = read_provenance(folder / MASKS_FILE)
     stock = config if isinstance(config, dict) and "ddp_layers" not in config and "experts" in provenance else None
     if (dense or stock) and isinstance(config, dict) and "ddp_layers" not in config:
-        family_of(config), dimensions_of(config)
+        _check_dense(folder, config)
         config = pruned_config(config, dense_layers(config))
     if not isinstance(config, dict) or "ddp_layers" not in config:
         raise CheckpointError(f"{folder} is not a pruned checkpoint: its config.json has no ddp_layers; prune it first")
@@ -119,6 +120,16 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     shapes = unpacked({name: shape for name, shape, _ in tensors}, config)
     _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
     return Checkpoint(folder=folder, config=config, widths=widths, shapes=shapes, provenance=provenance, stock=stock)
+
+
+def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a dense config that no verb can use, or that states the widths of a pruned model. Raises: ModelError."""
+    try:
+        check_states_no_widths(config)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+    family_of(config), dimensions_of(config)
+    warn_of_foreign_code(folder, config)
 
 
 def _with_removed_experts(stock: Mapping[str, Any], widths: ModelWidths, experts: Mapping[str, Any]) -> dict[str, Any]:

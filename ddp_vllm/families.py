@@ -7,12 +7,15 @@ channels of each routed expert, and nothing else is pruned. How to add a family:
 """
 
 import importlib
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ddp_vllm.errors import ModelError, SettingError
-from ddp_vllm.remote_code.files import WidthsError
+from ddp_vllm.remote_code.files import WidthsError, short
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     EXPERT_COUNT_KEYS,
@@ -118,10 +121,39 @@ def family_of(config: Mapping[str, Any]) -> Family:
         method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
             f"the {model_type} checkpoint is quantized ({method}); supported are bfloat16, float16 and float32: "
-            "prune the unquantized checkpoint"
+            "use the unquantized checkpoint"
         )
     _check_features(model_type, config)
     return Family(name=FAMILIES[model_type], tensors=TABLES[model_type])
+
+
+def foreign_code(config: Mapping[str, Any]) -> str:
+    """Return a sentence on the code that a dense config brings along; "" if it names none, or for another family.
+
+    Such code may compute something else than the stock class, by keys that only it reads.
+    """
+    code = config.get("auto_map")
+    classes = [name for name in code.values() if isinstance(name, str)] if isinstance(code, Mapping) else []
+    model_type = str(config.get("model_type"))
+    if not classes or model_type not in FAMILIES:
+        return ""
+    return (
+        f"config.json names code of its own (auto_map: {short(classes[-1])}), which is not run: the stock class of "
+        f"{model_type} is used"
+    )
+
+
+def warn_of_foreign_code(model: object, config: Mapping[str, Any]) -> None:
+    """Print the sentence of `foreign_code` on a model to stderr, once per process."""
+    if code := foreign_code(config):
+        warn(f"{model}: {code}")
+
+
+@cache
+def warn(line: str) -> None:
+    """Print a line on a model to stderr, once per process, and only in the first process of a run."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        logging.getLogger("ddp_vllm").warning("%s", line)
 
 
 def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A model is given by its folder or by its name on the Hugging Face hub.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -13,9 +13,11 @@ from typing import Any
 
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError
+from ddp_vllm.families import warn, warn_of_foreign_code
+from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
 from ddp_vllm.masks import MASKS_FILE, read_provenance
-from ddp_vllm.remote_code.files import WidthsError, folder_tensors, index_map
-from ddp_vllm.remote_code.widths import head_dim
+from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
+from ddp_vllm.remote_code.widths import ModelWidths, head_dim
 from ddp_vllm.schema import COUNT, NAME, TEXT, Number, SchemaError, check
 
 FACTS = {  # the schema of a `ModelFacts` in a results file
@@ -23,7 +25,7 @@ FACTS = {  # the schema of a `ModelFacts` in a results file
     "weight_bytes?": (None, COUNT), "kv_bytes_per_token?": (None, COUNT),
 }  # fmt: skip
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "subblocks_safetensors/*.safetensors")  # the last by Puzzletron
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", f"{SUBBLOCKS}/*.safetensors")  # the last by Puzzletron
 _TEXTS = (  # names by which transformers and vLLM find them
     *("config.json", "generation_config.json", "hf_quant_config.json", "*.index.json"),
     *("tokenizer*", "*.model", "*.model.v*", "*.tiktoken", "tekken.json", "vocab*", "merges*"),
@@ -74,28 +76,64 @@ def describe_model(model: str, *, dtype: str = "auto") -> ModelFacts:
     if folder is None:
         return ModelFacts(model=model, name=model, pruned=False)
     name = folder.resolve().name if Path(model).is_dir() else model
-    config = read_config(folder)
-    weight_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors") if path.is_file()) or None
+    config, files, opened = read_config(folder), _safetensors_files(folder), None
     if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
         kv_heads = [layer.num_kv_heads for layer in checkpoint.layers]
         parameters: int | None = checkpoint.num_parameters
+    elif opened := _opened(config):
+        warn(
+            f"{model}: another tool pruned it; vLLM with ddp-vllm opens it as it is, for transformers convert it first"
+        )
+        widths = ModelWidths.of(opened)
+        kv_heads = [layer.num_kv_heads for layer in widths.layers]
+        parameters = _num_parameters(files, lambda name, shape: not is_leftover(widths, name, shape))
     else:
-        try:
-            check(config, _SIZES, "config.json")
-        except SchemaError as error:
-            raise ModelError(f"{folder}: {error}; download the model again") from error
+        _check_sizes(folder, config)
+        warn_of_foreign_code(model, config)
         kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers") or 0)
-        parameters = _num_parameters(folder)
+        parameters = _num_parameters(files)
     return ModelFacts(
         model=identify(model),
         name=name,
-        pruned=is_pruned(folder),
+        pruned=is_pruned(folder) or opened is not None,
         id=model_id(folder),
         parameters=parameters,
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=_kv_bytes(config, kv_heads, size=4 if dtype in ("float32", "float") else 2),
+        weight_bytes=sum(path.stat().st_size for path in files) or None,
+        kv_bytes_per_token=_kv_bytes(opened or config, kv_heads, size=4 if dtype in ("float32", "float") else 2),
     )
+
+
+def dense_kv_bytes(folder: Path, *, value_bytes: int) -> int | None:
+    """Return the bytes of the dense model's KV cache per token, also for a pruned model; None if they are not stated.
+
+    Raises: ModelError.
+    """
+    config = read_config(folder)
+    config = _opened(config) or config
+    _check_sizes(folder, config)
+    kv_heads = [_num_kv_heads(config)] * int(config.get("num_hidden_layers") or 0)
+    return _kv_bytes(config, kv_heads, size=value_bytes)
+
+
+def _opened(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return `opened_in_place`, or None where vLLM's plugin does not open the model either."""
+    with suppress(ModelError):
+        return opened_in_place(config)
+    return None
+
+
+def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
+    try:
+        check(config, _SIZES, "config.json")
+    except SchemaError as error:
+        raise ModelError(f"{folder}: {error}; download the model again") from error
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model, those of Puzzletron's blocks too."""
+    paths = sorted(folder.glob(WEIGHTS)) or sorted((folder / SUBBLOCKS).glob("*.safetensors"))
+    return [path for path in paths if path.is_file()]
 
 
 def model_id(folder: Path) -> str:
@@ -143,9 +181,9 @@ def _is_whole(snapshot: Path) -> bool:
         return False
     for weights in ("model.safetensors", "pytorch_model.bin"):
         index = snapshot / f"{weights}.index.json"
-        with suppress(WidthsError):  # an index that cannot be read is fetched again
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # it is fetched again
             if index.is_file():
-                return all((snapshot / file).is_file() for file in index_map(index).values())
+                return all((snapshot / file).is_file() for file in set(read_json(index)["weight_map"].values()))
         if (snapshot / weights).is_file():
             return True
     return False
@@ -174,9 +212,12 @@ def _num_kv_heads(config: Mapping[str, Any]) -> int:
     return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 0)
 
 
-def _num_parameters(folder: Path) -> int | None:
+def _num_parameters(
+    files: Sequence[Path], counts: Callable[[str, Sequence[int]], bool] = lambda name, shape: True
+) -> int | None:
     try:
-        return sum(prod(shape) for _, shape, _ in folder_tensors(folder)) or None
+        tensors = (tensor for path in files for tensor in file_tensors(path))
+        return sum(prod(shape) for name, shape, _ in tensors if counts(name, shape)) or None
     except (WidthsError, OSError) as error:
         raise ModelError(str(error)) from error
 

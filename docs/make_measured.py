@@ -106,19 +106,23 @@ def positive(value: float, style: str, unit: str) -> str:
 
 
 def over_base(base: Sequence[Result], row: str, results: Sequence[Result]) -> str:
-    """Return perplexity over that of the row `BASE` on all texts together, with the interval over their windows."""
+    """Return perplexity over that of the row `BASE` on all texts together, with the interval over their windows.
+
+    A window's losses are averaged over the seeds that both rows have: it is one sample, however many seeds read it.
+    """
     if row == BASE:
         return "1"
-    pairs = [
-        (one["texts"][text], two["texts"][text])
-        for one, two in zip(base, results, strict=False)
-        for text in one["texts"]
-    ]
-    losses = {
-        name: [loss for pair in pairs for loss in pair[side]["block_losses"]["pruned"]]
-        for side, name in enumerate(("dense", "pruned"))
-    }
-    tokens = [count for one, _ in pairs for count in one["block_tokens"]]
+    base_of = {each["seed"]: each for each in base}
+    pairs = [(base_of[each["seed"]], each) for each in results if each["seed"] in base_of]
+    if not pairs:
+        return ""
+    losses: dict[str, list[float]] = {"dense": [], "pruned": []}
+    tokens: list[int] = []
+    for text in pairs[0][0]["texts"]:
+        tokens += pairs[0][0]["texts"][text]["block_tokens"]
+        for side, name in enumerate(losses):
+            of_seeds = [pair[side]["texts"][text]["block_losses"]["pruned"] for pair in pairs]
+            losses[name] += map(statistics.fmean, zip(*of_seeds, strict=True))
     ratio = perplexity_ratio({"block_losses": losses, "block_tokens": tokens})
     assert ratio
     return "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)

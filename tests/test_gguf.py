@@ -16,6 +16,7 @@ import xllamacpp
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 from runs import small_files
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -169,6 +170,23 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     assert furthest(model, serve(file)) < 1e-3
 
 
+@pytest.mark.parametrize("family", ["dense", "pruned"])
+def test_an_output_head_of_its_own_is_kept_although_the_config_says_tied(family: str, tmp_path: Path) -> None:
+    """transformers and vLLM use it; only a copy of the embedding is left out."""
+    tied = {"tie_word_embeddings": True}
+    model = (
+        save_dense(tmp_path, "llama", **tied) if family == "dense" else save_model(tmp_path, "Llama", RAGGED, **tied)
+    )
+    for noise in (0.0, 0.1):
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + noise * torch.randn(VOCABULARY, 96)
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        file = exported(tmp_path, "--outtype", "F32", "--overwrite")
+        names = {tensor.name for tensor in gguf.GGUFReader(file).tensors}
+        assert ("output.weight" in names) == (noise > 0)
+        assert furthest(type(model).from_pretrained(tmp_path), serve(file)) < 1e-3
+
+
 TOLERANCES = {"F32": 1e-3, "F16": 0.02, "BF16": 0.1, "Q8_0": 0.2, "Q4_0": 3.0}
 
 
@@ -219,6 +237,37 @@ def assert_same_tokens(tokenizer: Any, server: Server) -> None:
     assert tokens(server, prompt) == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
 
 
+def add(**more: Any) -> dict[str, Any]:
+    return {"content": "<|tool|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False,
+            "single_word": False, **more}  # fmt: skip
+
+
+ELSEWHERE: dict[
+    str, dict[str, Any]
+] = {  # what transformers takes from other files than tokenizer.json: file -> content
+    "a token in tokenizer_config.json": {"tokenizer_config.json": {"added_tokens_decoder": {"314": add()}}},
+    "a plain token there": {"tokenizer_config.json": {"added_tokens_decoder": {"314": add(special=False)}}},
+    "a token in added_tokens.json": {"added_tokens.json": {"<|tool|>": 314}},
+    "a special token that is a new one": {"tokenizer_config.json": {"eos_token": "<|tool|>"}},
+    "more special tokens": {"tokenizer_config.json": {"additional_special_tokens": ["<|tool|>", "<|more|>"]}},
+    "another template": {"tokenizer_config.json": {"chat_template": "OLD" + CHATML}},
+    "a class with other cuts": {"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer"}},
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_tokens_are_those_that_transformers_takes_from_all_files(case: str, tmp_path: Path) -> None:
+    save_dense(tmp_path, "llama")
+    save_tokenizer(tmp_path, cuts("smollm"))
+    for name, content in ELSEWHERE[case].items():
+        path = tmp_path / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | content))
+    tokenizer, server = AutoTokenizer.from_pretrained(tmp_path), serve(exported(tmp_path))
+    assert_same_tokens(tokenizer, server)
+    for text in ("<|tool|>x", "a <|tool|> 2024 <|more|>", Path(__file__).read_text()[:9000]):
+        assert tokens(server, text) == tokenizer(text)["input_ids"], text
+
+
 def test_tokens_of_llama_2s_kind(tmp_path: Path) -> None:
     save_model(tmp_path, "Llama", [([3], 32)], vocab_size=900)
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
@@ -234,6 +283,12 @@ def test_tokens_of_llama_2s_kind(tmp_path: Path) -> None:
     wrapped.chat_template = "{{ bos_token }}{% for message in messages %}[{{ message['content'] }}]</s>{% endfor %}"
     wrapped.save_pretrained(tmp_path)
     assert_same_tokens(wrapped, serve(exported(tmp_path)))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "a space before text that begins with one, or that follows a special" in run(tmp_path, "--overwrite").stdout
+    loaded, server = AutoTokenizer.from_pretrained(tmp_path), serve(tmp_path / "model.gguf")
+    for text in TEXTS[:2]:
+        assert tokens(server, text) == loaded(text)["input_ids"], text
 
 
 UNFIT: list[tuple[str, dict[str, Any], str]] = [
@@ -287,6 +342,11 @@ def test_what_is_in_the_way_and_what_is_missing(sound: Path, tmp_path: Path) -> 
 
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+ANOTHER_FIRST = {
+    "type": "TemplateProcessing", "pair": [],
+    "single": [{"SpecialToken": {"id": "%", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"%": {"id": "%", "ids": [5], "tokens": ["%"]}},
+}  # fmt: skip
 BROKEN: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {  # a file, what is done to it, what is said
     "words cut otherwise": (TOKENIZER, lambda t: t.update(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
     "text changed first": (TOKENIZER, lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
@@ -300,9 +360,9 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {  # a fil
     ),
     "a number beyond the embeddings": (TOKENIZER, lambda t: t["model"]["vocab"].update({"a": 900}), "has token 900"),
     "a template that is half a character": (CONFIG, lambda c: c.update(chat_template="\ud800"), "the tokenizer of"),
-    "a template whose name is a number": (
-        CONFIG, lambda c: c.update(chat_template=[{"name": 5, "template": "x"}]), "the tokenizer of"
-    ),
+    "a template without a name": (CONFIG, lambda c: c.update(chat_template=[{"template": "x"}]), "the tokenizer of"),
+    "spaces around a token": (TOKENIZER, lambda t: t["added_tokens"][1].update(lstrip=True), "spaces around"),
+    "a token before every text": (TOKENIZER, lambda t: t.update(post_processor=ANOTHER_FIRST), "adds the tokens [5]"),
     "weights of four bits": (
         "config.json", lambda c: c.update(quantization_config={"quant_method": "gptq"}), "quantized already"
     ),

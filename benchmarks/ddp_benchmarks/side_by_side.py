@@ -20,10 +20,9 @@ from typing import Any, Self
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, runs_on_cpu, vllm_command
 from ddp_benchmarks.protocol import check_lowest, new_results, rotated
-from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import ServingError, SettingError
-from ddp_vllm.families import dimensions_of
 from ddp_vllm.latency import Workload, seconds_of
+from ddp_vllm.model_facts import dense_kv_bytes
 from ddp_vllm.results import judge
 
 STEPS_FORMAT = "ddp-vllm bench steps 1"
@@ -126,13 +125,12 @@ class StepEngine(Engine):
 
 
 def cache_gib(model: str, batch: int, context: int, value_bytes: int) -> int:
-    """Return the GiB of a KV cache for a batch of the dense model; 1 if the model's config is not local."""
+    """Return the GiB of a KV cache for a batch of the dense model; 1 if it is not local or does not state its sizes."""
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return 1
-    sizes = dimensions_of(read_config(folder))
     tokens = batch * (context + CPU_BLOCK) + CPU_BLOCK
-    return math.ceil(tokens * sizes.num_layers * 2 * sizes.num_kv_heads * sizes.head_dim * value_bytes / 2**30)
+    return math.ceil(tokens * (dense_kv_bytes(folder, value_bytes=value_bytes) or 1) / 2**30)
 
 
 def largest_of(batches: Sequence[int], contexts: Sequence[int], steps: int) -> tuple[int, int]:

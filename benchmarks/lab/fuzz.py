@@ -47,9 +47,9 @@ from safetensors.torch import load_file
 from ddp_benchmarks.protocol import result_line, script_parser
 from ddp_vllm.checkpoint import read_config
 from ddp_vllm.cli import main
-from ddp_vllm.conversion.formats import opened_in_place
 from ddp_vllm.errors import DdpError
 from ddp_vllm.families import register_pruned
+from ddp_vllm.formats import opened_in_place
 from ddp_vllm.manifest import MANIFEST
 from ddp_vllm.pages import compare, pictures
 from ddp_vllm.pages.page import Picture

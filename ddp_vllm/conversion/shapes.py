@@ -8,23 +8,25 @@ on none, so the others get zeros.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
-from ddp_vllm.conversion.formats import groups
 from ddp_vllm.errors import ModelError
 from ddp_vllm.families import dense_layers
+from ddp_vllm.formats import ONLY_EXPERTS, groups
 from ddp_vllm.remote_code.files import short
-from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable
+from ddp_vllm.remote_code.tensors import LAYERS, TABLES, Projection, TensorTable, layer_modules
 from ddp_vllm.remote_code.widths import (
     EXPERT_COUNT_KEYS,
     LayerWidths,
     ModelWidths,
+    count_experts,
     head_dim,
+    lengths_of,
 )
 
 Shapes = Mapping[str, list[int]]
 _TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
-_PARTS = {"attn": "self_attn", "mlp": "mlp"}
 _BIASED = {"attn": ("attention_bias", ("llama", "granite", "smollm3", "gemma2", "gemma3_text")),
            "mlp": ("mlp_bias", ("llama", "granite", "smollm3"))}  # fmt: skip
 """Block -> the flag that gives all its projections a bias, and the families that have it in transformers and vLLM."""
@@ -51,32 +53,51 @@ class Layer:
         return [cls(index=index, weights=parts[0], biases=parts[1]) for index, parts in enumerate(found)]
 
 
-def read_layers(dense: Mapping[str, Any], shapes: Shapes) -> tuple[dict[str, Any], list[LayerWidths]]:
+def read_layers(
+    dense: Mapping[str, Any], shapes: Shapes, *, sizes_known: bool = False
+) -> tuple[dict[str, Any], list[LayerWidths]]:
     """Return the widths of all layers, and the config with the head size and number of experts that tensors have.
 
+    sizes_known: the config has the sizes of the dense model, as --dense gives them; otherwise a tool may have written
+    those of a pruned layer.
     Raises: ModelError for tensors that fit no widths, or whose widths have two readings.
     """
     table, layers = TABLES[dense["model_type"]], Layer.all_of(shapes, dense["num_hidden_layers"])
     if not any(layer.weights for layer in layers):
         raise ModelError(f"its tensors have names like {short(min(shapes, default=''))}, not {LAYERS}.0.…; {AGAIN}")
     if table.has_experts:
-        found = dict(dense) | dict.fromkeys([k for k in EXPERT_COUNT_KEYS if dense.get(k)], _num_routed(table, layers))
-        return found, [_of_experts(layer, table, kept) for layer, kept in zip(layers, dense_layers(found), strict=True)]
-    size = _head_size(dense, table, layers)
+        number = _num_routed(table, layers, count_experts(dense))
+        found = dict(dense) | dict.fromkeys([key for key in EXPERT_COUNT_KEYS if dense.get(key)], number)
+        return found, [
+            _of_experts(layer, table, kept, found) for layer, kept in zip(layers, dense_layers(found), strict=True)
+        ]
+    size = head_dim(dense) if sizes_known or dense.get("head_dim") else _head_size(dense, table, layers)
     return {**dense, "head_dim": size}, [_of_blocks(layer, table, size) for layer in layers]
 
 
 def _head_size(dense: Mapping[str, Any], table: TensorTable, layers: Sequence[Layer]) -> int:
-    """Return the size of a head. Raises: ModelError if only a number of heads that pruning may change tells it."""
-    size, heads = head_dim(dense), dense["num_attention_heads"]
-    lengths = {layer.weights.get(table.output("attn").name, [0, 0])[-1] for layer in layers} - {0}
-    if dense.get("head_dim") or not lengths or heads * size in lengths:
-        return size
-    length = max(lengths)
+    """Return the size of a head where config.json has only a number of heads, which pruning may have changed.
+
+    That number is the dense model's or some layer's. Each of these readings gives a size, and the sizes that divide all
+    lengths of attention are possible ones. Raises: ModelError unless there is exactly one.
+    """
+    norms = [layer.weights["self_attn.q_norm"][0] for layer in layers if layer.weights.get("self_attn.q_norm")]
+    if norms:  # as long as a head
+        return norms[0]
+    heads, stated, output = dense["num_attention_heads"], head_dim(dense), table.output("attn")
+    projections = (output, *table.inputs("attn"))
+    lengths = {_length(layer, each, "") or 0 for layer in layers for each in projections} - {0}
+    outputs = {_length(layer, output, "") or 0 for layer in layers} - {0}
+    sizes = sorted({stated, *(length // heads for length in outputs if length % heads == 0)})
+    possible = [size for size in sizes if size % 2 == 0 and not any(length % size for length in lengths)]
+    if not lengths or (possible == [stated] and heads * stated in outputs):
+        return stated
+    length = max(outputs)
+    readings = " or ".join(f"{length / size:g} heads of {size}" for size in sizes)
     raise ModelError(
-        f"no layer has {heads} heads of {size}, and config.json has no head_dim: {length} columns of o_proj could be "
-        f"{length / size:g} heads of {size} or {heads} heads of {length / heads:g}; add head_dim to config.json, or "
-        "pass --dense"
+        f"config.json has {heads} heads but no head_dim, and tools also write the number of a pruned layer there: "
+        f"{length} columns of o_proj could be {readings}; add head_dim to config.json, or pass the folder of the dense "
+        "model as --dense"
     )
 
 
@@ -120,11 +141,11 @@ def _length(layer: Layer, projection: Projection, expert: str) -> int | None:
     return shape[projection.axis] if shape is not None and len(shape) == 2 else None
 
 
-def _num_routed(table: TensorTable, layers: Sequence[Layer]) -> int:
-    """Return how many experts the routers choose from. Raises: ModelError if layers differ."""
+def _num_routed(table: TensorTable, layers: Sequence[Layer], stated: int) -> int:
+    """Return how many experts the routers choose from, or `stated` without any. Raises: ModelError if they differ."""
     rows = {layer.weights[table.router[0]][0]: layer.index for layer in layers if layer.weights.get(table.router[0])}
-    if len(rows) == 1:
-        return next(iter(rows))
+    if len(rows) <= 1:
+        return next(iter(rows), stated)
     (few, first), (many, second) = [*sorted(rows.items()), (0, 0), (0, 0)][:2]
     raise ModelError(
         f"layers {first} and {second} have routers of {few} and {many} experts; a family's class has equally many in "
@@ -132,15 +153,21 @@ def _num_routed(table: TensorTable, layers: Sequence[Layer]) -> int:
     )
 
 
-def _of_experts(layer: Layer, table: TensorTable, dense: LayerWidths) -> LayerWidths:
+def _of_experts(layer: Layer, table: TensorTable, dense: LayerWidths, config: Mapping[str, Any]) -> LayerWidths:
     """Return the widths of a layer of a mixture of experts, in which only routed experts differ. Raises: ModelError."""
-    if dense.expert_intermediate_sizes is None:
-        return dense
+    routed = dense.expert_intermediate_sizes is not None
+    lengths = lengths_of(config)
+    for module in layer_modules(table, {}, routed=routed):
+        required = [lengths.get(name) for name in table.shapes.get(module, ())]
+        shape = layer.weights.get(module)
+        if shape is None or any(a not in (b, None) for a, b in zip_longest(required, shape[: len(required)])):
+            has = f"lacks {module}" if shape is None else f"has {module} of shape {shape} instead of {required}"
+            raise ModelError(f"layer {layer.index} {has}, but {ONLY_EXPERTS}; {AGAIN}, or prune only experts")
     sizes = (
         _units(layer, table, "experts", 1, str(expert)).get("expert_channel", 0)
-        for expert in range(len(dense.expert_intermediate_sizes))
+        for expert in range(len(dense.expert_intermediate_sizes or ()))
     )
-    return replace(dense, expert_intermediate_sizes=tuple(sizes))
+    return replace(dense, expert_intermediate_sizes=tuple(sizes)) if routed else dense
 
 
 def with_biases(dense: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
@@ -172,21 +199,13 @@ def zeros(widths: ModelWidths, shapes: Shapes) -> Iterator[tuple[str, str]]:
             yield f"{LAYERS}.{layer.index}.{module}.bias", f"{LAYERS}.{layer.index}.{module}.weight"
 
 
-def is_leftover(widths: ModelWidths, name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of length 0.
-
-    Raises: ModelError for a bias that a removed block would still add.
-    """
-    match = _TENSOR.fullmatch(name)
-    layer = widths.layers[int(match[1])] if match and int(match[1]) < len(widths.layers) else None
-    if match is None or layer is None:
-        return False
-    counts = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
-    parts = [(*norms, f"{_PARTS[block]}.") for block, norms in widths.table.norms.items() if not counts[block]]
-    of_block = any(match[2].startswith(part) for part in parts)
-    if of_block and match[3] == "bias" and 0 not in shape:
-        raise ModelError(
-            f"layer {match[1]} has {match[2]}.bias, but no unit of that block: a constant that no supported class "
-            "adds; keep one head or channel there"
-        )
-    return of_block or 0 in shape
+def check_constants(layers: Sequence[LayerWidths], table: TensorTable, shapes: Shapes) -> None:
+    """Refuse a block without units whose output projection has a bias, which it would still add. Raises: ModelError."""
+    for layer in Layer.all_of(shapes, len(layers)):
+        counts = {"attn": layers[layer.index].num_kv_heads, "mlp": layers[layer.index].intermediate_size}
+        for module in (table.output(block).name for block in table.norms if not counts[block]):
+            if any(layer.biases.get(module, ())):
+                raise ModelError(
+                    f"layer {layer.index} has {module}.bias, but no unit of that block: a constant that no supported "
+                    "class adds; keep one head or channel there"
+                )

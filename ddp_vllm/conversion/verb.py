@@ -4,20 +4,25 @@ Weights are copied file by file in pieces, so memory holds none of them. Nothing
 """
 
 import json
+import pickletools
+import re
 import struct
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ddp_vllm import __version__
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.conversion.formats import FORMATS, SUBBLOCKS, dense_config, enclosing, grown, stated_layers
-from ddp_vllm.conversion.shapes import AGAIN, is_leftover, read_layers, with_biases, zeros
+from ddp_vllm.conversion.shapes import AGAIN, check_constants, read_layers, with_biases, zeros
 from ddp_vllm.errors import ModelError, OutputError, line_printer
-from ddp_vllm.families import dense_layers, pruned_config
+from ddp_vllm.families import dense_layers, foreign_code, pruned_config
+from ddp_vllm.formats import FORMATS, SUBBLOCKS, dense_config, enclosing, grown, is_leftover, stated_layers
 from ddp_vllm.masks import MASKS_FILE, masks_metadata
+from ddp_vllm.model_facts import known_folder
 from ddp_vllm.model_files import state_tokenizer_class, write_json, write_model_files
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
@@ -32,9 +37,12 @@ from ddp_vllm.remote_code.files import (
     read_json,
     short,
 )
-from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths
+from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, head_dim
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.pkl")
+_NO_MODEL = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)\b.*")  # other pickles of a training run
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 PIECE = 1 << 24  # bytes copied at once
 SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
 
@@ -61,6 +69,8 @@ class Plan:
     """Bias of zeros to add -> the weight whose rows and dtype it has."""
     provenance: dict[str, Any]
     notes: list[str]
+    sources: list[Path]
+    """Folders whose tokenizer and other files are copied; the last one has precedence."""
 
 
 def convert(
@@ -84,53 +94,103 @@ def convert(
     for note in plan.notes:
         line_printer(verbose)(note)
     with atomic_folder(target, overwrite=overwrite) as writing:
-        write_model_files(writing, source, plan.config)
+        for place in plan.sources:
+            write_model_files(writing, place, plan.config)
         write_weights(writing, plan)
-        state_tokenizer_class(source, writing)
+        state_tokenizer_class(plan.sources[0], writing)
         _write_provenance(writing / MASKS_FILE, plan.provenance)
         return write_card(writing, target)
 
 
 def plan_of(folder: Path, dense_model: str | None) -> Plan:
     """Read what a folder holds, from its config and the headers of its weights. Raises: ModelError, WidthsError."""
+    _refuse_pickles(folder)
     config = read_config(folder)
     if "ddp_layers" in config:
         raise ModelError("it is a checkpoint of ddp-vllm already; serve it as it is")
-    stored = stored_tensors(folder)
-    dense = own = dense_config(config)
-    if dense_model and Path(dense_model).is_dir():
-        dense = _with_dense_sizes(own, dense_config(read_config(Path(dense_model))), dense_model)
-    elif dense_model and not is_hub_name(dense_model):
-        raise ModelError(f"--dense {dense_model} is neither a folder nor a hub name (owner/name)")
+    own, stored, dense_folder = dense_config(config), stored_tensors(folder), _folder_of(dense_model)
+    dense = _with_dense_sizes(own, read_config(dense_folder), dense_folder) if dense_folder else own
+    if stated := stated_layers(config, own):  # tensors of blocks that it removes may still be there
+        widths = ModelWidths.of(pruned_config(enclosing(own, stated), stated))
+        stored = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
     shapes = {name: each.shape for name, each in stored.items()}
-    sized, layers = read_layers(dense, shapes)
-    _check_stated(stated_layers(config, own), layers)
+    sized, layers = read_layers(dense, shapes, sizes_known=dense_folder is not None)
+    _check_stated(stated, layers)
     whole = enclosing(sized, layers)
     biased = with_biases(whole, shapes)
-    if layers == dense_layers(dense) and biased == whole:
-        raise ModelError("no layer is narrower than another or than config.json says, so vLLM serves it as it is")
     pruned = pruned_config(biased, layers)
     widths = ModelWidths.of(pruned)
+    check_constants(layers, widths.table, shapes)
     kept = {name: each for name, each in stored.items() if not is_leftover(widths, name, each.shape)}
     added = {bias: weight for bias, weight in zeros(widths, shapes) if weight in kept}
     widths.check_complete([*widths.checked((name, each.shape, each.dtype) for name, each in kept.items()), *added])
+    code = foreign_code(config)
+    if layers == dense_layers(dense) and biased == whole and all(each.file.parent == folder for each in kept.values()):
+        raise ModelError(
+            "no layer is narrower than another or than config.json says, so vLLM serves it as it is"
+            + f"; but {code}" * bool(code)
+        )
     form = next((key for key in FORMATS if config.get(key)), "tensors")
     provenance: dict[str, Any] = {"converted": {"from": folder.resolve().name, "format": form}}
-    notes = [f"widths of {len(layers)} layers read from the shapes of tensors", *grown(dense, whole)]
-    notes[0] += f"; {form} says the same" if form in FORMATS else ""
+    notes = [f"widths of {len(layers)} layers read from the shapes of tensors"]
+    notes[0] += f" and from {form} in config.json" if stated else ""
+    notes += [*_removed(layers, stated=bool(stated)), *grown(dense, whole)]
     notes += [f"{len(added)} biases of zeros added: the class has one on every projection of a block"] * bool(added)
+    notes += [code] * bool(code)
+    if dense_model and not dense_folder:
+        notes.append(
+            f"{dense_model} is not in the hub's cache, so its sizes were not used; to use them, run first: "
+            f"hf download {dense_model} --include '*.json'"
+        )
+    sources = [folder]
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+        notes.append("the folder has no tokenizer; ")
+        if dense_folder and any(any(dense_folder.glob(pattern)) for pattern in TOKENIZERS):
+            sources = [dense_folder, folder]
+            notes[-1] += f"that of {dense_folder} is copied"
+        else:
+            notes[-1] += "copy that of the dense model into the output, because vLLM requires it, or pass --dense"
     return Plan(
-        config=pruned, stored=kept, zeros=added, notes=notes,
+        config=pruned, stored=kept, zeros=added, notes=notes, sources=sources,
         provenance=provenance | ({"applied_to": dense_model} if dense_model else {}),
     )  # fmt: skip
 
 
-def _with_dense_sizes(own: Mapping[str, Any], dense: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _folder_of(dense_model: str | None) -> Path | None:
+    """Return the folder of the model that was pruned; None if it is only a name on the hub. Raises: ModelError."""
+    if not dense_model or Path(dense_model).is_dir():
+        return Path(dense_model) if dense_model else None
+    if not is_hub_name(dense_model):
+        raise ModelError(f"--dense {dense_model} is neither a folder nor a hub name (owner/name)")
+    folder = known_folder(dense_model)
+    return folder if folder and (folder / "config.json").is_file() else None
+
+
+def _with_dense_sizes(own: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a pruned model's config with the sizes of its dense model's. Raises: ModelError if they do not match."""
+    dense = dense_config(config)
     for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
         if own.get(key) != dense.get(key):
-            raise ModelError(f"{key} is {own.get(key)}, and {dense.get(key)} in --dense {name}; leave --dense out")
-    return {**own, **{key: dense[key] for key in (*SIZES, *EXPERT_COUNT_KEYS) if dense.get(key)}}
+            raise ModelError(f"{key} is {own.get(key)}, and {dense.get(key)} in --dense {folder}; leave --dense out")
+    sizes = {key: dense[key] for key in (*SIZES, *EXPERT_COUNT_KEYS) if dense.get(key)}
+    return {**own, **sizes, **({} if dense.get("kv_lora_rank") else {"head_dim": head_dim(dense)})}
+
+
+def _removed(layers: Sequence[LayerWidths], *, stated: bool) -> Iterator[str]:
+    """Yield a line per kind of removed block: without a statement in config.json, missing tensors look the same."""
+    removed = {
+        "attention": [index for index, layer in enumerate(layers) if not layer.num_kv_heads],
+        "MLP": [
+            index
+            for index, layer in enumerate(layers)
+            if not layer.intermediate_size and layer.expert_intermediate_sizes is None
+        ],
+        "some experts": [index for index, layer in enumerate(layers) if 0 in (layer.expert_intermediate_sizes or ())],
+    }
+    why = "as config.json states" if stated else "because the folder has no tensors of it"
+    for block, numbers in removed.items():
+        if numbers:
+            yield f"removed: {block} of layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}, {why}"
 
 
 def _check_stated(stated: Sequence[LayerWidths] | None, found: Sequence[LayerWidths]) -> None:
@@ -152,7 +212,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if paths:
         checked_tensors(folder)
     elif not (paths := sorted((folder / SUBBLOCKS).glob("*.safetensors"))):
-        _refuse_pickles(folder)
+        raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained")
+    _check_shards([path.name for path in paths])
     found: dict[str, Stored] = {}
     for path in paths:
         for name, stored in _positions(path):
@@ -169,18 +230,60 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
+def _check_shards(names: Sequence[str]) -> None:
+    """Refuse weights of which a file is missing by their names: its layers would look removed. Raises: ModelError."""
+    shards = [match for match in map(_SHARD.fullmatch, names) if match]
+    for stem, number in {(match[1], match[3]) for match in shards}:
+        present = {int(match[2]) for match in shards if (match[1], match[3]) == (stem, number)}
+        if missing := {*range(1, min(int(number), 100_000) + 1)} - present:
+            digits = len(number)
+            raise ModelError(f"{stem}-{min(missing):0{digits}}-of-{number}.safetensors is missing; {AGAIN}")
+
+
 def _refuse_pickles(folder: Path) -> None:
-    """Raises: ModelError, with the line that writes safetensors where there are only pickles."""
-    if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
-        line = (
-            "import torch; m = torch.load(FILE, weights_only=False, map_location='cpu'); "
-            "m = m['model'] if isinstance(m, dict) and 'model' in m else m; m.save_pretrained('pruned')"
-        ).replace("FILE", repr(short(pickles[0]).strip("'")))
+    """Raises: ModelError, with the line that writes safetensors, if the folder has only pickles."""
+    if any(folder.glob(WEIGHTS)) or (folder / SUBBLOCKS).exists():
+        return
+    paths = (path for pattern in PICKLES for path in sorted(folder.glob(pattern)))
+    if pickle := next((path for path in paths if not _NO_MODEL.fullmatch(path.name)), None):
+        name = short(pickle.name).strip("'")
+        if _has_only_tensors(pickle):
+            pattern = PICKLES[0] if pickle.match(PICKLES[0]) else name
+            line = (
+                f"import glob, torch; from safetensors.torch import save_file; files = sorted(glob.glob('{pattern}')); "
+                "read = lambda f: torch.load(f, weights_only=True, map_location='cpu'); "
+                "inner = lambda d: d.get('state_dict', d.get('model', d)); "
+                "[save_file({k: v.clone().contiguous() for k, v in inner(read(f)).items()}, "
+                "f'model-{i:05}-of-{len(files):05}.safetensors', {'format': 'pt'}) for i, f in enumerate(files, 1)]"
+            )
+            where, then = "in that folder", "convert it again"
+        else:
+            line = (
+                f"import torch; found = torch.load('{name}', weights_only=False, map_location='cpu'); "
+                "parts = found.values() if isinstance(found, dict) else [found]; "
+                "[part.save_pretrained('pruned') for part in parts if hasattr(part, 'save_pretrained')]"
+            )
+            where, then = "in the environment of the tool that wrote it", "convert that folder"
         raise ModelError(
-            f"it has only pickles ({short(pickles[0])}), which can run any code and are not opened; in the environment "
-            f'of the tool that wrote it run: python -c "{line}", and convert that folder'
+            f"it has only pickles ({name}), which can run any code and are not opened; {where} run: "
+            f'python -c "{line}", and {then}'
         )
-    raise ModelError(f"it has no {WEIGHTS}; write it with save_pretrained")
+
+
+def _has_only_tensors(pickle: Path) -> bool:
+    """Tell whether a pickle has tensors by name, as `torch.save(model.state_dict())` writes them, and no module.
+
+    The names of classes in it decide, which are read without loading it.
+    """
+    classes: set[str] = set()
+    with suppress(OSError, ValueError, StopIteration), ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(open(pickle, "rb"))
+        if zipfile.is_zipfile(pickle):
+            archive = stack.enter_context(zipfile.ZipFile(pickle))
+            file = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+        for _ in range(1 if zipfile.is_zipfile(pickle) else 4):  # torch's older format has three before the model's
+            classes |= {str(argument) for step, argument, _ in pickletools.genops(file) if "GLOBAL" in step.name}
+    return all(name.split()[0] in ("collections", "torch", "torch._utils") for name in classes)
 
 
 def _positions(path: Path) -> Iterator[tuple[str, Stored]]:

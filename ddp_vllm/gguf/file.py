@@ -25,8 +25,9 @@ from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_file, check_file, writing
+from ddp_vllm.remote_code.files import WEIGHTS
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
-from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths
+from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, ModelWidths
 from ddp_vllm.schema import NAME, Number, SchemaError, check
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
@@ -78,7 +79,9 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
         raise ModelError(f"{folder} does not fit llama.cpp: {reason}")
     kind = gguf.GGMLQuantizationType[type_name]
     widths = replace(checkpoint.widths, layers=tuple(map(_padded, range(len(checkpoint.layers)), checkpoint.layers)))
-    tensors = list(_tensors(checkpoint, widths, kind))
+    files = sorted(folder.glob(WEIGHTS))
+    stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
+    tensors = list(_tensors(checkpoint, widths, stored, kind))
     graph = "llama" if len(set(widths.layers)) == 1 else "deci"
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +89,7 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
             _add_sizes(writer, checkpoint, widths)
             writer.add_file_type(gguf.LlamaFileType["ALL_F32" if type_name == "F32" else f"MOSTLY_{type_name}"])
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN):
-                add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
+                notes = add_tokenizer(writer, folder, checkpoint.config["vocab_size"])
             for tensor in tensors:
                 as_given = np.dtype(np.float32)  # of the arrays below; the type is that on disk
                 writer.add_tensor_info(tensor.gguf_name, tensor.shape, as_given, tensor.num_bytes, tensor.type)
@@ -94,9 +97,9 @@ def write_gguf(folder: Path, output: Path, type_name: str, *, overwrite: bool = 
             with reading(f"the tokenizer of {folder}", ModelError, AGAIN, how=" as text", but=(OSError,)):
                 writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for array in _arrays(checkpoint, widths, tensors):
+            for array in _arrays(checkpoint, widths, stored, tensors):
                 writer.write_tensor_data(array)
-    return _notes(checkpoint.layers, widths.layers, tensors, kind)
+    return notes + _notes(checkpoint.layers, widths.layers, tensors, kind)
 
 
 def _unfit(checkpoint: Checkpoint) -> str | None:
@@ -126,7 +129,7 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
         lacks = f"the activation {activation}"
     elif rope["rope_type"] not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         lacks = f"rotary positions of type {rope['rope_type']}"
-    elif not config.get("tie_word_embeddings") and "lm_head.weight" not in checkpoint.shapes:
+    elif not config.get("tie_word_embeddings") and HEAD not in checkpoint.shapes:
         return "it has no lm_head.weight, and its embeddings are not tied; copy the whole folder again"
     return lacks and f"its graph for layers of different widths has no place for {lacks}; serve the model with vLLM"
 
@@ -174,14 +177,26 @@ def _add_sizes(writer: gguf.GGUFWriter, checkpoint: Checkpoint, widths: ModelWid
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _tensors(checkpoint: Checkpoint, widths: ModelWidths, kind: gguf.GGMLQuantizationType) -> Iterator[_Tensor]:
+def _is_copy(head: LocalTensor | None, embedding: LocalTensor) -> bool:
+    """Tell whether an output head has the embedding's bytes. transformers and vLLM use another one, even if tied."""
+    if head is None or (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return False
+    pair, piece = (head.mmap_bytes(), embedding.mmap_bytes()), 1 << 24
+    return all(
+        np.array_equal(*(array[start : start + piece] for array in pair)) for start in range(0, len(pair[0]), piece)
+    )
+
+
+def _tensors(
+    checkpoint: Checkpoint, widths: ModelWidths, stored: Mapping[str, LocalTensor], kind: gguf.GGMLQuantizationType
+) -> Iterator[_Tensor]:
     """Yield the tensors of the file, in order. Raises: ModelError for a tensor that llama.cpp has no place for."""
     if _rope(checkpoint.config)["rope_type"] == "llama3":
         half, whole = (widths.head_dim // 2,), gguf.GGMLQuantizationType.F32
         yield _Tensor(name=FACTORS, gguf_name=FACTORS, shape=half, type=whole)
     shapes = {name: tuple(shape) for name, shape in checkpoint.shapes.items() if not name.endswith("inv_freq")}
-    if checkpoint.config.get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)  # it is never read
+    if checkpoint.config.get("tie_word_embeddings") and _is_copy(stored.get(HEAD), stored[EMBEDDING]):
+        del shapes[HEAD]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(widths.layers))
     for name, shape in (shapes | _missing(checkpoint, widths)).items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -220,10 +235,10 @@ def _type_of(gguf_name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantization
     return kind if gguf_name.startswith("blk.") else gguf.GGMLQuantizationType.Q8_0
 
 
-def _arrays(checkpoint: Checkpoint, widths: ModelWidths, tensors: list[_Tensor]) -> Iterator[np.ndarray]:
+def _arrays(
+    checkpoint: Checkpoint, widths: ModelWidths, stored: Mapping[str, LocalTensor], tensors: list[_Tensor]
+) -> Iterator[np.ndarray]:
     """Yield each tensor in its type; one is in memory at a time."""
-    files = sorted(checkpoint.folder.glob("model*.safetensors"))
-    stored = {name: tensor for file in files for name, tensor in SafetensorsLocal(file).tensors.items()}
     for tensor in tensors:
         array = np.zeros(tensor.shape, np.float32)
         if tensor.name == FACTORS:

@@ -1,12 +1,18 @@
 """Writes a tokenizer into GGUF's fields: tokens, merges, special tokens and the chat template.
 
+The file gets the tokenizer that transformers and vLLM load. They take more than `tokenizer.json`: added tokens and
+their flags from other files, the rules that cut words from the class that tokenizer_config.json names, and the chat
+template from one of several files. So the tokenizer is loaded, saved again into one `tokenizer.json`, and read there.
+
 A tokenizer cuts text into words before it merges bytes. llama.cpp has a name for each set of cutting rules, and its own
 converter guesses the name from the tokens of a test sentence. This module finds it by the rules in `tokenizer.json`.
 """
 
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -25,32 +31,48 @@ BYTE_LEVEL = {  # the rules that cut, in order, and whether merges are skipped f
 }
 SENTENCEPIECE = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
 """The normalization of text in Llama 2's tokenizer, and in llama.cpp's of the same kind."""
+METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
+"""The rule of transformers' class LlamaTokenizer in its place; its key `prepend_scheme` has several values."""
+_FLAGS = ("lstrip", "rstrip", "single_word")  # of an added token: the text around it decides or is removed
 _STEP, _ID = {"type": NAME}, Number(0, 10_000_000, whole=True)
 TOKENIZER = {  # the values that are written into the file or decide about it
     "model": {
         "type": NAME, "vocab": {str: _ID}, "merges": [(NAME, [NAME, 2])],
         "byte_fallback?": (None, bool), "ignore_merges?": (None, bool),
     },
-    "added_tokens?": (None, [{"id": _ID, "content": NAME, "special": bool}]),
+    "added_tokens?": (None, [{"id": _ID, "content": NAME, "special": bool, **{f"{name}?": bool for name in _FLAGS}}]),
     "normalizer?": (None, {**_STEP, "normalizers?": [_STEP]}),
     "pre_tokenizer?": (None, {**_STEP, "pretokenizers?": [_STEP]}),
 }  # fmt: skip
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
-    """Add the tokenizer to the file. Raises: ModelError if llama.cpp would tokenize differently."""
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> list[str]:
+    """Add the tokenizer to the file; return notes about it for the user.
+
+    Raises: ModelError if llama.cpp would tokenize differently.
+    """
     if not (folder / "tokenizer.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json; save its tokenizer there with transformers' save_pretrained")
-    tokenizer = read_json(folder / "tokenizer.json")
-    check(tokenizer, {"model": {"type": NAME}}, "tokenizer.json")
-    model = tokenizer["model"]
-    if model["type"] != "BPE":
-        raise _refusal(folder, f"is of type {short(model['type'])}")
-    check(tokenizer, TOKENIZER, "tokenizer.json")
+    original = read_json(folder / "tokenizer.json")
+    check(original, {"model": {"type": NAME}}, "tokenizer.json")
+    if original["model"]["type"] != "BPE":
+        raise _refusal(folder, f"is of type {short(original['model']['type'])}")
+    check(original, TOKENIZER, "tokenizer.json")
+    _tokens(folder, original, vocab_size)
+    with TemporaryDirectory() as saved:
+        loaded = _load(folder)
+        loaded.save_pretrained(saved)
+        shutil.copyfile(folder / "config.json", Path(saved) / "config.json")
+        tokenizer = read_json(Path(saved) / "tokenizer.json")
+        check(tokenizer, TOKENIZER, "tokenizer.json")
+        special = gguf.SpecialVocab(saved, load_merges=not tokenizer["model"].get("byte_fallback"), n_vocab=vocab_size)
+    model, notes = tokenizer["model"], []
     tokens, kinds = _tokens(folder, tokenizer, vocab_size)
+    if odd := [each["content"] for each in tokenizer.get("added_tokens") or () if any(map(each.get, _FLAGS))]:
+        raise _refusal(folder, f"strips spaces around {short(odd[0])}, or requires a word's end there")
     if model.get("byte_fallback"):
-        _check_sentencepiece(folder, tokenizer)
+        notes += _add_prefix(writer, folder, tokenizer)
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(_scores(tokens, model["merges"]))
@@ -59,10 +81,31 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> Non
         writer.add_tokenizer_pre(_name_of_cuts(folder, tokenizer))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    special = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=vocab_size)
-    unstated = {"bos": False, "eos": False}  # without these llama.cpp would add some by itself
-    special.add_special_token = unstated | special.add_special_token
+    special.add_special_token = _added_to_texts(folder, loaded)
     special.add_to_gguf(writer, quiet=True)
+    return notes
+
+
+def _load(folder: Path) -> Any:
+    """Return the tokenizer of a dense or pruned model. No code of its folder runs."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ddp_vllm.remote_code.configuration_ddp import CONFIGS
+
+    for kind in CONFIGS:  # some tokenizers are found by the type of the model
+        AutoConfig.register(kind.model_type, kind, exist_ok=True)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _added_to_texts(folder: Path, loaded: Any) -> dict[str, bool]:
+    """Return whether the tokenizer puts BOS before a text, and EOS after it. Raises: ModelError for other tokens."""
+    plain, full = (list(loaded("x", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    start = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
+    ends = {"bos": (full[:start], loaded.bos_token_id), "eos": (full[start + len(plain) :], loaded.eos_token_id)}
+    for tokens, expected in ends.values():
+        if tokens not in ([], [expected]):
+            raise _refusal(folder, f"adds the tokens {tokens} to every text")
+    return {name: bool(tokens) for name, (tokens, _) in ends.items()}
 
 
 def _refusal(folder: Path, fault: str) -> ModelError:
@@ -96,10 +139,19 @@ def _cut(rule: dict[str, Any]) -> str | None:
     return str(rule)
 
 
-def _check_sentencepiece(folder: Path, tokenizer: dict[str, Any]) -> None:
-    steps = (tokenizer.get("normalizer") or {}).get("normalizers")
-    if steps != SENTENCEPIECE or tokenizer.get("pre_tokenizer"):
+def _add_prefix(writer: gguf.GGUFWriter, folder: Path, tokenizer: dict[str, Any]) -> list[str]:
+    """Add how spaces are put before texts; return a note if llama.cpp puts more of them. Raises: ModelError."""
+    steps, rule = (tokenizer.get("normalizer") or {}).get("normalizers"), tokenizer.get("pre_tokenizer")
+    if steps == SENTENCEPIECE and not rule:
+        return []
+    scheme = (rule or {}).get("prepend_scheme")
+    if tokenizer.get("normalizer") or rule != {**METASPACE, "prepend_scheme": scheme}:
         raise _refusal(folder, "puts spaces before words in another way than Llama 2")
+    writer.add_add_space_prefix(scheme != "never")
+    if scheme == "never":
+        return []
+    also = ", or that follows a special token" if scheme == "first" else ""
+    return [f"llama.cpp also puts a space before text that begins with one{also}; transformers does not"]
 
 
 def _tokens(folder: Path, tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[gguf.TokenType]]:

@@ -14,7 +14,7 @@ from ddp_vllm.hub import push as publishing
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("repository")
 @click.option("--private", is_flag=True, help="Make a new repository private.")
-@click.option("--revision", show_default="main", help="Branch to push to.")
+@click.option("--revision", show_default="main", help="Branch to push to; a new one is made.")
 @click.option("--license", "license_name", help="License of the dense model in the hub's spelling, e.g. apache-2.0.")
 @click.option(
     "--base-model", show_default="the model it was pruned from, if on the hub", help="The dense model on the hub."

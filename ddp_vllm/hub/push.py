@@ -27,7 +27,8 @@ def push(
     """Publish a pruned checkpoint on the Hugging Face hub and return the bytes of each file by its name.
 
     repository: OWNER/NAME. license_name: of the dense model, in the hub's spelling. base_model: the dense model on the
-    hub, by default the one it was pruned from. dry_run: only return what would be published.
+    hub, by default the one it was pruned from. revision: a branch, which is made if it is new. dry_run: only return
+    what would be published.
     Raises: CheckpointError if the folder has changed since it was written; SettingError for a name that the hub
         refuses; OutputError if publishing fails.
     """
@@ -51,6 +52,8 @@ def push(
     api = HfApi(library_name="ddp-vllm")
     try:
         api.create_repo(repository, private=private, exist_ok=True)
+        if revision and revision != "main" and not revision.startswith("refs/"):  # a commit does not make its branch
+            api.create_branch(repository, branch=revision, exist_ok=True)
         operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=each) for name, each in contents.items()]
         message = f"{checkpoint.config['model_type']} pruned by ddp-vllm"
         api.create_commit(repository, operations, commit_message=message, revision=revision)

@@ -1,7 +1,8 @@
 """Opens models that other tools pruned as they are: vLLM gets the config of a pruned model for theirs.
 
 vLLM reads config.json by a parser per format. Ours for Hugging Face's format differs from vLLM's in one case: where
-`per_layer_config` or `block_configs` states that layers of a supported family differ.
+config.json states that layers of a supported family differ (`conversion/formats.py`). vLLM has a class of its own for
+Nemotron-NAS, whose config requires --trust-remote-code: with this flag vLLM's class is used.
 """
 
 from pathlib import Path
@@ -12,8 +13,8 @@ from transformers import PreTrainedConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, HFConfigParser
 
-from ddp_vllm.conversion.formats import opened_in_place
 from ddp_vllm.errors import DdpError
+from ddp_vllm.formats import DROPPED, NEMOTRON_NAS, opened_in_place
 from ddp_vllm.remote_code import configuration_ddp
 
 logger = init_logger("vllm.ddp_plugins.in_place")
@@ -25,16 +26,20 @@ class ConfigParser(HFConfigParser):
     def parse(
         self, model: str | Path, trust_remote_code: bool, revision: str | None = None, **kwargs: Any
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
-        pruned = None
         try:
             raw, _ = PreTrainedConfig.get_config_dict(model, revision=revision, local_files_only=HF_HUB_OFFLINE)
-            pruned = opened_in_place(raw)
+            trusts_code = trust_remote_code or kwargs.get("trust_remote_code")
+            is_vllms = trusts_code and raw.get("model_type") == NEMOTRON_NAS
+            if not is_vllms and (pruned := opened_in_place(raw)):
+                kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2])
+                config = kind.from_dict(pruned)
+                logger.info_once("ddp-vllm opens %s: its config.json states the widths of layers", str(model))
+                return pruned, config
         except (OSError, ValueError, DdpError) as error:  # vLLM says what is wrong, or has a class of its own for it
+            if isinstance(error, DdpError) and any(raw.get(key) for key in DROPPED):
+                raise  # vLLM does not read these lists and would serve the model with the dropped blocks
             logger.warning_once("ddp-vllm does not open %s: %s", str(model), " ".join(str(error).split()))
-        if pruned is None:
-            return super().parse(model, trust_remote_code, revision=revision, **kwargs)
-        kind = getattr(configuration_ddp, pruned["auto_map"]["AutoConfig"].rpartition(".")[2])
-        return pruned, kind.from_dict(pruned)
+        return super().parse(model, trust_remote_code, revision=revision, **kwargs)
 
 
 def register_parser() -> None:

@@ -10,10 +10,10 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase
 
 from ddp_plugins.limits import warn_of_new_vllm
-from ddp_vllm.conversion.formats import IN_PLACE, SUBBLOCKS
-from ddp_vllm.conversion.shapes import is_leftover
 from ddp_vllm.errors import CheckpointError
+from ddp_vllm.formats import IN_PLACE, SUBBLOCKS, is_leftover
 from ddp_vllm.masks import is_mask
+from ddp_vllm.remote_code.files import WEIGHTS
 from ddp_vllm.remote_code.widths import ModelWidths
 
 
@@ -36,8 +36,8 @@ class CheckedLoading:
         unknown = [name for name in projections if widths.expected(f"{name}.weight") is None]
         assert not unknown, f"{unknown[0]} is not in the family's table in tensors.py: neither checked nor padded"
         self.in_place = hasattr(vllm_config.model_config.hf_config, IN_PLACE)
-        if (Path(vllm_config.model_config.model) / SUBBLOCKS).is_dir():  # of a folder that is served as it is
-            self.allow_patterns_overrides = [f"{SUBBLOCKS}/*.safetensors"]
+        if self.in_place and not any(Path(vllm_config.model_config.model).glob(WEIGHTS)):  # a name on the hub has none
+            self.allow_patterns_overrides = [WEIGHTS, f"{SUBBLOCKS}/*.safetensors", "*.safetensors", "*.bin"]
         self.widths = replace(widths, is_quantized=widths.is_quantized or vllm_config.quant_config is not None)
         self.is_loaded = vllm_config.load_config.load_format == "dummy"  # reads nothing at the start
 

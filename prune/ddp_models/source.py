@@ -20,7 +20,9 @@ from ddp_vllm.families import (
     family_of,
     pruned_config,
     register_pruned,
+    warn_of_foreign_code,
 )
+from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
@@ -56,6 +58,7 @@ def open_source(model: str, *, load: bool = True) -> Source:
     folder = Path(model) if is_local else _download(model, WEIGHTS if load else ())
     config = read_config(folder)
     try:
+        check_states_no_widths(config)
         family, sizes = family_of(config), dimensions_of(config)
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
@@ -69,6 +72,7 @@ def open_source(model: str, *, load: bool = True) -> Source:
         fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # config.json states the dense widths
         raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
     _prepare_transformers(config)
+    warn_of_foreign_code(model, config)
     return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
 
 

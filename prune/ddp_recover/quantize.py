@@ -75,7 +75,7 @@ def _open(folder: Path) -> Checkpoint:
             raise SettingError(
                 f"{folder} has routed experts, which quantize would skip: it quantizes linear layers only. "
                 f"It is a stock {dense_type(checkpoint.config)} checkpoint, so let vLLM quantize it when it loads: "
-                f"vllm serve {folder} --quantization fp8"
+                f"vllm serve {folder} --quantization fp8_per_tensor"
             )
         raise SettingError(
             f"{folder} has experts of different widths, which are served unquantized only; prune the dense model with "

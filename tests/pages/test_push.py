@@ -39,17 +39,26 @@ class Hub(BaseHTTPRequestHandler):
             return self._answer({"url": f"http://{self.headers['Host']}/me/tiny"})
         if self.path == "/api/validate-yaml":  # of the card
             return self._answer({"errors": [], "warnings": []})
-        if self.path.endswith("/preupload/main"):
-            names = [file["path"] for file in json.loads(body)["files"]]
-            files = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
-            return self._answer({"files": files})
-        if self.path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            there = f"http://{self.headers['Host']}/me/tiny/commit/{'1' * 40}"
-            return self._answer({"commitUrl": there, "commitOid": "1" * 40})
-        return self._answer({"error": self.path}, code=404)
+        action, _, branch = self.path.removeprefix("/api/models/me/tiny/").partition("/")
+        if (action == "branch") == (branch in self.received["branches"]):  # it exists already, or does not exist yet
+            return self._answer({"error": self.path}, code=409 if action == "branch" else 404)
+        return self._answer(getattr(self, f"_{action}")(branch, body))
+
+    def _branch(self, branch: str, _: str) -> dict[str, Any]:
+        self.received["branches"].add(branch)
+        return {}
+
+    def _preupload(self, _: str, body: str) -> dict[str, Any]:
+        names = [file["path"] for file in json.loads(body)["files"]]
+        return {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+
+    def _commit(self, branch: str, body: str) -> dict[str, Any]:
+        self.received["branch"] = branch
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.received[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        there = f"http://{self.headers['Host']}/me/tiny/commit/{'1' * 40}"
+        return {"commitUrl": there, "commitOid": "1" * 40}
 
     def _answer(self, content: dict[str, Any], code: int = 200) -> None:
         data = json.dumps(content).encode()
@@ -65,7 +74,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, dict[str, Any]]]:
-    Hub.received = {}
+    Hub.received = {"branches": {"main", "old"}}
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -87,7 +96,8 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: Any, t
     (pruned / "eval" / "results.json").write_text("{}")
     done = push(pruned, "me/tiny", "--private", "--license", "apache-2.0", endpoint=endpoint)
     assert done.returncode == 0 and "published to me/tiny" in done.stdout, done.stderr
-    asked = received.pop("repository")
+    asked, branch, _ = received.pop("repository"), received.pop("branch"), received.pop("branches")
+    assert branch == "main"
     assert (asked["name"], asked["organization"]) == ("tiny", "me")
     assert asked["visibility"] == "private"
     there = tmp_path / "there"
@@ -98,6 +108,13 @@ def test_what_arrives_is_whole_and_says_how_to_load_it(pruned: Path, hub: Any, t
     assert "eval/results.json" not in received and (there / "config.json").read_text().startswith("{")
     card = (there / "README.md").read_text()
     assert "vllm serve me/tiny\n" in card and "license: apache-2.0" in card and "base_model: owner/tiny" in card
+
+
+@pytest.mark.parametrize("branch", ["main", "old", "new"])
+def test_a_branch_is_made_unless_it_exists(branch: str, pruned: Path, hub: Any) -> None:
+    done = push(pruned, "me/tiny", "--revision", branch, endpoint=hub[0])
+    assert done.returncode == 0, done.stderr
+    assert hub[1]["branch"] == branch and hub[1]["branches"] == {"main", "old", branch}
 
 
 def test_the_hubs_refusal_is_one_line(pruned: Path, hub: Any) -> None:

@@ -2,13 +2,15 @@
 
 Torch-Pruning prunes by its own code, as its examples/LLMs/prune_llm.py does. FLAP's scores are those of our study; its
 slicing, biases and folder are as in its lib/prune.py. Folders of Puzzletron, Nemotron-NAS and AnyModel follow the
-schemas in NVIDIA's Model-Optimizer (block_config.py, utils/vllm_adapter.py) and in vllm#36512.
+schemas in NVIDIA's Model-Optimizer (block_config.py in three versions, utils/vllm_adapter.py) and in vllm#36512. Those
+of LLM-Drop keep the tensors of dropped blocks, as its configs with two lists do.
 """
 
 import copy
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +138,44 @@ def _write_config(folder: Path, **keys: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def puzzletron(folder: Path, **keys: Any) -> Any:
-    """Save BLOCKS as Puzzletron does: block_configs, and a file for every block in a folder of their own."""
+def block_configs(schema: str) -> list[dict[str, Any]]:
+    """Return BLOCKS with every key that the dataclasses of a version of block_config.py write, also without a use."""
+    common = {"replace_with_linear": False, "sparsify": None, "weights_precision": "bf16"}
+    found: list[dict[str, Any]] = []
+    for heads, kv_heads, width in BLOCKS:
+        if schema == "typed":
+            attention = {"num_kv_heads": kv_heads, "num_query_heads": heads, "qk_head_dim": 32, "v_head_dim": 32,
+                         "sliding_window_size": "full", "k_eq_v": False} if kv_heads else {}  # fmt: skip
+            ffn = {"intermediate_size": width} if width else {}
+            parts = ("attention", attention), ("ffn", ffn)
+            found.append(
+                {"subblock_configs": [{"kind": kind, "name": kind, "no_op": not part, **part} for kind, part in parts]}
+            )
+            continue
+        attention = {**common, "no_op": not kv_heads, "mamba": None, "llama4": None}
+        ffn = {**common, "no_op": not width, "moe": None, "intermediate_size": width or None}
+        if schema == "asdict":
+            attention["num_key_value_heads"] = kv_heads or None
+        else:
+            attention |= {"n_heads_in_group": heads // kv_heads if kv_heads else None, "window_length": None,
+                          "num_sink_tokens": None, "use_prefill_window_in_sink_attention": False if kv_heads else None,
+                          "unshifted_sink": False if kv_heads else None}  # fmt: skip
+            ffn |= {"gated": True if width else None, "hidden_act": "silu" if width else None}
+        found.append({"attention": attention, "ffn": ffn, "parallel_blocks": None})
+    return found
+
+
+def puzzletron(folder: Path, schema: str = "asdict") -> Any:
+    """Save BLOCKS as Puzzletron does: block_configs, and a file for every block in a folder of their own.
+
+    The typed schema, which is the newest one, comes with the keys of AnyModel.
+    """
     model, parts, weight_map = of_blocks(), dict[str, dict[str, torch.Tensor]](), dict[str, str]()
-    blocks = [
-        {"attention": {"no_op": not kv_heads, "num_key_value_heads": kv_heads or None},
-         "ffn": {"no_op": not width, "intermediate_size": width or None}}
-        for _, kv_heads, width in BLOCKS
-    ]  # fmt: skip
-    _write_config(folder, **{"architectures": ["LlamaForCausalLM"], "block_configs": blocks, **keys})
+    keys: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "block_configs": block_configs(schema)}
+    if schema == "typed":
+        keys |= {"architectures": ["AnyModel"], "base_architecture": "LlamaForCausalLM", "anymodel_arch_info": {},
+                 "per_layer_config": _per_layer_config()}  # fmt: skip
+    _write_config(folder, **keys)
     for name, tensor in model.state_dict().items():
         words = name.split(".")
         part = f"block_{words[2]}_{'attention' if 'attn' in name else 'ffn'}" if words[1] == "layers" else words[-2]
@@ -173,21 +204,40 @@ def nemotron_nas(folder: Path) -> Any:
     return model
 
 
-def anymodel(folder: Path) -> Any:
-    """Save BLOCKS as AnyModel reads them: the layers that differ in `per_layer_config`; norms of all blocks remain."""
+def _per_layer_config() -> dict[str, dict[str, Any]]:
+    """Return BLOCKS as AnyModel reads them: only layers and fields that differ."""
     layers: dict[str, dict[str, Any]] = {}
     for index, (_, kv_heads, width) in enumerate(BLOCKS):
         own = {"num_key_value_heads": kv_heads, "intermediate_size": width}
         own = {key: value for key, value in own.items() if value not in (0, SIZES[key])}
         skip = [*["attention"] * (not kv_heads), *["mlp"] * (not width)]
         layers[str(index)] = {**own, **({"skip": skip} if skip else {})}
+    return {index: own for index, own in layers.items() if own}
+
+
+def anymodel(folder: Path) -> Any:
+    """Save BLOCKS as AnyModel reads them: the layers that differ in `per_layer_config`; norms of all blocks remain."""
     model = of_blocks()
     _write_config(
         folder, architectures=["AnyModel"], base_architecture="LlamaForCausalLM",
-        per_layer_config={index: own for index, own in layers.items() if own},
+        per_layer_config=_per_layer_config(),
     )  # fmt: skip
     norms = {name: torch.ones(48) for name in LlamaForCausalLM(LlamaConfig(**SIZES)).state_dict() if "norm" in name}
     save_file({**norms, **{name: each.contiguous() for name, each in model.state_dict().items()}}, folder / WEIGHTS)
+    return model
+
+
+def llm_drop(folder: Path) -> Any:
+    """Save a Llama as LLM-Drop does: lists in config.json, one of layers and one of truth values, and all tensors."""
+    model = llama()
+    _write_config(
+        folder, architectures=["LlamaForCausalLM"], drop_attn_list=[2, 1], drop_mlp_list=[False, True, False, False],
+        auto_map={"AutoModelForCausalLM": "modeling_dropped_llama.LlamaForCausalLM"},
+    )  # fmt: skip
+    save_file({name: each.contiguous() for name, each in model.state_dict().items()}, folder / WEIGHTS)
+    for index in (1, 2):
+        model.model.layers[index].self_attn, model.model.layers[index].input_layernorm = NoAttention(), nn.Identity()
+    model.model.layers[1].mlp, model.model.layers[1].post_attention_layernorm = NoMLP(), nn.Identity()
     return model
 
 
@@ -205,6 +255,9 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "Torch-Pruning": torch_pruning,
     "FLAP": of_flap,
     "Puzzletron": puzzletron,
+    "Puzzletron, older": partial(puzzletron, schema="groups"),
+    "Puzzletron, typed": partial(puzzletron, schema="typed"),
     "Nemotron-NAS": nemotron_nas,
     "AnyModel": anymodel,
+    "LLM-Drop": llm_drop,
 }

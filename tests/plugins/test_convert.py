@@ -1,6 +1,10 @@
 """Models that other tools pruned: converted, they say what the tool's own forward pass says, in every runtime."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -11,6 +15,8 @@ import pytest
 import torch
 from commands import assert_refused, invoke, passed
 from foreign_folders import BLOCKS, FOLDERS, llama, pruned
+from foreign_folders import SIZES as SIZES_OF_LLAMA
+from quantized import ROWS_OF_INT8, state_quantization
 from safetensors.torch import load_file, save_file
 from serving import Serve, assert_same, job
 from test_gguf import furthest, save_tokenizer
@@ -18,15 +24,23 @@ from test_gguf import serve as llama_cpp
 from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint
 from tiny_models import PROMPTS, edit_config, edit_weights, generate, load_model
 from tokenizers import pre_tokenizers
-from transformers import LlamaConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from ddp_models.source import open_source
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.conversion.formats import opened_in_place
 from ddp_vllm.errors import ModelError
+from ddp_vllm.formats import is_leftover, opened_in_place
+from ddp_vllm.model_facts import dense_kv_bytes, describe_model
+from ddp_vllm.remote_code.widths import ModelWidths
 
 
 def output_of(*words: object) -> str:
     return passed(invoke(*words)).output
+
+
+def exported(folder: str) -> None:
+    passed(invoke("export", folder, "-o", f"{folder}.gguf"))
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +73,7 @@ def test_greedy_tokens_are_those_of_the_tools_own_forward_pass(tool: str, conver
             assert model(before).logits[0, -1].argmax().item() == token
 
 
-IN_PLACE = ("Puzzletron", "Nemotron-NAS", "AnyModel")
+IN_PLACE = ("Puzzletron", "Puzzletron, older", "Puzzletron, typed", "Nemotron-NAS", "AnyModel", "LLM-Drop")
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +81,35 @@ def served(serve: Serve, converted: Any) -> dict[str, Any]:
     """Return what real vLLM answers on each converted folder, and on those that it opens as they are."""
     tools = [tool for tool in FOLDERS if tool != "Torch-Pruning" or find_spec("torch_pruning")]
     jobs = {tool: job(converted(tool)[1]) for tool in tools}
-    return serve(jobs | {f"{tool} in place": job(converted(tool)[0]) for tool in IN_PLACE})
+    jobs |= {f"{tool} in place": job(converted(tool)[0]) for tool in IN_PLACE}
+    return serve(jobs | {place: job(quantized(converted("LLM-Drop")[index])) for index, place in enumerate(INT8)})
+
+
+INT8 = ("INT8 in place", "INT8")
+
+
+def quantized(folder: Path) -> Path:
+    """Return a copy of a folder with INT8 weights, a scale per row, as compressed-tensors states and writes them.
+
+    One of LLM-Drop has scales of dropped blocks too.
+    """
+    copy = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-int8")))
+    for file in copy.glob("model*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            scale = tensors[name].abs().amax(1, keepdim=True) / 127
+            tensors[name], tensors[f"{name}_scale"] = (tensors[name] / scale).round().to(torch.int8), scale
+        save_file(tensors, file)
+    (copy / "model.safetensors.index.json").unlink(missing_ok=True)
+    (copy / "ddp_masks.safetensors").unlink(missing_ok=True)
+    state_quantization(copy, ROWS_OF_INT8)
+    return copy
+
+
+@pytest.mark.vllm
+def test_a_quantized_folder_is_opened_as_it_is_too(served: dict[str, Any]) -> None:
+    in_place, ours = (served[place] for place in INT8)
+    assert_same(in_place, ours)
 
 
 @pytest.mark.vllm
@@ -91,8 +133,9 @@ def test_tensors_are_copied_and_other_verbs_read_the_folder(tool: str, converted
         {name: tensor for file in sorted(each.rglob("*.safetensors")) for name, tensor in load_file(file).items()}
         for each in (source, folder)
     )
-    left_out = {"model.layers.2.input_layernorm.weight", "model.layers.3.post_attention_layernorm.weight"}
-    assert before.keys() - after.keys() == (left_out if tool == "AnyModel" else set())
+    dropped = {"AnyModel": ("2.input_", "3.post_attention_"), "LLM-Drop": ("1.", "2.self_attn.", "2.input_")}
+    left_out = tuple(f"model.layers.{part}" for part in dropped.get(tool, ()))
+    assert before.keys() - after.keys() == {name for name in before if name.startswith(left_out)}
     assert all(torch.equal(before[name], after[name]) for name in before.keys() & after.keys())
     added = after.keys() - before.keys()
     assert {name.rpartition(".")[2] for name in added} == ({"bias"} if tool == "FLAP" else set())
@@ -134,11 +177,12 @@ def test_experts_of_different_widths(family: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["ddp_layers"] == layers
 
 
-def test_typed_blocks_of_a_mixture_of_experts() -> None:
-    """As newer Puzzletrons write them; expert widths by layer, a window in one layer as the model has it."""
-    attention = {"kind": "attention", "num_query_heads": 2, "num_kv_heads": 1, "sliding_window_size": "full"}
-    moe = {"kind": "moe", "num_experts": 8, "top_k": 3, "expert_intermediate_size": 40}
-    ffn = {"kind": "ffn", "intermediate_size": 96, "hidden_act": "silu"}
+def test_blocks_of_a_mixture_of_experts() -> None:
+    """As two versions of Puzzletron write them; expert widths by layer, a window in one layer as the model has it."""
+    attention = {"kind": "attention", "name": "attention", "no_op": False, "num_query_heads": 2, "num_kv_heads": 1,
+                 "qk_head_dim": 32, "v_head_dim": 32, "sliding_window_size": "full"}  # fmt: skip
+    moe = {"kind": "moe", "name": "moe", "no_op": False, "num_experts": 8, "top_k": 3, "expert_intermediate_size": 40}
+    ffn = {"kind": "ffn", "name": "ffn", "no_op": False, "intermediate_size": 96, "hidden_act": "silu"}
     blocks = [{"subblock_configs": [attention, part]} for part in (moe, ffn, {**moe, "expert_intermediate_size": 64})]
     config = {"model_type": "qwen3_moe", "hidden_act": "silu", **SIZES, **FAMILIES["qwen3_moe"]}
     opened = opened_in_place({**config, "architectures": ["AnyModel"], "block_configs": blocks})
@@ -148,6 +192,165 @@ def test_typed_blocks_of_a_mixture_of_experts() -> None:
         moe["num_experts"] = 6
         opened_in_place({**config, "block_configs": blocks})
     assert opened_in_place(config) is None
+    common = {"no_op": False, "replace_with_linear": False, "sparsify": None, "weights_precision": "bf16"}
+    routed = {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_dim": 40}
+    older = [
+        {"attention": {**common, "n_heads_in_group": 2, "window_length": None},
+         "ffn": {**common, "gated": None, "hidden_act": None, "intermediate_size": None,
+                 "moe": {**routed, "expert_intermediate_dim": width}}, "parallel_blocks": None}
+        for width in (40, 0, 64)
+    ]  # fmt: skip
+    config = {"model_type": "qwen2_moe", "hidden_act": "silu", **SIZES, **FAMILIES["qwen2_moe"]}
+    opened = opened_in_place({**config, "block_configs": older})
+    assert opened
+    assert [layer["expert_intermediate_sizes"] for layer in opened["ddp_layers"]] == [[40] * 8, [0] * 8, [64] * 8]
+    with pytest.raises(ModelError, match="shared_expert_intermediate_size"):
+        routed["shared_expert_intermediate_dim"] = 41
+        older[1]["ffn"]["moe"] = routed
+        opened_in_place({**config, "block_configs": older})
+
+
+def _opened(**keys: Any) -> list[tuple[int, int, int]] | None:
+    """Return the heads, KV heads and channels of each layer by a config that a tool wrote; None if it states none."""
+    opened = opened_in_place({**LlamaConfig(**SIZES_OF_LLAMA).to_dict(), "model_type": "llama", **keys})
+    layers = opened and [each.values() for each in opened["ddp_layers"]]
+    return layers and [(sum(heads), len(heads), width) for heads, width in layers]
+
+
+WHOLE, NO_ATTENTION, NO_MLP = (12, 4, 64), (0, 0, 64), (12, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "layer"),
+    [
+        ({"per_layer_config": {"1": {"intermediate_size": 0}}}, NO_MLP),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 0}}}, NO_ATTENTION),
+        ({"per_layer_config": {"01": {"num_attention_heads": 0, "skip": None, "head_dim": None}}}, NO_ATTENTION),
+        ({"block_configs": [{}, {"ffn": {"intermediate_size": 0}}, {}, {}]}, NO_MLP),
+        ({"block_configs": [{}, {"ffn": {"ffn_mult": 0.0, "intermediate_size": None}}, {}, {}]}, NO_MLP),
+        ({"block_configs": [{}, {"attention": {"num_key_value_heads": 0}}, {}, {}]}, NO_ATTENTION),
+        ({"block_configs": [{}, {"attention": {"window_length": 256, "num_key_value_heads": 2}}, {}, {}],
+          "sliding_window": 256, "model_type": "mistral"}, (12, 2, 64)),
+        ({"block_configs": [{}] * 4, "per_layer_config": {"1": {"skip": ["mlp"]}}}, NO_MLP),
+        ({"drop_attn_list": [1]}, NO_ATTENTION),
+        ({"drop_attn_list": [False, True, False, False], "drop_mlp_list": []}, NO_ATTENTION),
+        ({"drop_mlp_list": [1], "drop_attn_list": None}, NO_MLP),
+        ({"drop_attn_list": [1], "per_layer_config": {"1": {"skip": ["mlp"]}}}, (0, 0, 0)),
+        ({"drop_attn_list": [1], "quantization_config": {"quant_method": "modelopt"}}, NO_ATTENTION),
+        ({"drop_attn_list": [False] * 4, "drop_mlp_list": [False] * 4}, None),
+        ({"drop_attn_list": [], "drop_mlp_list": []}, None),
+        ({"per_layer_config": {"1": {"num_attention_heads": 3}}, "model_type": "gemma4_text"}, None),
+        ({"block_configs": [{"mamba": {}}], "model_type": "nemotron_h"}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_widths_that_a_config_states(keys: dict[str, Any], layer: tuple[int, int, int] | None) -> None:
+    assert _opened(**keys) == (layer and [WHOLE, layer, WHOLE, WHOLE])
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        *(({"attention": {key: value}}, key) for key, value in (
+            ("replace_with_linear", True), ("sparsify", ["2:4"]), ("num_sink_tokens", 4), ("unshifted_sink", True),
+            ("mamba", {"state_dim": 8}), ("llama4", {"use_rope": False, "attn_scale": 0.1}), ("k_eq_v", True),
+            ("kv_source_layer", 0), ("unheard_of", 1),
+        )),
+        *(({"attention": {key: 9}}, "sliding_window") for key in ("sliding_window_size", "window_length")),
+        *(({"attention": {key: 16}}, "head_dim") for key in ("qk_head_dim", "v_head_dim")),
+        *(({"ffn": {key: value}}, key) for key, value in (("gated", False), ("hidden_act", "gelu"))),
+        ({"ffn": {"moe": {"latent_dim": 8}}}, "latent_dim"),
+        ({"subblock_configs": [{"kind": "ffn", "name": "up"}, {"kind": "ffn", "name": "down"}]}, "several parts"),
+        ({"subblock_configs": [{"kind": "mamba", "name": "mamba"}]}, "mamba"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_block_states_otherwise_is_refused(part: dict[str, Any], word: str) -> None:
+    with pytest.raises(ModelError, match=f"layer 1 .*{word}"):
+        _opened(block_configs=[{}, part, {}, {}])
+
+
+@pytest.mark.parametrize("lists", [{"drop_attn_list": [4]}, {"drop_mlp_list": [False] * 4 + [True]}])
+def test_a_dropped_layer_that_does_not_exist(lists: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="names layer 4, of 4 layers"):
+        _opened(**lists)
+
+
+def test_a_dense_verb_takes_no_model_that_another_tool_pruned(converted: Any, tmp_path: Path) -> None:
+    """Its tensors may be those of the dense model, so nothing else would show it."""
+    folder = converted("LLM-Drop")[0]
+    (tmp_path / "text.txt").write_text("the fox jumps " * 400)
+    for words in (
+        ("prune", folder, "--sparsity", 0.25, "--data", tmp_path / "text.txt", "-o", tmp_path / "out"),
+        ("export", folder, "-o", tmp_path / "out.gguf"),
+        ("eval", folder, "--text", tmp_path / "text.txt", "--against", folder, "-o", tmp_path / "eval"),
+        ("quantize", folder, "--scheme", "W8A8", "-o", tmp_path / "out"),
+    ):
+        assert_refused(invoke(*words), 3, "another tool pruned it", "drop_attn_list", "run ddp-vllm convert")
+
+
+def test_code_that_a_model_brings_along_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may compute something else by keys that only it reads; the stock class is used."""
+    folder, sentence = tmp_path / "model", "(auto_map: 'modeling_odd.Odd'), which is not run: the stock class of llama"
+    llama().save_pretrained(folder)
+    save_tokenizer(folder, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    edit_config(folder, lambda found: found.update(auto_map={"AutoModelForCausalLM": "modeling_odd.Odd"}, odd_key=3))
+    assert_refused(invoke("convert", folder, "-o", tmp_path / "out"), 3, "vLLM serves it as it is; but", sentence)
+    for model in ("export", "prune", "eval"):
+        folder.rename(folder := tmp_path / model)
+        caplog.clear()
+        (open_source if model == "prune" else describe_model if model == "eval" else exported)(str(folder))
+        assert sentence in caplog.text
+    edit_weights(folder, cut("model.layers.1.mlp.gate_proj.weight", 40))
+    edit_weights(folder, cut("model.layers.1.mlp.up_proj.weight", 40))
+    edit_weights(folder, cut("model.layers.1.mlp.down_proj.weight", 40))
+    assert sentence in output_of("convert", folder, "-o", tmp_path / "out")
+
+
+PARSED = """
+import json, sys
+from ddp_plugins.register import register
+register()
+from ddp_plugins import in_place
+from vllm.transformers_utils.config import get_config
+in_place.logger.setLevel("INFO")
+lines = []
+in_place.logger.addFilter(lambda record: lines.append(record.getMessage()))
+for folder, trusted in json.loads(sys.argv[1]):
+    try:
+        found = type(get_config(folder, trust_remote_code=trusted)).__name__
+    except Exception as error:
+        found = str(error)
+    print("RESULT", json.dumps([found, [line.partition(" " + folder)[0] for line in lines]]))
+    lines.clear()
+"""
+
+
+@pytest.mark.vllm
+def test_whose_class_vllm_takes(converted: Any, run_in_vllm: Callable[..., str], tmp_path: Path) -> None:
+    """Its own for models that ddp-vllm does not know, and for Nemotron-NAS with the code that its config requires."""
+    nas, other, wrong, odd = (tmp_path / name for name in ("nas", "other", "wrong", "odd"))
+    shutil.copytree(converted("Nemotron-NAS")[0], nas)
+    (nas / "configuration_decilm.py").write_text(
+        "from transformers import PreTrainedConfig\n\n\nclass DeciLMConfig(PreTrainedConfig):\n    pass\n"
+    )
+    for folder, keys in (
+        (other, {"model_type": "phi", "per_layer_config": {"1": {"intermediate_size": 40}}}),
+        (wrong, {"drop_attn_list": [7]}),
+        (odd, {"block_configs": [{"attention": {"replace_with_linear": True}}] * 4}),
+    ):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**LlamaConfig(**SIZES_OF_LLAMA).to_dict(), **keys}))
+    asked = [(nas, False), (nas, True), (other, False), (wrong, False), (odd, False)]
+    printed = run_in_vllm(PARSED, json.dumps([(str(folder), trusted) for folder, trusted in asked]))
+    results = [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT")]
+    assert results == [
+        ["DDPLlamaConfig", ["ddp-vllm opens"]],
+        ["DeciLMConfig", []],
+        ["PhiConfig", []],
+        ["config.json: drop_attn_list or drop_mlp_list names layer 7, of 4 layers", []],
+        ["LlamaConfig", ["ddp-vllm does not open"]],
+    ]
 
 
 def test_a_converted_model_recovers(converted: Any, tmp_path: Path) -> None:
@@ -210,6 +413,15 @@ def heads(queries: int, kv_heads: int, layers: Sequence[int] = (1,)) -> Callable
     return edit
 
 
+def heads_of_mixture(count: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Return an edit that leaves `count` query heads of 32 in the first layer."""
+    name = "model.layers.0.self_attn"
+    return lambda found: (
+        cut(f"{name}.q_proj.weight", 32 * count)(found),
+        cut(f"{name}.o_proj.weight", 32 * count)(found),
+    )  # type: ignore[func-returns-value]
+
+
 def both(first: Callable[[Path], None], second: Callable[[Path], None]) -> Callable[[Path], Any]:
     return lambda folder: (first(folder), second(folder))
 
@@ -218,6 +430,11 @@ def block(**part: Any) -> Callable[[Path], None]:
     whole = {"attention": {"num_key_value_heads": 4}, "ffn": {"intermediate_size": 64}}
     own = {**whole, "ffn": {"intermediate_size": 40}}
     return config(block_configs=[whole, {**own, **part}, whole, whole])
+
+
+def whole(spoil: Callable[[Path], None]) -> Callable[[Path], Any]:
+    """Return a change to a dense folder, of which convert must not claim that vLLM serves it."""
+    return both(lambda folder: llama().save_pretrained(folder), spoil)
 
 
 def pickled(folder: Path) -> None:
@@ -271,7 +488,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], list[str]]] = {  # how a folder 
     "a group that divides nothing": (block(attention={"n_heads_in_group": 5}), ["n_heads_in_group 5", "12 heads"]),
     "a block too few": (config(block_configs=[{}]), ["1 entries for 4 layers"]),
     "a format that is none": (config(per_layer_config=[1]), ["per_layer_config", "object"]),
-    "pickles": (pickled, ["pytorch_model.bin", "python -c", "save_pretrained"]),
+    "pickles": (pickled, ["pytorch_model.bin", "python -c", "save_file"]),
+    "a norm is missing": (whole(weights(lambda found: found.pop("model.layers.1.input_layernorm.weight"))), ["lacks"]),
+    "a hidden size of another model": (whole(config(hidden_size=96)), ["has shape"]),
+    "a vocabulary of another model": (whole(config(vocab_size=300)), ["has shape"]),
+    "a head is missing": (whole(weights(lambda found: found.pop("lm_head.weight"))), ["lm_head.weight is missing"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["no model*.safetensors"]),
     "a tensor twice": (twice, ["is in model", "remove one"]),
     "ours already": (config(ddp_layers=[]), ["already"]),
@@ -289,6 +510,212 @@ def test_what_fits_no_checkpoint_is_one_line(case: str, tmp_path: Path) -> None:
     spoil(folder)
     assert_refused(invoke("convert", folder, "-o", out), 5 if case == "the output exists" else 3, *words)
     assert not (out / "config.json").exists()
+
+
+def of_heads(folder: Path, family: str, counts: Sequence[int], stated: int, queries: int = 1, **more: Any) -> None:
+    """Save a model with `counts` heads of 8 in its layers, `stated` heads in config.json, and no head_dim."""
+    sizes = {**SIZES_OF_LLAMA, "hidden_size": 64, "num_hidden_layers": len(counts), "head_dim": 8, **more}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8 // queries}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    model.save_pretrained(folder)
+
+    def edit(found: dict[str, torch.Tensor]) -> None:
+        for name in (name for name in [*found] if ".self_attn." in name and "norm" not in name):
+            heads, projection = counts[int(name.split(".")[2])], name.split(".")[-2]
+            length = 8 * heads if projection in "q_proj o_proj" else 8 * heads // queries
+            found[name] = found[name].narrow(int(projection == "o_proj"), 0, length).contiguous()
+
+    edit_weights(folder, edit)
+    known = {"num_attention_heads": stated, "num_key_value_heads": max(1, stated // queries)}
+    edit_config(folder, lambda found: (found.pop("head_dim", None), found.update(known)))
+
+
+HALF = [8, 4, 4, 4]
+HEADS: list[tuple[str, Sequence[int], int, int, bool]] = [  # family, heads, stated heads, queries per KV head, clear
+    ("qwen2", HALF, 4, 1, False),  # one layer is spared, and config.json has the heads of another one
+    ("llama", HALF[::-1], 4, 1, False),
+    ("mistral", [4, 8, 4, 4], 4, 2, False),
+    ("granite", [8, 6, 2, 8], 2, 1, False),
+    ("llama", HALF, 8, 1, False),  # the dense model's heads, but the other reading fits too
+    ("qwen2", [4, 4, 4, 4], 4, 1, False),
+    ("qwen2", [8, 7, 5, 8], 8, 1, True),  # 56 and 40 are no 8 heads of another size
+    ("llama", [8, 8, 8, 8], 8, 2, True),
+    ("qwen3", HALF, 4, 1, True),  # a norm is as long as a head
+]
+
+
+@pytest.mark.parametrize(("family", "counts", "stated", "queries", "clear"), HEADS)
+def test_the_size_of_a_head_is_not_guessed(
+    family: str, counts: Sequence[int], stated: int, queries: int, clear: bool, tmp_path: Path
+) -> None:
+    """Without head_dim only a number of heads tells it, which may be that of a pruned layer."""
+    of_heads(tmp_path / "model", family, counts, stated, queries)
+    edit_weights(tmp_path / "model", cut("model.layers.0.mlp.gate_proj.weight", 40))
+    edit_weights(tmp_path / "model", cut("model.layers.0.mlp.up_proj.weight", 40))
+    edit_weights(tmp_path / "model", cut("model.layers.0.mlp.down_proj.weight", 40))
+    if not clear:
+        words = ["no head_dim", f"{max(counts):g} heads of 8", "--dense"]
+        assert_refused(invoke("convert", tmp_path / "model", "-o", tmp_path / "out"), 3, *words)
+    of_heads(tmp_path / "dense", family, [8] * 4, 8, queries)
+    dense = () if clear else ("--dense", tmp_path / "dense")
+    passed(invoke("convert", tmp_path / "model", "-o", tmp_path / "out", *dense))
+    layers = read_checkpoint(tmp_path / "out").layers
+    assert [layer.query_heads_per_kv_head for layer in layers] == [(queries,) * (count // queries) for count in counts]
+
+
+def test_a_hub_name_of_the_dense_model_gives_its_sizes_if_it_is_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder, snapshot = tmp_path / "model", tmp_path / "hub" / "models--me--dense" / "snapshots" / "abc"
+    of_heads(folder, "qwen2", HALF, 4)
+    words = ("convert", folder, "-o", tmp_path / "out", "--dense", "me/dense")
+    assert_refused(invoke(*words), 3, "no head_dim")
+    edit_config(folder, lambda found: found.update(head_dim=8))
+    assert "hf download me/dense" in output_of(*words)
+    edit_config(folder, lambda found: found.pop("head_dim"))
+    of_heads(snapshot, "qwen2", [8] * 4, 8)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    save_tokenizer(snapshot, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    output = output_of(*words, "--overwrite")
+    assert "hf download" not in output and "no tokenizer; that of" in output
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert checkpoint.widths.head_dim == 8 and checkpoint.provenance["applied_to"] == "me/dense"
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (heads_of_mixture(1), ["layer 0", "self_attn.q_proj of shape [32, 64]"]),
+        (cut("model.layers.1.mlp.gate_proj.weight", 50), ["layer 1", "mlp.gate_proj of shape [50, 64]"]),
+        (lambda found: found.pop("model.layers.1.mlp.down_proj.weight"), ["layer 1 lacks mlp.down_proj"]),
+        (lambda found: found.pop("model.layers.2.mlp.gate.weight"), ["layer 2 lacks mlp.gate"]),
+        (lambda found: found.pop("model.layers.2.self_attn.o_proj.weight"), ["layer 2 lacks self_attn.o_proj"]),
+        (cut("model.layers.2.self_attn.q_norm.weight", 16), ["layer 2", "q_norm of shape [16]"]),
+    ],
+)
+def test_a_mixture_that_lost_more_than_channels_of_experts(
+    edit: Callable[[dict[str, torch.Tensor]], Any], words: list[str], tmp_path: Path
+) -> None:
+    make_expert_checkpoint(tmp_path / "model", "qwen3_moe")
+    edit_config(tmp_path / "model", lambda found: (found.pop("ddp_layers"), found.update(model_type="qwen3_moe")))
+    edit_weights(tmp_path / "model", edit)
+    result = invoke("convert", tmp_path / "model", "-o", tmp_path / "out")
+    assert_refused(result, 3, "only the widths of the experts", *words)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"skip": [name]} for name in ("moe", "mlp", "attention")]
+    + [{"num_attention_heads": 1, "num_key_value_heads": 1}, {"intermediate_size": 50}],
+    ids=str,
+)
+def test_a_mixture_whose_config_states_more_than_that(fields: dict[str, Any]) -> None:
+    config = {"model_type": "qwen3_moe", **SIZES, **FAMILIES["qwen3_moe"], "num_key_value_heads": 2}
+    with pytest.raises(ModelError, match=r"layer 1 lacks .* only the widths of the experts"):
+        opened_in_place({**config, "architectures": ["AnyModel"], "per_layer_config": {"1": fields}})
+
+
+def test_stated_removals_need_no_missing_tensors(tmp_path: Path) -> None:
+    """NVIDIA's loader drops every tensor of a skipped block, biases of all its projections too."""
+    sizes = {**SIZES_OF_LLAMA, "attention_bias": True, "mlp_bias": True}
+    model = llama(**sizes)
+    model.save_pretrained(tmp_path / "model")
+    skips = {"1": {"skip": ["attention"]}, "2": {"skip": ["mlp"]}, "3": {"skip": ["attention", "mlp"]}}
+    edit_config(tmp_path / "model", lambda found: found.update(per_layer_config=skips))
+    assert "attention of layers 1, 3, as config.json states" in output_of(
+        "convert", tmp_path / "model", "-o", tmp_path / "out"
+    )
+    widths = read_checkpoint(tmp_path / "out").layers
+    assert [(layer.num_kv_heads, layer.intermediate_size) for layer in widths] == [(4, 64), (0, 64), (4, 0), (0, 0)]
+    opened = opened_in_place(json.loads((tmp_path / "model" / "config.json").read_text()))
+    assert opened
+    stated, names = ModelWidths.of(opened), [name for name in model.state_dict() if ".1.self_attn." in name]
+    assert len(names) == 8 and all(is_leftover(stated, name, [1]) for name in names)
+
+
+def test_without_a_statement_only_the_bias_of_the_output_counts(tmp_path: Path) -> None:
+    """Those of q, k and v add nothing where there are no heads."""
+    llama(attention_bias=True).save_pretrained(tmp_path / "model")
+
+    def edit(found: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in found if ".1.self_attn." in name and not name.endswith("_proj.bias")]:
+            del found[name]
+        found.pop("model.layers.1.self_attn.o_proj.bias")
+
+    edit_weights(tmp_path / "model", edit)
+    output = output_of("convert", tmp_path / "model", "-o", tmp_path / "out")
+    assert "removed: attention of layer 1, because the folder has no tensors of it" in output
+
+
+def test_a_missing_file_is_no_removed_layer(tmp_path: Path) -> None:
+    """Files that end at the borders of layers, without an index."""
+    folder = tmp_path / "model"
+    pruned(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for number, layers in ((1, ".0. .1. embed"), (2, ".2."), (3, ".3. model.norm lm_head")):
+        part = {name: each for name, each in tensors.items() if any(word in name for word in layers.split())}
+        save_file(part, folder / f"model-{number:05}-of-00003.safetensors")
+    passed(invoke("convert", folder, "-o", tmp_path / "out"))
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    again = ("convert", folder, "-o", tmp_path / "out", "--overwrite")
+    assert_refused(invoke(*again), 3, "model-00002-of-00003.safetensors is missing")
+    for number in (1, 3):
+        (folder / f"model-{number:05}-of-00003.safetensors").rename(folder / f"model-{number}.safetensors")
+    assert "removed: MLP of layer 2, because the folder has no tensors of it" in output_of(*again)
+
+
+@pytest.mark.parametrize("kind", ["state dict", "shards", "inside a dict", "old format", "module", "with tokenizer"])
+def test_the_line_that_is_printed_for_pickles_works(kind: str, tmp_path: Path) -> None:
+    """As the tool's environment runs it; the tensors are tied, which safetensors refuses unless they are copies."""
+    folder, made = tmp_path / "model", tmp_path / "model"
+    model = llama(tie_word_embeddings=True)
+    layer = model.model.layers[1].mlp
+    layer.gate_proj.weight, layer.up_proj.weight = (
+        nn.Parameter(linear.weight[:40].detach()) for linear in (layer.gate_proj, layer.up_proj)
+    )
+    layer.down_proj.weight = nn.Parameter(layer.down_proj.weight[:, :40].detach().contiguous())
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"step": 1}, folder / "training_args.bin")
+    tensors = model.state_dict()
+    if kind == "shards":
+        torch.save({name: tensors.pop(name) for name in [*tensors][:9]}, folder / "pytorch_model-00001-of-00002.bin")
+        torch.save(tensors, folder / "pytorch_model-00002-of-00002.bin")
+    elif kind == "old format":
+        torch.save(tensors, folder / "weights.pt", _use_new_zipfile_serialization=False)
+    elif kind in ("module", "with tokenizer"):
+        made = folder / "pruned"
+        tokenizer = save_tokenizer(tmp_path / "tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False))
+        (folder / "config.json").unlink()  # LLM-Pruner saves none
+        torch.save(
+            model if kind == "module" else {"model": model, "tokenizer": tokenizer}, folder / "pytorch_model.bin"
+        )
+    else:
+        torch.save(tensors if kind == "state dict" else {"state_dict": tensors}, folder / "pytorch_model.bin")
+    refused = invoke("convert", folder, "-o", tmp_path / "out")
+    line = re.search('python -c "(.*)", and convert', refused.stderr)
+    assert refused.exit_code == 3 and line, refused.stderr
+    subprocess.run([sys.executable, "-c", line[1]], cwd=folder, check=True)
+    output = output_of("convert", made, "-o", tmp_path / "out")
+    assert ("no tokenizer; copy that of the dense" in output) == (kind != "with tokenizer")
+    assert read_checkpoint(tmp_path / "out").layers[1].intermediate_size == 40
+
+
+def test_facts_of_a_folder_that_is_opened_as_it_is(
+    converted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tool in IN_PLACE:
+        source, folder, _ = converted(tool)
+        (tmp_path / tool).symlink_to(source)  # a path that was not described before
+        facts, expected = describe_model(str(tmp_path / tool)), describe_model(str(folder))
+        assert f"{tool}: another tool pruned it; vLLM with ddp-vllm opens it as it is" in caplog.text
+        assert (facts.pruned, facts.parameters) == (True, expected.parameters)
+        assert facts.kv_bytes_per_token == expected.kv_bytes_per_token and facts.weight_bytes
+        assert dense_kv_bytes(source, value_bytes=2) == 2 * 2 * 32 * 4 * 4
 
 
 def test_routers_of_different_sizes_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,307 @@
+"""Reads the formats in which other tools state the widths of layers in config.json.
+
+| key | written by | its content |
+|---|---|---|
+| `per_layer_config` | transformers, NVIDIA's AnyModel with `base_architecture` | layer → own fields, and `skip` |
+| `block_configs` | NVIDIA's Puzzletron and Nemotron-NAS | per layer `attention` and `ffn`, or `subblock_configs` |
+| `drop_attn_list`, `drop_mlp_list` | LLM-Drop | removed blocks: their layers, or a truth value per layer |
+
+An entry becomes the fields of config.json that a layer has for itself, and from them its widths. NVIDIA's tools also
+write keys that they do not use, as null, false, or an object of these.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from ddp_vllm.costs import attended
+from ddp_vllm.errors import ModelError
+from ddp_vllm.families import FAMILIES, dense_layers, family_of, pruned_config
+from ddp_vllm.remote_code.files import WidthsError, short
+from ddp_vllm.remote_code.widths import (
+    EXPERT_COUNT_KEYS,
+    LayerWidths,
+    ModelWidths,
+    check_sizes,
+    count_experts,
+    dense_expert_size,
+    dense_kv_heads,
+    head_dim,
+    is_routed,
+    lengths_of,
+)
+from ddp_vllm.schema import ANY, NAME, Number, SchemaError, check
+
+DROPPED = {"drop_attn_list": "attn", "drop_mlp_list": "mlp"}  # LLM-Drop's keys -> the blocks that they remove
+FORMATS = ("per_layer_config", "block_configs", *DROPPED)
+IN_PLACE = "ddp_opened_in_place"  # in the config that vLLM gets: the folder may have tensors that are left out
+SUBBLOCKS = "subblocks_safetensors"  # folder in which Puzzletron keeps a file for every block
+ONLY_EXPERTS = "in a mixture of experts only the widths of the experts may differ between layers"
+_OTHERS = (
+    *("base_architecture", "anymodel_arch_info", "architectures", "auto_map"),
+    *("allow_global_per_layer_attribute_access", "serialize_explicit_per_layer_config"),
+)
+NEMOTRON_NAS = "nemotron-nas"  # a model type whose layers are Llama's
+HEADS, KV_HEADS, WIDTH = "num_attention_heads", "num_key_value_heads", "intermediate_size"
+_SIZE, _FLAG = (None, Number(0, 10_000_000, whole=True)), (None, bool)
+_LAYER = {f"{HEADS}?": _SIZE, f"{KV_HEADS}?": _SIZE, f"{WIDTH}?": _SIZE, "moe_intermediate_size?": _SIZE,
+          "skip?": (None, [NAME, 10])}  # fmt: skip
+_WINDOW = (None, NAME, Number(1, 1e12, whole=True))
+_PART = {"no_op?": _FLAG, "kind?": NAME, "n_heads_in_group?": (None, Number(1, 10_000, whole=True)), "gated?": _FLAG,
+         "ffn_mult?": (None, Number(0, 1000)), "sliding_window_size?": _WINDOW, "window_length?": _WINDOW,
+         "moe?": (None, {})}  # fmt: skip
+_FORM = {
+    "per_layer_config?": (None, {str: {}}),
+    "block_configs?": (None, [{"attention?": (None, _PART), "ffn?": (None, _PART), "parallel_blocks?": ANY,
+                               "subblock_configs?": (None, [_PART, 10])}, 10_000]),
+    **dict.fromkeys((f"{key}?" for key in DROPPED), (None, [(bool, Number(0, 100_000, whole=True)), 10_000])),
+}  # fmt: skip
+_SKIPPED = {"attention": "attn", "self_attn": "attn", "mla": "attn", "mlp": "mlp", "ffn": "mlp", "moe": "mlp"}
+_TENSOR = re.compile(r"model\.layers\.(\d{1,6})\.(.+)\.\w+")
+_MODULES = {"attn": "self_attn", "mlp": "mlp"}  # block -> the module that holds its tensors
+_RENAMED = {  # field of a block's part -> field of config.json
+    "num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "qk_head_dim": "head_dim", "v_head_dim": "head_dim",
+    "num_heads": HEADS, "top_k": "num_experts_per_tok",
+    "shared_expert_intermediate_dim": "shared_expert_intermediate_size",
+}  # fmt: skip
+_NO_FIELDS = (  # keys of a part that change no size; those from n_heads_in_group on are read by themselves
+    *("no_op", "kind", "name", "weights_precision", "use_prefill_window_in_sink_attention"),
+    *("n_heads_in_group", "ffn_mult", "sliding_window_size", "window_length", "moe", "gated"),
+)
+
+
+def base_type(config: Mapping[str, Any]) -> str:
+    """Return the model type of the dense model that a tool pruned."""
+    base = str(config.get("base_architecture") or "").removesuffix("ForCausalLM")
+    model_type = next((kind for kind, name in FAMILIES.items() if name == base), str(config.get("model_type")))
+    return "llama" if model_type == NEMOTRON_NAS else model_type
+
+
+def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a supported family's config of the model that a tool pruned, without the tool's own keys.
+
+    Sizes that only the blocks state are 1; `enclosing` raises them. Raises: ModelError.
+    """
+    dense = {key: value for key, value in config.items() if key not in (*FORMATS, *_OTHERS)}
+    dense["model_type"] = base_type(config)
+    if any(config.get(key) for key in FORMATS):
+        left_out = (WIDTH, KV_HEADS) if config.get("block_configs") else (WIDTH,)
+        dense |= {key: 1 for key in left_out if config.get(key) is None}
+    family_of(dense)
+    try:
+        check_sizes(dense, "hidden_size")
+    except WidthsError as error:
+        raise ModelError(str(error)) from None
+    return dense
+
+
+def stated_layers(config: Mapping[str, Any], dense: Mapping[str, Any]) -> list[LayerWidths] | None:
+    """Return the widths that config.json states for each layer; None if it states none. Raises: ModelError."""
+    _check(config, _FORM, "config.json")
+    number = dense["num_hidden_layers"]
+    dropped = _dropped_blocks(config, number)
+    fields: dict[int, dict[str, Any]] = {}
+    if layers := config.get("per_layer_config"):
+        if wrong := [name for name in layers if not (name.isdecimal() and len(name) < 6 and int(name) < number)]:
+            raise ModelError(f"config.json: per_layer_config names layer {short(wrong[0])}, of {number} layers")
+        fields = {int(name): dict(entry) for name, entry in layers.items()}
+    elif blocks := config.get("block_configs"):
+        if len(blocks) != number:
+            raise ModelError(f"config.json: block_configs has {len(blocks)} entries for {number} layers")
+        fields = {index: _fields(block, dense, index) for index, block in enumerate(blocks)}
+    elif not dropped:
+        return None
+    return [_widths(index, fields.get(index, {}), dense, dropped.get(index, set())) for index in range(number)]
+
+
+def _dropped_blocks(config: Mapping[str, Any], number: int) -> dict[int, set[str]]:
+    """Return the blocks that LLM-Drop's lists remove, by layer. Raises: ModelError for a layer that does not exist."""
+    dropped: dict[int, set[str]] = {}
+    for key, block in DROPPED.items():
+        for place, entry in enumerate(config.get(key) or ()):
+            if entry is not False:
+                dropped.setdefault(place if entry is True else entry, set()).add(block)
+    if dropped and max(dropped) >= number:
+        raise ModelError(f"config.json: {' or '.join(DROPPED)} names layer {max(dropped)}, of {number} layers")
+    return dropped
+
+
+def _check(value: Any, form: Mapping[str, Any], place: str) -> None:
+    """Refuse values that no tool writes. Raises: ModelError."""
+    try:
+        check(value, form, place)
+    except SchemaError as error:
+        raise ModelError(f"{error}; write the checkpoint again with the tool that made it") from error
+
+
+def _fields(block: Mapping[str, Any], dense: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return an entry of `block_configs` in the fields of `per_layer_config`. Raises: ModelError."""
+    attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
+    parts = [("attention", attention), ("ffn", ffn), ("moe", ffn.get("moe") or {})]
+    parts += [(str(part.get("kind")), part) for part in block.get("subblock_configs") or ()]
+    parts = [(kind, part) for kind, part in parts if part]
+    kinds = [kind for kind, _ in parts]
+    others = [kind for kind in kinds if kind not in _SKIPPED]
+    others += [f"several parts of kind {kind}" for kind in kinds if kinds.count(kind) > 1]
+    others += ["parallel_blocks"] * bool(block.get("parallel_blocks"))
+    if others:
+        what = short(others[0])
+        raise ModelError(f"config.json: layer {index} of block_configs has {what}, which no supported family has")
+    fields: dict[str, Any] = {"skip": [kind for kind, part in parts if part.get("no_op")]}
+    renamed = _renamed_fields(dense)
+    for _, part in (pair for pair in parts if not pair[1].get("no_op")):
+        fields |= {renamed.get(key, key): part[key] for key in part if key not in _NO_FIELDS and _is_set(part[key])}
+        fields |= {"gated": False} if part.get("gated") is False else {}
+        if group := part.get("n_heads_in_group"):
+            if dense[HEADS] % group:
+                fault = f"n_heads_in_group {group}, which does not divide {dense[HEADS]} heads"
+                raise ModelError(f"config.json: layer {index} has {fault}")
+            fields[KV_HEADS] = dense[HEADS] // group
+        if (factor := part.get("ffn_mult")) is not None and part.get(WIDTH) is None:
+            width = int(2 * factor * dense["hidden_size"] / 3)
+            fields[WIDTH] = ceil(width / 256) * 256  # as in Nemotron-NAS's own code
+        if window := part.get("sliding_window_size") or part.get("window_length"):
+            own = attended(dense, 1 << 40)[index]
+            if own != (1 << 40 if window == "full" else window):
+                fields["sliding_window"] = window
+    return fields
+
+
+def _renamed_fields(dense: Mapping[str, Any]) -> dict[str, str]:
+    """Return `_RENAMED` with the names that the family gives to the number and the width of its experts."""
+    count = next((key for key in EXPERT_COUNT_KEYS if dense.get(key)), "num_experts")
+    width = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
+    return {
+        **_RENAMED,
+        **dict.fromkeys(("num_experts", "num_local_experts"), count),
+        **dict.fromkeys(("expert_intermediate_dim", "expert_intermediate_size"), width),
+    }
+
+
+def _is_set(value: Any) -> bool:
+    """Tell whether a tool uses a key with this value."""
+    if isinstance(value, dict):
+        return any(map(_is_set, value.values()))
+    return value is not None and value is not False and value not in ([], "")
+
+
+def _widths(index: int, fields: Mapping[str, Any], dense: Mapping[str, Any], dropped: set[str]) -> LayerWidths:
+    """Return the widths of a layer from its own fields of config.json; dropped: removed blocks. Raises: ModelError."""
+    _check(fields, _LAYER, f"config.json: layer {index}")
+    routed, stated = is_routed(dense, index), {key: value for key, value in fields.items() if value is not None}
+    skipped = {_SKIPPED.get(name, name) for name in stated.get("skip", ())} | dropped
+    others = {key for key, value in fields.items() if value != _dense_value(dense, key, value)}
+    others -= {HEADS, KV_HEADS, WIDTH, *(("moe_intermediate_size",) if routed else ()), "skip"}
+    if others := others | skipped - {"attn", "mlp"}:
+        raise ModelError(
+            f"config.json: layer {index} has {short(min(others))} of its own; supported are heads, MLP channels, the "
+            "width of a layer's experts, and blocks that are left out"
+        )
+    heads, kv_heads = stated.get(HEADS, dense[HEADS]), stated.get(KV_HEADS, dense_kv_heads(dense))
+    width = stated.get(WIDTH, dense[WIDTH])
+    of_experts = stated.get("moe_intermediate_size", width if WIDTH in stated else dense_expert_size(dense))
+    if "attn" in skipped or not heads or not kv_heads:
+        queries: tuple[int, ...] = ()
+    else:
+        queries = groups(heads, kv_heads, f"config.json: layer {index}")
+    layer = LayerWidths(
+        query_heads_per_kv_head=queries,
+        intermediate_size=0 if "mlp" in skipped or routed else width,
+        expert_intermediate_sizes=(of_experts,) * count_experts(dense) if routed else None,
+    )
+    if count_experts(dense):
+        unpruned = dense_layers(dense)[index]
+        if queries != unpruned.query_heads_per_kv_head:
+            raise ModelError(f"config.json: layer {index} lacks attention heads, but {ONLY_EXPERTS}")
+        if "mlp" in skipped or layer.intermediate_size != unpruned.intermediate_size:
+            raise ModelError(f"config.json: layer {index} lacks its MLP or channels of it, but {ONLY_EXPERTS}")
+    return layer
+
+
+def _dense_value(dense: Mapping[str, Any], key: str, value: Any) -> Any:
+    """Return the value that a field has in layers that do not state it; `value` for a size that no module has."""
+    match key:
+        case "head_dim":
+            return head_dim(dense) if value else value
+        case "hidden_act":
+            return dense.get("hidden_activation") or dense.get("hidden_act") or "silu"
+        case "shared_expert_intermediate_size":
+            shared = lengths_of(dense)["shared"]
+            return value if shared is None else shared
+    return dense.get(key)
+
+
+def groups(heads: int, kv_heads: int, where: str) -> tuple[int, ...]:
+    """Return the query heads of each KV head, as every KV head has equally many.
+
+    Raises: ModelError if they do not divide, naming two readings.
+    """
+    if kv_heads and heads % kv_heads == 0:
+        return (heads // kv_heads,) * kv_heads
+    least, more = divmod(heads, max(1, kv_heads))
+    readings = [[least + 1] * more + [least] * (kv_heads - more), [least] * (kv_heads - more) + [least + 1] * more]
+    raise ModelError(
+        f"{where} has {heads} query heads for {kv_heads} KV heads, and nothing says which share one: it could be "
+        f"{readings[0][:20]} or {readings[1][:20]}; prune whole groups of query heads"
+    )
+
+
+def enclosing(dense: Mapping[str, Any], layers: Sequence[LayerWidths]) -> dict[str, Any]:
+    """Return the config with sizes that no layer exceeds: some tools write those of one pruned layer into it."""
+    found = dict(dense)
+    if not dense.get("kv_lora_rank"):
+        found["head_dim"] = head_dim(dense)  # before the number of heads, from which it may be derived, changes
+        least = max([dense_kv_heads(dense), *(layer.num_kv_heads for layer in layers)])
+        most = max([dense[HEADS], *(layer.num_query_heads for layer in layers)])
+        if (heads := most) != dense[HEADS]:  # transformers requires a divisor of the hidden size of some families
+            hidden = dense["hidden_size"]
+            heads = next((each for each in range(most, hidden + 1) if hidden % each == 0), most)
+        kv_heads = next((each for each in range(least, heads + 1) if heads % each == 0), heads)
+        found |= {HEADS: heads, KV_HEADS: kv_heads}
+    sizes = [size for layer in layers for size in layer.expert_intermediate_sizes or ()]
+    if sizes:
+        key = "moe_intermediate_size" if dense.get("moe_intermediate_size") else WIDTH
+        found[key] = max(dense[key], *sizes)
+    found[WIDTH] = max([found[WIDTH], *(layer.intermediate_size for layer in layers)])
+    return found
+
+
+def grown(dense: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a phrase for each size that `enclosing` raised from a stated one."""
+    for key in (HEADS, KV_HEADS, WIDTH, "moe_intermediate_size"):
+        if dense.get(key) not in (None, 1, whole.get(key)):
+            yield f"{key} is {dense[key]} in config.json, but a layer has more: {whole[key]}, taken as the dense size"
+
+
+def opened_in_place(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the config of a pruned model for another tool's config that states the widths of its layers.
+
+    None if it states none, if all layers are alike, if ddp-vllm wrote it, or for another family, which is vLLM's own
+    business. Raises: ModelError.
+    """
+    if not any(config.get(key) for key in FORMATS) or base_type(config) not in FAMILIES:
+        return None
+    quantized = {key: config[key] for key in ("quantization_config",) if config.get(key)}  # vLLM's classes load them
+    dense = dense_config({key: value for key, value in config.items() if key not in quantized})
+    layers = stated_layers(config, dense) or dense_layers(dense)
+    whole = enclosing(dense, layers)
+    return None if layers == dense_layers(whole) else pruned_config(whole, layers) | quantized | {IN_PLACE: True}
+
+
+def is_leftover(widths: ModelWidths, name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is left out: one of a removed block, such as its norm, or a matrix of length 0."""
+    match = _TENSOR.fullmatch(name)
+    layer = widths.layers[int(match[1])] if match and int(match[1]) < len(widths.layers) else None
+    if match is None or layer is None:
+        return False
+    counts = {"attn": layer.num_kv_heads, "mlp": layer.intermediate_size}
+    parts = [(*norms, f"{_MODULES[block]}.") for block, norms in widths.table.norms.items() if not counts[block]]
+    return any(match[2].startswith(part) for part in parts) or 0 in shape
+
+
+def check_states_no_widths(config: Mapping[str, Any]) -> None:
+    """Refuse the config of a model that another tool pruned, in a verb for dense models. Raises: ModelError."""
+    if opened_in_place(config) is not None:
+        key = next(key for key in FORMATS if config.get(key))
+        raise ModelError(f"another tool pruned it: its config.json has {key}; run ddp-vllm convert and use its output")
