@@ -16,7 +16,7 @@ STEPS = 16  # tiles of a program, one below the other
 SPLITS = 8  # programs that share the slots of an expert
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def gate_backward_kernel(  # type: ignore[no-untyped-def]
     gradient_ptr, x_ptr, mask_ptr, out_ptr, sums_ptr, squares_ptr, num_tokens, width, num_units,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
@@ -81,7 +81,7 @@ def gate_backward(
     return out, sums_BU.sum(0), squares_BU.sum(0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def expert_gates_kernel(  # type: ignore[no-untyped-def]
     gradient_ptr, x_ptr, mask_ptr, ends_ptr, out_ptr, sums_ptr, squares_ptr, width, num_experts,
     BACKWARD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

@@ -45,7 +45,7 @@ def fuse_elementwise(model: nn.Module, backend: str = "inductor") -> int:
     return len(parts)
 
 
-def _product_of(activation: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _product_of(activation: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(activation(gate)) * up
 

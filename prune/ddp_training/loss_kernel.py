@@ -13,7 +13,7 @@ import triton.language as tl
 BLOCK = 4096  # of the vocabulary, per step of a program
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _logits(product, divisor, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return float32 logits: the product over the divisor, through c·tanh(·/c)."""
     x = product.to(tl.float32) / divisor
@@ -22,7 +22,7 @@ def _logits(product, divisor, cap, CAPPED: tl.constexpr):  # type: ignore[no-unt
     return x
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def distill_kernel(  # type: ignore[no-untyped-def]
     student_ptr, teacher_ptr, labels_ptr, mask_ptr, losses_ptr, vocabulary, eta, scale,
     divisor, cap, teacher_divisor, teacher_cap,
