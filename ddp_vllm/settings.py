@@ -113,14 +113,22 @@ def read_settings(
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with paths as text, and lists of paths or texts as one text with commas, as recipes hold them."""
-    found = dict(settings)
-    for name, value in settings.items():
+    """Return settings as recipes hold them: paths as text, lists of paths or texts as one text with commas, and numbers
+    of numpy as those of Python."""
+    found = {name: _of_python(value) for name, value in settings.items()}
+    for name, value in found.items():
         if isinstance(value, Path):
             found[name] = str(value)
         elif isinstance(value, list | tuple) and value and all(isinstance(each, str | Path) for each in value):
             found[name] = ",".join(map(str, value))
     return found
+
+
+def _of_python(value: Any) -> Any:
+    """Return numbers and arrays of numpy, and lists of them, as numbers and lists of Python; others as they are."""
+    if isinstance(value, list | tuple):
+        return [_of_python(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:

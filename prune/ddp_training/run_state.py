@@ -46,7 +46,7 @@ from ddp_vllm.remote_code.files import read_bytes
 
 LOCK_FILE = "lock"
 TEMPORARY = f".{RUN_STATE}.*.tmp"  # left by a killed process
-STATE_FORMAT = 6  # of a saved state; a state of another format is put aside
+STATE_FORMAT = 7  # of a saved state; a state of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
 Method = TypeVar("Method", bound=Callable[..., None])
 

@@ -37,6 +37,7 @@ from ddp_training.memory import (
     gate_bytes,
     pass_bytes,
     pending_bytes,
+    state_bytes,
 )
 from ddp_training.run_state import RunState
 from ddp_training.weights import MOMENTS, TrainedWeights, step_seed
@@ -150,7 +151,12 @@ def test_fewer_sequences_a_pass_where_memory_is_short(
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
-    [(torch.float32, "adamw"), (torch.bfloat16, "adamw"), (torch.bfloat16, "adamw-8bit")],
+    [
+        (torch.float32, "adamw"),
+        (torch.bfloat16, "adamw"),
+        (torch.bfloat16, "adamw-8bit"),
+        (torch.float32, "adamw-8bit"),
+    ],
     ids=str,
 )
 def test_gradients_and_moments_that_are_still_to_come_are_counted(
@@ -159,7 +165,7 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
     """Before the first step of weights that learn: what fits then, narrow copies too, must fit in the second step."""
     gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype))
     fit_attention(gated.model, 64, torch.device("cpu"))
-    assert pending_bytes(gated.model, optimizer) == 0
+    assert pending_bytes(gated.model, optimizer) == 0 == pending_bytes(gated.model, "")
     copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
     weights = TrainedWeights(gated.model, Accelerator(cpu=True), optimizer=optimizer)
     later = pending_bytes(gated.model, optimizer)
@@ -180,8 +186,16 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
     with torch.compiler.set_stance("force_eager"):
         weights.move(1e-3, norm)
     moments = [weights.optimizer.state[each][name] for each in weights.moved.values() for name in MOMENTS]
-    # torchao keeps small weights' moments in 16 bits, and a scale per 256 numbers
+    # torchao keeps small weights' moments in the dtype of the weights, and a scale per 256 numbers
     assert later == pytest.approx(sums + sum(map(bytes_of, moments)), rel=0.1 if optimizer == "adamw-8bit" else 0)
+    num_weights = sum(each.numel() for each in weights.trained.values())
+    separate = sum(
+        master.nbytes for name, master in weights.masters.items()
+        if master.untyped_storage().data_ptr() != weights.trained[name].untyped_storage().data_ptr()
+    )  # fmt: skip
+    assert state_bytes(optimizer, dtype.itemsize) * num_weights == separate + later
+    with pytest.raises(KeyError):
+        state_bytes("auto", dtype.itemsize)
 
 
 def bytes_of(moment: torch.Tensor) -> int:
