@@ -100,14 +100,14 @@ def read_settings(
             raise SettingError(
                 f"the recipe {base} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
-    given = {name: value for name, value in given.items() if value is not None}
+    given = plain({name: value for name, value in given.items() if value is not None})
     for names in alternatives:
         for level in (values, given):
             if len(stated := [name for name in names if level.get(name) not in (None, 0)]) > 1:
                 raise SettingError(f"{' and '.join(stated)} are given; give one of them")
         if any(given.get(name) not in (None, 0) for name in names):
             values = {name: value for name, value in values.items() if name not in names}
-    values = plain(values | given)
+    values |= given
     check_known(str(base) if isinstance(base, Path) else "the recipe", values, kind)
     return values
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ddp_text.blocks import Blocks, check_vocabulary, load_blocks
 from ddp_training.settings import TrainingSettings
 
@@ -40,7 +38,7 @@ def load_text(
 
 def load_watched(
     names: Sequence[str], recipe: TrainingSettings, tokenizer: Any, model: str, vocabulary: int
-) -> dict[str, torch.Tensor]:
-    """Return blocks of each text that is only evaluated, int64 [num_blocks, seq_len]. Raises: as `load_text`."""
+) -> dict[str, Blocks]:
+    """Load each text that is only evaluated; its held-out blocks are of interest. Raises: as `load_text`."""
     sizes = {"train_blocks": 1, "min_train_blocks": 0}
-    return {name: load_text(name, recipe, tokenizer, model, vocabulary, **sizes).heldout for name in names}
+    return {name: load_text(name, recipe, tokenizer, model, vocabulary, **sizes) for name in names}

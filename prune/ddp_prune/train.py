@@ -93,12 +93,15 @@ def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Con
     profile = str(run.profile.path) if run.profile else ""
     show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
     say: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
+    for text in watched.values():
+        for note in text.notes:
+            say(note)
     return Inputs(
         source=source,
         head_unit=head_unit_of(recipe, source),
         tokenizer=tokenizer,
         blocks=blocks,
-        watched=watched,
+        watched={name: text.heldout for name, text in watched.items()},
         loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, say),
         learned_from=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
         accelerator=accelerator,

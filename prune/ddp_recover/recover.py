@@ -243,7 +243,10 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
     heldout = {recipe.data: blocks.heldout}
     for name in _watched(recipe, provenance):
         try:
-            heldout |= main_process_first(models.accelerator, partial(load_watched, [name], *known))
+            watched = main_process_first(models.accelerator, partial(load_watched, [name], *known))[name]
+            heldout[name] = watched.heldout
+            for note in watched.notes:
+                say(note)
         except TextError:
             if recipe.watch:
                 raise
