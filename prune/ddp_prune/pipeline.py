@@ -193,7 +193,7 @@ def prune_size(
                     check_output(output, overwrite=overwrite)
             result = train_size(inputs, run, pools, state, family)
             if accelerator.is_main_process:
-                write(inputs, run, result, state, overwrite=overwrite)
+                write(inputs, run, pools, result, state, overwrite=overwrite)
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
                 if not run.recipe.recover_minutes or "recovery" in provenance_of(output):
@@ -216,13 +216,14 @@ def is_written(inputs: Inputs, run: Run, output: Path, done: float) -> bool:
     return bool(interrupted and same_run and is_same_recipe(found.get("recipe", {}), recipe))
 
 
-def write(inputs: Inputs, run: Run, result: Result, state: RunState, *, overwrite: bool) -> None:
+def write(inputs: Inputs, run: Run, pools: Sequence[Pool], result: Result, state: RunState, *, overwrite: bool) -> None:
     """Write the checkpoint of a run with its provenance."""
     recipe, source, learned = run.recipe, inputs.source, result.learned
     provenance: dict[str, Any] = {
         "recipe": recipe.to_dict(),
         "run": run.to_dict(),
         "search_steps": run.steps.search,
+        "targets": {pool.name: 1.0 - pool.keep_ratio for pool in pools},
         "texts": sources_of(recipe.data),
         "rounding": learned.rounding,
         **({"learning_rate": learned.rate} if learned.rate else {}),

@@ -102,8 +102,10 @@ def fit_batches(
 
     optimizer: of trained weights, if there are any.
     """
-    setting = recipe.activation_checkpointing
-    fitting = fit_activations(model, setting, batches.micro_batch_size, recipe.seq_len, accelerator, optimizer)
+    setting, is_fixed = recipe.activation_checkpointing, bool(recipe.micro_batch_size)
+    fitting = fit_activations(
+        model, setting, batches.micro_batch_size, recipe.seq_len, accelerator, optimizer, is_fixed=is_fixed
+    )
     if fitting < batches.micro_batch_size and not recipe.micro_batch_size:
         if accelerator.is_main_process:
             say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences")

@@ -63,12 +63,14 @@ class SizedModel(Protocol):
 
 def fit_activations(
     sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str,
-    *, held: float = 0.0,
+    *, held: float = 0.0, is_fixed: bool = False,
 ) -> int:  # fmt: skip
     """Choose attention and checkpointing, and return how many sequences fit into a forward and backward pass.
 
     setting: checkpoint layers `on` or `off`; `auto` checkpoints if the activations of `num_sequences` need more than
-        ACTIVATION_SHARE of the free memory.
+        ACTIVATION_SHARE of the free memory, and those of half of them too: two smaller passes take less time than one
+        that computes every layer again.
+    is_fixed: the number of sequences is the user's.
     optimizer: of trained weights, if there are any.
     held: bytes that are still free, but not for the pass.
     The number of sequences is halved until a pass fits, down to 1, which may still not fit. All processes choose alike.
@@ -76,8 +78,10 @@ def fit_activations(
     fit_attention(sized.model, seq_len, accelerator.device)
     free = memory_for_passes(sized, accelerator, optimizer) - held
     if setting == "auto":
-        needed = num_sequences * seq_len * activation_bytes(sized, seq_len)
-        setting = "on" if needed > ACTIVATION_SHARE * free else "off"
+        needed = seq_len * activation_bytes(sized, seq_len)  # of one sequence
+        tried = [num_sequences] if is_fixed else [num_sequences, num_sequences // 2]
+        fitting = next((number for number in tried if 0 < number * needed <= ACTIVATION_SHARE * free), 0)
+        setting, num_sequences = ("off", fitting) if fitting else ("on", num_sequences)
     checkpoint_layers(sized.model, setting == "on")
     while num_sequences > 1 and pass_bytes(sized, num_sequences, seq_len, accelerator.device) > USABLE * free:
         num_sequences //= 2

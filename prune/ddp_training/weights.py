@@ -22,6 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -134,7 +135,6 @@ class TrainedWeights:
     def join(self) -> float:
         """Sum the gradients over all processes, and return the norm of all of them together."""
         world = self.accelerator.num_processes
-        squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of sharded gradients
         for name, master in self.masters.items():
             if (total := self.sums.get(name)) is None:  # this process had no sequence in this step
                 total = torch.zeros_like(master)
@@ -143,8 +143,12 @@ class TrainedWeights:
             elif world > 1:
                 total = self.accelerator.reduce(total, "sum")
             self.sums[name] = total
-            is_sharded = int(isinstance(total, DTensor))
-            squares[is_sharded] += torch.linalg.vector_norm(local_part(total), dtype=torch.float32).square()
+        squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of sharded gradients
+        for number in range(2):
+            parts = [local_part(total) for total in self.sums.values() if isinstance(total, DTensor) == bool(number)]
+            if parts:
+                norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
+                squares[number] = float(numpy.add.accumulate(norms.square().cpu().numpy())[-1])  # in order
         squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
         return float(squares.sum().sqrt())
 
@@ -162,9 +166,10 @@ class TrainedWeights:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+        if norm > LARGEST_GRADIENT:
+            torch._foreach_mul_([local_part(total) for total in self.sums.values()], LARGEST_GRADIENT / norm)
         for name, moved in self.moved.items():
             total = self.sums.pop(name)
-            total = total.mul_(LARGEST_GRADIENT / norm) if norm > LARGEST_GRADIENT else total
             moved.grad = local_part(total) if self.in_8_bits else total
         self._step(seed)
         self._round()
@@ -181,9 +186,14 @@ class TrainedWeights:
 
     @torch.no_grad()
     def _round(self) -> None:
-        for name, parameter in self.trained.items():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])
+        pairs = [
+            (local_part(parameter), local_part(self.masters[name]))
+            for name, parameter in self.trained.items()
+            if parameter is not self.masters[name]
+        ]
+        if pairs:
+            rounded, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(rounded, masters)
 
     @torch.no_grad()
     def reset(self, dense: Any) -> None:

@@ -116,21 +116,23 @@ def test_a_gate_takes_in_backward_what_the_arithmetic_says(dtype: torch.dtype) -
     assert max(accumulate(allocated)) / len(x) == pytest.approx(gate_bytes(gated), rel=0.05)
 
 
-def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
+def test_auto_takes_half_the_sequences_before_it_checkpoints(
     gated: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Half of the free memory is for activations. A number of sequences that the user passed stays."""
     layers, needed = gated.model.get_decoder().layers, 1000 * 64 * activation_bytes(gated, 64)
 
-    def runs_again(setting: str, free: int) -> bool:
-        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": free})
-        fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True), "")
+    def fit(setting: str, free: float, is_fixed: bool = False) -> tuple[bool, int]:
+        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": int(free)})
+        number = fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True), "", is_fixed=is_fixed)
         switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
         assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
         assert len(set(switches.copy().pop())) == 1  # both on or both off
-        return bool(layers[0].training)
+        return bool(layers[0].training), number
 
-    assert runs_again("auto", int(1.9 * needed)) and not runs_again("auto", int(2.1 * needed))
-    assert runs_again("on", 10**15) and not runs_again("off", 0)
+    assert fit("auto", 2.1 * needed) == (False, 1000) and fit("auto", 1.9 * needed) == (False, 500)
+    assert fit("auto", 1.9 * needed, is_fixed=True)[0] and fit("auto", 0.9 * needed)[0]
+    assert fit("on", 10**15) == (True, 1000) and not fit("off", 0)[0]
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
