@@ -274,3 +274,7 @@ def test_metrics_of_a_run_that_resumes_end_with_its_state(tmp_path: Path) -> Non
         assert RunState(tmp_path / "out", RECIPE).load() is not None
     run.log({"step": 3})
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2, 3]
+    for damaged in ("[]", '{"steps": 2}', '{"step": "2"}', "\x00"):
+        run.metrics.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 2}}\n')
+        assert RunState(tmp_path / "out", RECIPE).load() is not None
+        assert run.metrics.read_text() == '{"step": 1}\n'
