@@ -93,7 +93,7 @@ def load_blocks(
         if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_blocks * width:
             raise TextError(
                 f"{data} holds {found:,} tokens, but one step and the held-out text require {required:,}; "
-                "give more text or lower --batch-size or --seq-len"
+                "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
             )
         ids, loss_mask = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
         blocks = Tokens(_cut_blocks(ids, bos, width), _cut_blocks(loss_mask, [True] * len(bos), width))

@@ -260,6 +260,12 @@ def test_conversations_that_a_template_rejects_or_shortens_are_counted(tokenizer
     ]
 
 
+def test_text_that_is_too_short_says_what_was_dropped(load: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": []}) + "\n" + json.dumps({"text": "fox"}) + "\n")
+    with pytest.raises(TextError, match=r"holds 2 tokens, .*; .*a\.jsonl: 1 rows without text"):
+        load(tmp_path / "a.jsonl")
+
+
 def test_a_template_that_fails_names_the_row(load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content + 1 }}{% endfor %}"
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
