@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from lease import DEVICE, DRY, WORK, Results, is_over, wait_for
 
 LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths

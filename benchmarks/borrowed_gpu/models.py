@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lease import DRY
 
 from ddp_benchmarks.expert_layers import CONCENTRATION
 from ddp_vllm.families import dense_layers, pruned_config
 from ddp_vllm.remote_code.widths import LayerWidths
+from lease import DRY
 
 LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu"}
 QWEN3 = LLAMA | {"vocab_size": 151936, "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 40960}

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import weights
 
+import weights
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_vllm.hub.fetch import fetch_model

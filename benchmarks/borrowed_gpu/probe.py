@@ -12,6 +12,7 @@ import sys
 import torch
 import triton
 import triton.language as tl
+
 from lease import DEVICE, DRY, Results, graph_seconds, seconds_of
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "numpy", "vllm", "tokenizers", "torchao")

@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from lease import DEVICE, DRY, Results, is_over, synchronize
-from models import config_of
-from training_kernels import build
 
 from ddp_prune.budget import suited_pools
 from ddp_prune.gates import GatedModel
@@ -31,6 +28,9 @@ from ddp_training.batches import Batches, fit_batches
 from ddp_training.fusion import fuse_elementwise
 from ddp_training.loss import OutputHead, distilled_loss, final_hidden
 from ddp_vllm.families import dimensions_of, family_of
+from lease import DEVICE, DRY, Results, is_over, synchronize
+from models import config_of
+from training_kernels import build
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [  # the paper's rows first
     ("masks, distilled, not fused", "llama-2-7b", {"fused": False}),  # before rotary embeddings are compiled for good

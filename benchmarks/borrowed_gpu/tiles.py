@@ -55,7 +55,7 @@ class Layer:
     """The random packed experts of one layer."""
 
     def __init__(self, name: str, removed: int) -> None:
-        self.XX if DRY else SHAPES[name]
+        self.shape = SHAPES[name].scaled(0.01, 8) if DRY else SHAPES[name]
         self.widths = draw_widths(self.shape, removed, 0)
         self.layout = layout = ExpertLayout.of(self.widths)
         size = (layout.num_rows, self.shape.hidden_size)

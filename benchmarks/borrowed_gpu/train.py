@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lease import DRY, ENDS, Results
 
 import ddp_vllm
 from ddp_models.source import open_source
@@ -31,6 +30,7 @@ from ddp_text import blocks as product
 from ddp_text.tokens import Tokens, load_tokenizer
 from ddp_training.processes import make_accelerator
 from ddp_vllm.cache import cache_folder
+from lease import DRY, ENDS, Results
 
 TEXT = "lease-text"
 FINISHING = 12  # seconds for evaluation, samples and export

@@ -19,7 +19,6 @@ if DRY:
 
 import torch
 import torch.nn.functional as F
-from models import CONFIGS, TINY
 
 from ddp_prune import experts
 from ddp_prune.gate_kernels import expert_gates_backward, gate_backward, scale_experts
@@ -28,6 +27,7 @@ from ddp_training.fusion import fuse_elementwise
 from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.loss_kernel import distill_chunk
 from ddp_vllm.families import choose_head_unit, dimensions_of, family_of
+from models import CONFIGS, TINY
 
 ROUNDING = 1e-2  # of bfloat16 results, share of the norm
 Values = tuple[torch.Tensor, ...]

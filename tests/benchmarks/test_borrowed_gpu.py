@@ -1,10 +1,11 @@
-"""The kit for a borrowed GPU and `make gpu`: all steps run on a CPU in tiny sizes, and the runner keeps its promises."""
+"""The kit for a borrowed GPU and `make gpu`: all steps run on a CPU in tiny sizes, and the runner keeps promises."""
 
 import json
 import lzma
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +42,42 @@ def test_the_steps_without_vllm(tmp_path: Path) -> None:
 def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import run as runner
 
-    rows, marker = tmp_path / "home/results/slow.json", tmp_path / "interrupted"
-    code = f"""import json, pathlib, time
-pathlib.Path({str(rows)!r}).write_text(json.dumps({{"rows": [{{"us": 1.5}}]}}))
-try: time.sleep(600)
-except KeyboardInterrupt: pathlib.Path({str(marker)!r}).touch()"""
     kit = runner.Runner("1", tmp_path / "home", tmp_path, seconds=500.0)
     monkeypatch.setattr(runner, "DRY", False)  # limits are for real runs
+    (tmp_path / "home/results/slow.json").write_text('{"rows": [{"us": 1.5}]}')
+
+    def step(name: str, code: str, **options: Any) -> Any:
+        return runner.Step(name=name, words=[sys.executable, "-c", code], **options)
+
     kit.run(
         [
-            runner.Step(name="slow", words=[sys.executable, "-c", code], limit=8),
-            runner.Step(name="broken", words=[sys.executable, "-c", "raise SystemExit('no such GPU')"], limit=60),
-            runner.Step(
-                name="early", words=[sys.executable, "-c", "import sys; assert sys.argv[1] == '--go'"], is_early=True
-            ),
+            step("slow", "import time; time.sleep(600)", limit=5.5),
+            step("broken", "raise SystemExit('no such GPU')"),
+            step("early", "import sys; assert sys.argv[1] == '--go'", is_early=True),
         ]
     )
     steps = json.loads((tmp_path / "1.json").read_text())["steps"]
     assert [steps[name]["code"] for name in ("slow", "broken", "early")] == ["out of time", 1, 0]
-    assert steps["slow"]["result"]["rows"] == [{"us": 1.5}] and marker.exists()
+    assert steps["slow"]["result"]["rows"] == [{"us": 1.5}]
     page = (tmp_path / "README.md").read_text()
     assert "| slow | badly: out of time |" in page and "no such GPU" in page and "| 1.5 |" in page
+
+
+def test_a_step_is_interrupted_before_it_is_killed(tmp_path: Path) -> None:
+    import run as runner
+
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+    code = f"""import pathlib, time
+try:
+    pathlib.Path({str(begun)!r}).touch()
+    time.sleep(600)
+except KeyboardInterrupt:
+    pathlib.Path({str(saved)!r}).touch()"""
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    while not begun.exists():
+        time.sleep(0.05)
+    runner.stop(process)
+    assert saved.exists() and process.poll() is not None
 
 
 def test_pieces_and_libraries_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
