@@ -32,7 +32,9 @@ PROMPTS = [
     [(7 * i) % 2000 + 3 for i in range(300)],
     [(11 * i) % 2000 + 3 for i in range(100)],
 ]
-GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
+GRAPHS = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16]}
+}
 EAGER = {"enforce_eager": True}
 
 
@@ -120,7 +122,7 @@ def ask(folder: Path, case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]
     from vllm.lora.request import LoRARequest
 
     options = {
-        "dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True, "max_num_seqs": 4,
+        "dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True, "max_num_seqs": 16,
         "enable_prefix_caching": False, "gpu_memory_utilization": 0.12,
     } | case.options  # fmt: skip
     if DRY:
