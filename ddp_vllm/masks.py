@@ -35,6 +35,7 @@ _RECIPE = {
 _SAMPLES = {"prompts?": [TEXT], "answers?": {str: [TEXT]}}
 PROVENANCE = _SAMPLES | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
+    "targets?": {str: Number(0, 1)},
     "run?": {"train?": NAME}, "converted?": {"from": NAME, "format": NAME},
     "texts?": [TEXT], "learned_from?": {"text?": NAME},
     "perplexity?": (None, QUALITY), "watched?": {str: (None, QUALITY)},

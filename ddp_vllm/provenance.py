@@ -21,6 +21,14 @@ from ddp_vllm.output import write_text
 PATHS = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths; `data` and `watch` several
 
 
+def identity_of(source: str) -> str:
+    """Return what two names of one text share: the real path of a file, or a hub dataset with its split."""
+    if os.path.exists(source):
+        return os.path.realpath(source)
+    name, configuration, split = [*source.split(":", 2), "", ""][:3]
+    return f"{name}:{configuration}:{split or 'train'}"
+
+
 def split_sources(data: str) -> list[tuple[str, int]]:
     """Return each name in a comma-separated list of texts with its number of turns: 3 for `NAME:3`, 1 for `NAME`.
 

@@ -100,27 +100,35 @@ def read_settings(
             raise SettingError(
                 f"the recipe {base} cannot be read ({error}); it must be TOML, one setting per line"
             ) from error
-    given = {name: value for name, value in given.items() if value is not None}
+    given = plain({name: value for name, value in given.items() if value is not None})
     for names in alternatives:
         for level in (values, given):
             if len(stated := [name for name in names if level.get(name) not in (None, 0)]) > 1:
                 raise SettingError(f"{' and '.join(stated)} are given; give one of them")
         if any(given.get(name) not in (None, 0) for name in names):
             values = {name: value for name, value in values.items() if name not in names}
-    values = plain(values | given)
+    values |= given
     check_known(str(base) if isinstance(base, Path) else "the recipe", values, kind)
     return values
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with paths as text, and lists of paths or texts as one text with commas, as recipes hold them."""
-    found = dict(settings)
-    for name, value in settings.items():
+    """Return settings as recipes hold them: paths as text, lists of paths or texts as one text with commas, and numbers
+    of numpy as those of Python."""
+    found = {name: _of_python(value) for name, value in settings.items()}
+    for name, value in found.items():
         if isinstance(value, Path):
             found[name] = str(value)
         elif isinstance(value, list | tuple) and value and all(isinstance(each, str | Path) for each in value):
             found[name] = ",".join(map(str, value))
     return found
+
+
+def _of_python(value: Any) -> Any:
+    """Return numbers and arrays of numpy, and lists of them, as numbers and lists of Python; others as they are."""
+    if isinstance(value, list | tuple):
+        return [_of_python(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ddp_vllm
 from ddp_models.loading import load_model
 from ddp_models.source import Source, open_source
 from ddp_prune.export import export
@@ -88,4 +89,29 @@ def test_masked_equals_exported_equals_vllm_in_float32(exported: Any, serve: Cal
         assert (plain - _masked(source, gates, ids)).abs().max() < 1e-4
         assert generated[0, len(prompt) :].tolist() == answer["tokens"]
         chosen = plain.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(answer["tokens"])[:, None])
+        assert answer["logprobs"] == pytest.approx(chosen.flatten().tolist(), abs=1e-4)
+
+
+def test_a_folder_that_prune_trained_is_served_as_transformers_computes_it(
+    exported: Any, serve: Callable[..., dict[str, Any]], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and masks are trained together, and the kept scales are folded into the trained weights."""
+    monkeypatch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 2)
+    source, _, _ = exported
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, number by number. " * 200)
+    settings: Any = {"steps": 2, "batch_size": 1, "seq_len": 64, "heldout_blocks": 1, "train": "weights"}
+    settings |= {"learning_rate": 1e-4, "sparsity": 0.1, "data": tmp_path / "text.txt"}
+    checkpoint = ddp_vllm.prune(source.folder, output=tmp_path / "out", **settings)
+    assert checkpoint.provenance["run"]["train"] == "weights"
+    prompts = [AutoTokenizer.from_pretrained(source.folder)(prompt)["input_ids"] for prompt in PROMPTS]
+    job = {"folder": str(tmp_path / "out"), "options": {"dtype": "float32"}, "prompts": prompts, "num_tokens": 4}
+    answers = serve({"trained": job})["trained"]["outputs"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    dense = AutoModelForCausalLM.from_pretrained(source.folder).eval()
+    name = "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(model.state_dict()[name], dense.state_dict()[name])  # trained
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            plain = model(torch.tensor([prompt + answer["tokens"]])).logits[0].log_softmax(-1)
+        chosen = plain[len(prompt) - 1 : -1].gather(1, torch.tensor(answer["tokens"])[:, None])
         assert answer["logprobs"] == pytest.approx(chosen.flatten().tolist(), abs=1e-4)

@@ -21,9 +21,11 @@ from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group, kill_with_us
 from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
+from ddp_vllm.checkpoint import read_config
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
+from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.machine import versions
 from ddp_vllm.model_facts import describe_model, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.files import read_json
@@ -70,6 +72,11 @@ class EvalSettings:
         if self.backend == "vllm":
             vllm_command()
         describe_model(self.model)
+        if self.backend == "hf" and (folder := local_folder(self.model)):
+            try:
+                check_states_no_widths(read_config(folder))
+            except ModelError as error:
+                raise ModelError(f"{self.model}: {error}, or pass --backend vllm") from None
         self.files()
 
     def files(self) -> dict[str, Path]:

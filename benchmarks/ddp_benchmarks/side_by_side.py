@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Engine, runs_on_cpu, vllm_command
-from ddp_benchmarks.protocol import check_lowest, new_results, rotated
+from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.latency import Workload, seconds_of
 from ddp_vllm.model_facts import dense_kv_bytes
@@ -50,6 +50,7 @@ class StepSettings:
             raise SettingError("bench steps compares different folders; name each once")
         options = SimpleNamespace(concurrency=self.workload.batch, context_length=self.workload.context)
         check_lowest(options, concurrency=1, context_length=self.steps)
+        check_engine_arguments(self.engine_arguments, "--model", "--skip-tokenizer-init")
 
 
 class StepEngine(Engine):

@@ -143,8 +143,11 @@ def height_of_curves(curves: Curves) -> float:
     return 0.4 + 1.15 * len(metrics_drawn(curves))
 
 
-def draw_curves(figure: Figure, *, curves: Curves, target: float | None, rounded_after: int | None) -> None:
-    """Draw losses, sparsity, μ and λ over the steps, as far as they were logged; losses also smoothed."""
+def draw_curves(figure: Figure, *, curves: Curves, targets: Mapping[str, float], rounded_after: int | None) -> None:
+    """Draw losses, sparsity, μ and λ over the steps, as far as they were logged; losses also smoothed.
+
+    targets: the sparsity that the budget of each module type, or of all together, requires in the end.
+    """
     panels = metrics_drawn(curves)
     steps = np.array([step["step"] for step in curves])
     for axes, (label, metrics) in zip(panels_of(figure, len(panels), sharex=True), panels, strict=True):
@@ -155,8 +158,8 @@ def draw_curves(figure: Figure, *, curves: Curves, target: float | None, rounded
                 axes.plot(steps, values, color="0.85", linewidth=0.7)
                 values = smooth(values)
             axes.plot(steps, values, color=tone, linestyle=dashes, linewidth=width, label=name)
-        if label == "sparsity" and target is not None:
-            axes.axhline(target, color="black", linestyle=":", linewidth=1, label="target")
+        for number, target in enumerate(sorted(set(targets.values())) if label == "sparsity" else ()):
+            axes.axhline(target, color="black", linestyle=":", linewidth=1, label="target" if number == 0 else None)
         if rounded_after is not None:
             axes.axvline(rounded_after + 0.5, color="0.4", linestyle="-", linewidth=0.8)
         axes.set_ylabel(label)

@@ -90,12 +90,11 @@ def draw(metrics: Metrics) -> list[Picture]:
             "Losses: each step in light gray, and a running mean over a twentieth of the steps. At the vertical line "
             "the kept units are fixed; after it only their scales are trained."
         )
-        target = provenance.get("recipe", {}).get("sparsity") or None
-        steps = provenance.get("search_steps")
-        drawn.append(_curves("curves", "Training", caption, metrics.pruning, target=target, rounded_after=steps))
+        targets, steps = provenance.get("targets", {}), provenance.get("search_steps")
+        drawn.append(_curves("curves", "Training", caption, metrics.pruning, targets=targets, rounded_after=steps))
     if metrics.recovery:
         caption = "The weights are trained on the dense model's outputs. Each step in light gray, and a running mean."
-        drawn.append(_curves("recovery", "Recovery", caption, metrics.recovery, target=None, rounded_after=None))
+        drawn.append(_curves("recovery", "Recovery", caption, metrics.recovery, targets={}, rounded_after=None))
     return drawn
 
 

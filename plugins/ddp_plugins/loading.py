@@ -39,7 +39,9 @@ class CheckedLoading:
         if self.in_place and not any(Path(vllm_config.model_config.model).glob(WEIGHTS)):  # a name on the hub has none
             self.allow_patterns_overrides = [WEIGHTS, f"{SUBBLOCKS}/*.safetensors", "*.safetensors", "*.bin"]
         self.widths = replace(widths, is_quantized=widths.is_quantized or vllm_config.quant_config is not None)
-        self.is_loaded = vllm_config.load_config.load_format == "dummy"  # reads nothing at the start
+        # these read nothing at the start, or fill the parameters without `load_weights`
+        filled = ("dummy", "sharded_state", "runai_streamer_sharded")
+        self.is_loaded = vllm_config.load_config.load_format in filled
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load compact weights. Raises: WidthsError, CheckpointError, naming the wrong or missing tensor."""

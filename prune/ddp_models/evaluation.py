@@ -1,5 +1,6 @@
 """Evaluates the dense, pruned and recovered model: perplexity on held-out text, and answers to ten fixed prompts."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ class Evaluation:
             pairs = zip(states, first_hidden[name], strict=True)
             sums = [agreement(here, head, first.to(first_head.weight), first_head) for here, first in pairs]
             divergence, agreed = (sum(values) / sum(map(len, states)) for values in zip(*sums, strict=True))
-            self.agreements[name][who] = {"kl": max(0.0, divergence), "top1": agreed}
+            kl = math.inf if math.isnan(divergence) else max(0.0, divergence)  # as in `perplexity_of`
+            self.agreements[name][who] = {"kl": kl, "top1": agreed}
 
     def divergences(self, model: Any) -> dict[str, float]:
         """Return the KL divergence of a model from the first one on each text, in nats per token; nothing is kept."""
@@ -94,6 +96,12 @@ class Evaluation:
         """Return the prompts, and the answers of each model."""
         return {"prompts": list(PROMPTS), "answers": self.answers}
 
+    def summary(self, text: str) -> str:
+        """Return a line with the perplexity of each model on a text."""
+        losses, block_tokens = self.losses[text], self.block_tokens[text]
+        values = " → ".join(f"{who} {perplexity_of(losses[who], block_tokens):.2f}" for who in losses)
+        return f"perplexity on held-out text of {text}: {values}"
+
     def recovery_summary(self) -> Iterator[str]:
         """Yield a line per text with the perplexities, and a warning if recovery made the model worse on it."""
         for name, losses in self.losses.items():
@@ -104,11 +112,10 @@ class Evaluation:
                 if pruned > dense + 0.01
                 else ""
             )
-            values = " → ".join(f"{who} {perplexity_of(losses[who], block_tokens):.2f}" for who in losses)
-            yield f"perplexity on held-out text of {name}: {values}{share}"
+            yield f"{self.summary(name)}{share}"
             rises = [after - before for after, before in zip(losses["recovered"], losses["pruned"], strict=True)]
             rise, error = mean_loss(rises, block_tokens)
-            if rise > 2 * (error or 0.0):
+            if not rise <= 2 * (error or 0.0):  # NaN too
                 yield f"worse than before recovery on {name}; add text of that kind, or recover for fewer minutes"
 
 

@@ -166,14 +166,16 @@ class Pool:
         pairs = zip(self.shapes.items(), supports, strict=True)
         return {kind: support.reshape(shape).to(like[kind].device) for (kind, shape), support in pairs}
 
-    def check(self, align: int) -> None:
+    def check(self, align: int, tp: int) -> None:
         """Refuse a budget that keeps everything or nothing, and blocks that do not fit. Raises: SettingError."""
         for kind, block in self.blocks.items():
             if not self._can_keep(kind, block):
-                shape = self.shapes[kind]
+                shape, limits = self.shapes[kind], {"align": 1 if kind == "attn" else align, "tp": tp}
+                remedies = [f"{name} below {value}" for name, value in limits.items() if value > 1]
                 raise SettingError(
-                    f"align is {align}, but a budget of {self.kept:,.0f} {self.currency} keeps no block of {block:,} "
-                    f"of the {math.prod(shape[:-1])} × {shape[-1]:,} {kind} units; choose a smaller align, or keep more"
+                    f"a budget of {self.kept:,.0f} {self.currency} keeps no block of {block:,} of the "
+                    f"{math.prod(shape[:-1])} × {shape[-1]:,} {kind} units; choose "
+                    f"{' or '.join([*remedies, 'a budget that keeps more'])}"
                 )
         if not self._least() <= self.kept < self.total:
             raise SettingError(
@@ -322,7 +324,7 @@ def make_pools(
         pools = [_unit_pool(WholeExpertPool, "experts", num_channels, layout | {"scope": "layer"})]
     for pool in pools:
         if pool.name != "attn" or recipe.removed("attn"):
-            pool.check(recipe.align)
+            pool.check(recipe.align, recipe.tp)
     return pools
 
 

@@ -3,6 +3,7 @@
 Every field of a `Recipe` is an option of `prune`, except those in `INSTEAD`.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ HEADINGS = {  # heading -> its fields and options; the last heading has all othe
 }
 
 
+tracker_option = click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
+
+
+def end_command() -> None:
+    """End the group of processes that the verbs of a command share."""
+    from ddp_training.processes import leave_group
+
+    leave_group()
+
+
 def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the fields `budget` and `target` in place of a --target option. Raises: SettingError."""
     options = {budget: f"target_{budget.replace('-', '_')}" for budget in TARGETS}
@@ -54,7 +65,7 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
 @click.argument("model")
 @settings_options(Recipe, instead=INSTEAD, sizes=SIZES, lists=LISTS)
 @recipe_option
-@click.option("--tracker", help="Also log to an accelerate tracker: tensorboard, wandb, …")
+@tracker_option
 @output_option
 @overwrite_option
 @click.option(
@@ -81,12 +92,16 @@ def prune(
     """
     settings = _with_target(given(settings))
     if dry_run:
-        echo("\n".join(verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings).lines))
+        plan = verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings)
+        if os.environ.get("RANK", "0") == "0":  # one of several processes
+            echo("\n".join(plan.lines))
+        end_command()
         return
     if on:
         raise SettingError("on estimates for other GPUs and trains nothing; add --dry-run")
     settings |= {"overwrite": overwrite, "tracker": tracker}
     verbs.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
+    end_command()
 
 
 @click.command()

@@ -128,8 +128,15 @@ def can_group(weight_EOI: torch.Tensor) -> bool:
 
 
 def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """`grouped_linear` in one kernel."""
-    return F.grouped_mm(x_SI.to(weight_EOI.dtype), weight_EOI.transpose(-2, -1), offs=ends_E)
+    """`grouped_linear` in one kernel.
+
+    On Blackwell its backward leaves the gradient of experts without slots uninitialized (pytorch issue 172439).
+    """
+    weight_EIO = weight_EOI.transpose(-2, -1)
+    if weight_EIO.requires_grad:
+        is_idle_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        weight_EIO.register_hook(lambda gradient_EIO: gradient_EIO.masked_fill_(is_idle_E[:, None, None], 0.0))
+    return F.grouped_mm(x_SI.to(weight_EOI.dtype), weight_EIO, offs=ends_E)
 
 
 def looped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

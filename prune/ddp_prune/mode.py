@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,8 @@ from ddp_training.fingerprint import decisive
 from ddp_training.memory import FROZEN, TRAINING_SHARE, adapter_bytes, fits, free_memory, gigabytes, model_bytes
 from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import saved_header
-from ddp_training.weights import RANK
+from ddp_training.settings import optimizer_suits
+from ddp_training.weights import RANK, obstacle_to_8_bits
 from ddp_vllm.errors import SettingError
 from ddp_vllm.output import is_unfinished
 from ddp_vllm.provenance import published_recipe
@@ -45,9 +45,14 @@ def allowed_modes(recipe: Recipe) -> list[Mode]:
     train = "masks" if recipe.train == "auto" and recipe.controller == "alm" else recipe.train
     return [
         mode
-        for mode in MODES
+        for mode in suited_modes(recipe)
         if train in ("auto", mode.train) and (mode.train != "weights" or recipe.optimizer in ("auto", mode.optimizer))
     ]
+
+
+def suited_modes(recipe: Recipe) -> list[Mode]:
+    """Return the training modes that can train weights of a recipe's dtype."""
+    return [mode for mode in MODES if optimizer_suits(mode.optimizer, recipe.dtype)]
 
 
 def mode_bytes(recipe: Recipe, source: Source, mode: Mode, accelerator: Accelerator) -> int:
@@ -104,20 +109,28 @@ def resolve_training_mode(
     """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
     say: prints the chosen mode, and the memory that the next mode up would require.
-    Raises: SettingError if memory does not hold a mode that was asked for, or if torchao is missing.
+    Raises: SettingError if memory does not hold a mode that was asked for, or if its optimizer cannot run here.
     """
-    modes = allowed_modes(recipe)
+    modes, obstacle = allowed_modes(recipe), ""
     if (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
+        if resumed.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+            raise SettingError(obstacle)
         return resumed
     free = free_memory(accelerator)
-    needed = {each: mode_bytes(recipe, source, each, accelerator) for each in MODES}
+    needed = {each: mode_bytes(recipe, source, each, accelerator) for each in suited_modes(recipe)}
     needs = {each: f"{each} requires {gigabytes(number)}" for each, number in needed.items()}
-    usable = [each for each in modes if each.optimizer != "adamw-8bit" or find_spec("torchao")]
+    usable = list[Mode]()
+    for mode in modes:
+        if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+            continue
+        usable.append(mode)
+        if fits(needed[mode], accelerator):
+            break
     if not usable:
-        raise SettingError("optimizer adamw-8bit requires torchao; install it with: pip install torchao")
-    chosen = next((each for each in usable if fits(needed[each], accelerator)), usable[-1])
+        raise SettingError(obstacle)
+    chosen = usable[-1]
     if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # asked for: all memory may do
-        fitting = "; ".join(needs[each] for each in MODES if needed[each] <= TRAINING_SHARE * free)
+        fitting = "; ".join(needs[each] for each in needed if needed[each] <= TRAINING_SHARE * free)
         raise SettingError(
             f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
             + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
@@ -126,6 +139,7 @@ def resolve_training_mode(
     say(
         f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
         + "".join(f"; {needs[each]}" for each in above)
+        + (f"; {obstacle}" if obstacle else "")
     )
     return chosen
 

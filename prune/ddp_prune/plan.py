@@ -147,7 +147,16 @@ def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, 
     weights = mode_bytes(recipe, source, mode, accelerator)
     sized = sized_model(recipe, source, mode, devices, checkpointed=False)
     at_once, setting = sequences_at_once(recipe, accelerator), recipe.activation_checkpointing
-    fitting = fit_activations(sized, setting, at_once, recipe.seq_len, accelerator, "", held=weights)
+    fitting = fit_activations(
+        sized,
+        setting,
+        at_once,
+        recipe.seq_len,
+        accelerator,
+        "",
+        held=weights,
+        is_fixed=bool(recipe.micro_batch_size),
+    )
     at_once = at_once if recipe.micro_batch_size else fitting
     passing = pass_bytes(sized, at_once, recipe.seq_len, accelerator.device)
     return weights + passing, (

@@ -65,7 +65,7 @@ def find_rate(rates: Sequence[float], dense: float, trial: Callable[[float], flo
     losses, chosen = dict[float, float](), rates[0]
     for rate in rates[FIRST:]:
         losses[rate] = trial(rate)
-        if losses[rate] > min(dense, *losses.values()) + HARM:
+        if not losses[rate] <= min(dense, *losses.values()) + HARM:  # nor is a loss that is not a number
             break
         chosen = rate
     return Found(chosen, dense, losses)

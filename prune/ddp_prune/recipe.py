@@ -110,7 +110,7 @@ class Recipe(TrainingSettings):
     minutes: float = setting(0.0, least=0)
     """Minutes of training, without loading and evaluation. A step is timed first, and the number of steps that fit
     replaces `steps`; if few fit, `batch_size` and `seq_len` are lowered. The numbers are saved with the run, so that an
-    interrupted run resumes to the bit."""
+    interrupted run resumes with the same numbers."""
 
     controller: str = setting("gradual", choices=("gradual", "alm"))
     """How the search reaches the budget: `gradual` or the paper's `alm`. `gradual` closes gates for good, in the

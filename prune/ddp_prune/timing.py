@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_models.loading import load_teacher
+from ddp_models.loading import check_sharding, load_teacher
 from ddp_models.source import Source
 from ddp_prune.budget import Pool
 from ddp_prune.mode import Earlier, Mode
@@ -42,7 +42,8 @@ def settle(
 ) -> list[Recipe]:
     """Return the recipes with steps, batch size and sequence length that fit into their minutes, if they have minutes.
 
-    A run that is resumed keeps what it had. pools: of the largest cut. Raises: SettingError if the minutes are too few.
+    A run that is resumed keeps what it had. pools: of the largest cut. Raises: SettingError if the minutes are too few,
+    or if processes that share weights cannot divide the batch evenly.
     """
     last = recipes[-1]
     if not last.minutes:
@@ -50,15 +51,19 @@ def settle(
     shape: Shape = earlier[2:]
     if mode != earlier[:2]:
         run = Run.alone(last, **mode._asdict())
-        shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, source, head_unit, pools, accelerator))
+        fixed = source, head_unit, pools, accelerator
+        shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes)
     steps, batch, seq_len = shape
     say(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
-    return [dataclasses.replace(each, steps=steps, batch_size=batch, seq_len=seq_len) for each in recipes]
+    settled = [dataclasses.replace(each, steps=steps, batch_size=batch, seq_len=seq_len) for each in recipes]
+    check_sharding(settled[-1], accelerator.num_processes)  # a resumed run may have had fewer processes
+    return settled
 
 
-def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float]) -> Shape:
+def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float], num_processes: int = 1) -> Shape:
     """Return the steps, batch size and sequence length that fit into the minutes of a run.
 
+    Every process gets equally many sequences, at least one, unless the recipe has a smaller batch.
     num_sizes: that share the search. measure: returns the seconds of a step of a run. Raises: SettingError.
     """
     recipe = run.recipe
@@ -70,8 +75,11 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float]) -> Sh
     while tokens_per_step > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
         tokens_per_step //= 2
     shortest = SHORTEST if run.train == "masks" else SHORTEST_OF_WEIGHTS
-    seq_len = min(recipe.seq_len, max(shortest, tokens_per_step // 2))
-    batch = max(1, min(recipe.batch_size, tokens_per_step // seq_len))
+    seq_len, batch = recipe.seq_len, recipe.batch_size
+    if tokens_per_step < most_tokens:
+        seq_len = min(seq_len, max(shortest, tokens_per_step // max(2, num_processes)))
+        per_process = max(1, tokens_per_step // seq_len // num_processes)
+        batch = min(batch, per_process * num_processes)
     if batch * seq_len < most_tokens:  # shorter sequences take another time per token
         run = dataclasses.replace(run, recipe=dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))
         each = measure(run)
@@ -89,7 +97,8 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float]) -> Sh
 def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Pool], accelerator: Accelerator) -> float:
     """Return the seconds of a step, of the slowest process.
 
-    One forward and backward pass over random tokens with all gates open is timed, after a warm-up.
+    Steps of one and of two micro-batches over random tokens with all gates open are timed, after a warm-up. The
+    difference is the time of a micro-batch; the rest, such as the optimizer of trained weights, counts once a step.
     """
     recipe = run.recipe
     with explained(too_large(recipe)):
@@ -97,7 +106,7 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
         share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
         tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
         model: Any = gated.model
-        blocks = torch.randint(model.config.vocab_size, (2 * tried.batch_size, recipe.seq_len))
+        blocks = torch.randint(model.config.vocab_size, (4 * tried.batch_size, recipe.seq_len))
         batches = Batches(blocks, tried, accelerator)
         fit_batches(gated, batches, tried, accelerator, lambda _: None, run.optimizer)
         trainer = TRAINERS[recipe.controller](
@@ -107,8 +116,13 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
             copied = run.train == "weights" and recipe.distillation > 0
             dense = load_teacher(source, recipe, accelerator, model) if copied else None
             trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
-        for step in range(2):
+        seconds = list[float]()
+        for size, step in ((1, 0), (1, 1), (2, 1)) if share > at_once else ((1, 0), (1, 1)):  # all on other blocks
+            batches.size = size * tried.batch_size
+            trainer.recipe = dataclasses.replace(tried, batch_size=batches.size)
             began = time.perf_counter()
             trainer.step(step)
-        seconds = torch.tensor([(time.perf_counter() - began) * share / at_once], device=accelerator.device)
-        return float(accelerator.gather(seconds).max())
+            seconds.append(time.perf_counter() - began)
+        another = max(0.0, seconds[-1] - seconds[1])
+        total = torch.tensor([seconds[1] + another * (share / at_once - 1)], device=accelerator.device)
+        return float(accelerator.gather(total).max())

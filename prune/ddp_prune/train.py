@@ -17,6 +17,7 @@ from rich.console import Console
 from ddp_models.evaluation import Evaluation, bos_warning
 from ddp_models.loading import load, load_teacher
 from ddp_models.source import Source, weight_files
+from ddp_models.texts import load_text, load_watched
 from ddp_prune.alm import AlmTrainer
 from ddp_prune.budget import Pool, head_unit_of
 from ddp_prune.export import Transform
@@ -25,7 +26,7 @@ from ddp_prune.rate import run_trials
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Learned, Trainer
-from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.blocks import Blocks, select_loss_mask
 from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
@@ -82,36 +83,25 @@ class Inputs:
 
 
 def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Console) -> Inputs:
-    """Read the text for the steps of `run`, the longest one. Raises: TextError, SettingError."""
+    """Read the text for the steps of `run`, the longest one. Raises: as `load_text`."""
     recipe, tokenizer = run.recipe, load_tokenizer(str(source.folder))
-    blocks = load_blocks(
-        recipe.data,
-        tokenizer,
-        seq_len=recipe.seq_len,
-        train_blocks=run.steps.last * recipe.batch_size,
-        heldout_blocks=recipe.heldout_blocks,
-        min_train_blocks=recipe.batch_size,
-        seed=recipe.seed,
-        text_column=recipe.text_column,
-    )
-    check_vocabulary(blocks, source.config.get("vocab_size", sys.maxsize), recipe.model)
-    watched = {
-        name: load_blocks(
-            name, tokenizer, seq_len=recipe.seq_len, train_blocks=1, heldout_blocks=recipe.heldout_blocks,
-            min_train_blocks=0, seed=recipe.seed, text_column=recipe.text_column,
-        ).heldout
-        for name in (sources_of(recipe.watch) if recipe.watch else [])
-    }  # fmt: skip
+    known = recipe, tokenizer, recipe.model, source.config.get("vocab_size", sys.maxsize)
+    train_blocks = run.steps.last * recipe.batch_size
+    blocks = load_text(recipe.data, *known, train_blocks=train_blocks, min_train_blocks=recipe.batch_size)
+    watched = load_watched(sources_of(recipe.watch) if recipe.watch else [], *known)
     files = weight_files(source.folder), tokenizer_and_config_files(source.folder)
     profile = str(run.profile.path) if run.profile else ""
     show = partial(console.print, markup=False, soft_wrap=True)  # a file's name may contain [
     say: Callable[[str], None] = show if accelerator.is_main_process else lambda _: None
+    for text in watched.values():
+        for note in text.notes:
+            say(note)
     return Inputs(
         source=source,
         head_unit=head_unit_of(recipe, source),
         tokenizer=tokenizer,
         blocks=blocks,
-        watched=watched,
+        watched={name: text.heldout for name, text in watched.items()},
         loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, say),
         learned_from=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
         accelerator=accelerator,
@@ -181,6 +171,8 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
     with gated.masks(gates):
         evaluation.evaluate("pruned", gated.model)
     warn_of_harm(evaluation, untrained, inputs.say)
+    for name in inputs.watched:
+        inputs.say(evaluation.summary(name))
     found = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
     if inputs.watched:
         found["watched"] = {name: evaluation.perplexity(name) for name in inputs.watched}

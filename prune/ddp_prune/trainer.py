@@ -23,6 +23,7 @@ from ddp_prune.run import Run
 from ddp_prune.selection import limit_counts
 from ddp_training.batches import Batches, Teacher
 from ddp_training.loss import OutputHead, distill, final_hidden
+from ddp_training.processes import broadcast_from_main, raise_on_all_ranks
 from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
@@ -283,9 +284,12 @@ class Trainer:
     def round(self) -> None:
         """Choose the final support within the budget, by highest saliency, and freeze it."""
         open_gates, gates = self.open_gates(), self.gates
-        chosen = self.choose({kind: self._saliency(kind, z) for kind, z in gates.z.items()}, open_gates)
+        with raise_on_all_ranks(self.accelerator):
+            chosen = self.choose({kind: self._saliency(kind, z) for kind, z in gates.z.items()}, open_gates)
+        # an exact choice ends after some minutes with the best selection so far, which depends on the machine
+        chosen = broadcast_from_main(self.accelerator, {kind: mask.cpu() for kind, mask in chosen.items()})
         for kind, z in gates.z.items():
-            is_open, support = open_gates[kind], chosen[kind]
+            is_open, support = open_gates[kind], chosen[kind].to(z.device)
             gates.searched_z[kind] = z.detach() * is_open
             z[support & ~is_open & (z <= 0)] = REVIVED
             gates.support[kind] = support

@@ -73,10 +73,11 @@ def prune_sizes(
         recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
         measure=partial(ddp_vllm.profile, verbose=verbose), show=show,
     )  # fmt: skip
-    return [_recovered(recipe, checkpoint, verbose) for recipe, checkpoint in zip(recipes, checkpoints, strict=True)]
+    pairs = zip(recipes, checkpoints, strict=True)
+    return [_recovered(recipe, checkpoint, tracker, verbose) for recipe, checkpoint in pairs]
 
 
-def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpoint:
+def _recovered(recipe: Recipe, checkpoint: Checkpoint, tracker: str | None, verbose: bool) -> Checkpoint:
     """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered.
 
     The recipe's learning rate is that of pruning; recovery may train adapters, which take another. With minutes, the
@@ -88,8 +89,8 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, verbose: bool) -> Checkpo
     for name in ("learning_rate", *(("batch_size", "seq_len") if recipe.minutes else ())):
         del shared[name]
     return ddp_vllm.recover(
-        checkpoint.folder, output=checkpoint.folder, overwrite=True, verbose=verbose, teacher=recipe.model,
-        minutes=recipe.recover_minutes, **shared,
+        checkpoint.folder, output=checkpoint.folder, overwrite=True, tracker=tracker, verbose=verbose,
+        teacher=recipe.model, minutes=recipe.recover_minutes, **shared,
     )  # fmt: skip
 
 

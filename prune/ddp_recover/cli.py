@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ddp_prune.cli import HEADINGS, LISTS
+from ddp_prune.cli import HEADINGS, LISTS, end_command, tracker_option
 from ddp_recover import verbs
 from ddp_recover.recipe import INHERITED, RecoveryRecipe
 from ddp_vllm.cli import echo
@@ -16,15 +16,25 @@ from ddp_vllm.options import Grouped, given, output_option, overwrite_option, re
 @click.argument("model")
 @settings_options(RecoveryRecipe, instead={"model": ()}, inherited=INHERITED, lists=LISTS)
 @recipe_option
+@tracker_option
 @output_option
 @overwrite_option
-def recover(model: str, output: Path, recipe_file: Path | None, overwrite: bool, **settings: Any) -> None:
+def recover(
+    model: str,
+    output: Path,
+    recipe_file: Path | None,
+    tracker: str | None,
+    overwrite: bool,
+    **settings: Any,
+) -> None:
     """Train the weights of the pruned MODEL on the dense model's output and write the better model.
 
     Widths, speed and serving do not change. Teacher, text and batch size are those of the pruning run unless they are
     passed. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm recover …
     """
-    verbs.recover(model, output=output, recipe=recipe_file, overwrite=overwrite, verbose=True, **given(settings))
+    options = given(settings) | {"overwrite": overwrite, "tracker": tracker}
+    verbs.recover(model, output=output, recipe=recipe_file, verbose=True, **options)
+    end_command()
 
 
 @click.command()

@@ -23,7 +23,7 @@ class RecoveryRecipe(TrainingSettings):
     """Folder or Hub name of the dense model from which the model was pruned."""
     minutes: float = setting(10.0, least=0)
     """Minutes of training. A step is timed first; the number of steps that fit is saved with the run, so that an
-    interrupted run resumes to the bit."""
+    interrupted run resumes with the same number."""
     tokens: int = setting(0, least=0)
     """Tokens to train on. Replaces `minutes`."""
     method: str = setting("auto", choices=("auto", "full", "lora"))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,27 +25,31 @@ from ddp_models.source import (
     open_source,
     weight_files,
 )
+from ddp_models.texts import load_text, load_watched
 from ddp_models.writing import config_of, stored_tensors, write_model
 from ddp_prune.export import Transform
 from ddp_prune.masks_file import provenance_of, read_masks, read_scores, write_masks
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_recover.weight_trainer import WeightTrainer
-from ddp_text.blocks import Blocks, check_vocabulary, load_blocks, select_loss_mask
+from ddp_text.blocks import select_loss_mask
 from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fingerprint import decisive, fingerprint
 from ddp_training.loop import take_steps
-from ddp_training.memory import STATE_BYTES, explained, fit_attention, fits
+from ddp_training.memory import explained, fit_attention, fits, state_bytes
 from ddp_training.processes import (
     broadcast_from_main,
+    finish_run,
     local_part,
     main_process_first,
     make_accelerator,
     raise_on_all_ranks,
+    start_tracker,
 )
 from ddp_training.run_state import RunState, check_run_folders, locked_run, saved_header
-from ddp_training.weights import OPTIMIZERS, TrainedWeights, highest_rate
+from ddp_training.settings import optimizer_suits
+from ddp_training.weights import OPTIMIZERS, TrainedWeights, highest_rate, obstacle_to_8_bits
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError
 from ddp_vllm.families import Dimensions
@@ -56,7 +59,7 @@ from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.pages.progress import StepProgress
 from ddp_vllm.pages.written import show
-from ddp_vllm.provenance import local_provenance
+from ddp_vllm.provenance import identity_of, local_provenance
 
 Say = Callable[[str], None]
 
@@ -81,15 +84,17 @@ class Text(NamedTuple):
     loss_mask: torch.Tensor | None
     """Of these blocks, bool: tokens that contribute to the cross-entropy; None: all."""
     heldout: Mapping[str, torch.Tensor]
-    """To evaluate on, by the name of the text: first the training text, then a watched text of another kind."""
+    """To evaluate on, by the name of the text: first the training text, then watched texts of other kinds."""
 
 
-def recover_alone(recipe: RecoveryRecipe, output: Path, *, overwrite: bool, console: Console) -> Checkpoint:
+def recover_alone(
+    recipe: RecoveryRecipe, output: Path, *, overwrite: bool, tracker: str | None, console: Console
+) -> Checkpoint:
     """Make the accelerator, recover a pruned checkpoint, and return the written one."""
-    accelerator = make_accelerator(output, None)
+    accelerator = make_accelerator(output, tracker)
+    start_tracker(accelerator, "ddp-vllm-recover", recipe)
     recover(recipe, output, accelerator, overwrite=overwrite, console=console)
-    accelerator.wait_for_everyone()  # as in `pipeline.prune`
-    accelerator.end_training()
+    finish_run(accelerator)
     return read_checkpoint(output)
 
 
@@ -132,12 +137,15 @@ def recover(
             accelerator=accelerator,
         )
         resolved = _resumed(recipe, output, accelerator) or _resolved(recipe, models)
+        if resolved.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
+            raise SettingError(obstacle)
         weights = TrainedWeights(models.model, accelerator, resolved.method, resolved.rank, resolved.optimizer)
         resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, say)
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = _load_text(resolved, provenance, models, say)
         fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
-        run = RunState(output, resolved, learned_from=fingerprints, writes=main, say=say)
+        choice = {"optimizer": resolved.optimizer}
+        run = RunState(output, resolved, resolved=choice, learned_from=fingerprints, writes=main, say=say)
         with locked_run(run, accelerator):
             evaluation, transform = _train(resolved, models, weights, text, run, console)
             with raise_on_all_ranks(accelerator):
@@ -175,27 +183,45 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
 def _resumed(recipe: RecoveryRecipe, output: Path, accelerator: Accelerator) -> RecoveryRecipe | None:
     """Return the resolved recipe of an interrupted run of the same command, if there is one."""
     header, asked = saved_header(output) if accelerator.is_main_process else {}, recipe.to_dict()
+    found = decisive(header.get("recipe", {})) | header.get("resolved", {})
     same = (header.get("learned_from") or {}).get("asked") == decisive(asked)
-    saved = broadcast_from_main(accelerator, decisive(header["recipe"]) if same else None)
+    allowed = ("auto", found.get("optimizer")) if found.get("method") == "full" else (*OPTIMIZERS, "auto")
+    saved = broadcast_from_main(accelerator, found if same and recipe.optimizer in allowed else None)
     return RecoveryRecipe(**asked | saved) if saved else None
 
 
 def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
     """Return the recipe with training method, optimizer, loss mask and learning rate resolved."""
-    method, learn_from, optimizer = recipe.method, recipe.learn_from, recipe.optimizer
-    num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
-    holds = [name for name in OPTIMIZERS if fits(STATE_BYTES[name] * num_weights, models.accelerator)]
-    if method == "auto":
-        method = "full" if optimizer in holds or (optimizer == "auto" and holds) else "lora"
-    if method == "lora":
-        optimizer = "adamw"
-    elif optimizer == "auto":
-        optimizer = holds[0] if holds else "adamw-8bit"
+    method, learn_from, optimizer = recipe.method, recipe.learn_from, "adamw"
+    if method != "lora":
+        optimizer, holds = _full_optimizer(recipe, models)
+        if method == "auto":
+            method, optimizer = ("full", optimizer) if holds else ("lora", "adamw")
     if learn_from == "auto":
         learn_from = "assistant" if models.tokenizer.chat_template else "all"
     rate = recipe.learning_rate or highest_rate(method, models.model.config.hidden_size)
     chosen: dict[str, Any] = {"method": method, "learn_from": learn_from, "learning_rate": rate, "optimizer": optimizer}
     return dataclasses.replace(recipe, **chosen)
+
+
+def _full_optimizer(recipe: RecoveryRecipe, models: Models) -> tuple[str, bool]:
+    """Return the optimizer for all weights, and whether memory holds it.
+
+    With `auto` it is the first that memory holds, or else the one that requires the least.
+    """
+    if recipe.optimizer != "auto":
+        names: list[str] = [recipe.optimizer]
+    else:
+        names = [name for name in OPTIMIZERS if optimizer_suits(name, recipe.dtype)]
+    accelerator, chosen = models.accelerator, names[0]
+    num_weights = sum(local_part(parameter).numel() for parameter in models.model.parameters())
+    for name in names:
+        if name == "adamw-8bit" and obstacle_to_8_bits(accelerator):
+            break
+        chosen = name
+        if fits(state_bytes(name, models.model.dtype.itemsize) * num_weights, accelerator):
+            return name, True
+    return chosen, False
 
 
 def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, say: Say) -> RecoveryRecipe:
@@ -209,24 +235,21 @@ def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedW
 
 
 def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, say: Say) -> Text:
-    """Load the text to train on, its held-out part, and a watched text. Raises: TextError, SettingError."""
-
-    def blocks_of(data: str, train_blocks: int, min_train_blocks: int) -> Blocks:
-        sizes = {name: getattr(recipe, name) for name in ("seq_len", "heldout_blocks", "seed", "text_column")}
-        sizes |= {"train_blocks": train_blocks, "min_train_blocks": min_train_blocks}
-        blocks = main_process_first(models.accelerator, lambda: load_blocks(data, models.tokenizer, **sizes))
-        check_vocabulary(blocks, models.teacher.config.vocab_size, recipe.model)
-        return blocks
-
-    watched = _watched(recipe, provenance)
-    blocks = blocks_of(recipe.data, recipe.steps * recipe.batch_size, recipe.batch_size)
+    """Load the text to train on, its held-out part, and the watched texts. Raises: as `load_text`."""
+    known = recipe, models.tokenizer, recipe.model, models.teacher.config.vocab_size
+    train_blocks = recipe.steps * recipe.batch_size
+    read = partial(load_text, recipe.data, *known, train_blocks=train_blocks, min_train_blocks=recipe.batch_size)
+    blocks = main_process_first(models.accelerator, read)
     heldout = {recipe.data: blocks.heldout}
-    try:
-        if watched:
-            heldout[watched] = blocks_of(watched, 1, 0).heldout
-    except TextError:
-        if recipe.watch:
-            raise
+    for name in _watched(recipe, provenance):
+        try:
+            watched = main_process_first(models.accelerator, partial(load_watched, [name], *known))[name]
+            heldout[name] = watched.heldout
+            for note in watched.notes:
+                say(note)
+        except TextError:
+            if recipe.watch:
+                raise
     say(
         f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
         f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
@@ -237,14 +260,14 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
     return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, say), heldout)
 
 
-def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> str:
-    """Return the text to watch: that of the recipe, or the pruning run's text that this recovery does not train on."""
-    trained_on = {os.path.realpath(name) for name in sources_of(recipe.data)}
+def _watched(recipe: RecoveryRecipe, provenance: Mapping[str, Any]) -> list[str]:
+    """Return the texts to watch: those of the recipe, or those of the pruning run that this recovery does not train on.
+
+    An inherited text that is missing here, or too short, is not watched.
+    """
+    trained_on = set(map(identity_of, sources_of(recipe.data)))
     named = recipe.watch or str(provenance.get("recipe", {}).get("data") or "")
-    others = [name for name in sources_of(named) if os.path.realpath(name) not in trained_on] if named else []
-    if recipe.watch and others != sources_of(named):
-        raise SettingError(f"watch is {named}, but data trains on part of it; name text that data does not")
-    return ",".join(others)
+    return [name for name in dict.fromkeys(sources_of(named)) if identity_of(name) not in trained_on] if named else []
 
 
 def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[str, Any]:
@@ -252,7 +275,8 @@ def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[st
     weights, others = (
         [file for folder in folders for file in files(folder)] for files in (weight_files, tokenizer_and_config_files)
     )
-    return fingerprint([text.blocks, *text.heldout.values()], weights, others) | {"asked": decisive(recipe.to_dict())}
+    read = [text.blocks, text.heldout[recipe.data]]  # a watched text decides nothing
+    return fingerprint(read, weights, others) | {"asked": decisive(recipe.to_dict())}
 
 
 def _train(
@@ -282,7 +306,7 @@ def _trainer(
 ) -> WeightTrainer:
     """Return a trainer on these blocks, with the largest micro-batch that fits into memory."""
     batches = Batches(blocks, recipe, models.accelerator, loss_mask)
-    fit_batches(models, batches, recipe, models.accelerator, say, recipe.optimizer if weights.adapted is None else "")
+    fit_batches(models, batches, recipe, models.accelerator, say, recipe.optimizer)
     fit_attention(models.teacher, recipe.seq_len, models.accelerator.device)
     return WeightTrainer(models.model, models.teacher, weights, batches, recipe)
 

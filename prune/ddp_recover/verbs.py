@@ -24,6 +24,7 @@ def recover(
     output: str | Path,
     recipe: str | Path | None = None,
     overwrite: bool = False,
+    tracker: str | None = None,
     verbose: bool = False,
     **settings: Unpack[RecoveryKeywords],
 ) -> Checkpoint:
@@ -43,7 +44,8 @@ def recover(
     from ddp_recover.recover import recover_alone
     from ddp_vllm.pages.terminal import SafeConsole
 
-    return recover_alone(found, output, overwrite=overwrite, console=SafeConsole.of(verbose))
+    console = SafeConsole.of(verbose)
+    return recover_alone(found, output, overwrite=overwrite, tracker=tracker, console=console)
 
 
 def quantize(

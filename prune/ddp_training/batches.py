@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from ddp_training.loss import final_hidden
 from ddp_training.memory import SizedModel, fit_activations
@@ -101,12 +102,17 @@ def fit_batches(
 
     optimizer: of trained weights, if there are any.
     """
-    setting = recipe.activation_checkpointing
-    fitting = fit_activations(model, setting, batches.micro_batch_size, recipe.seq_len, accelerator, optimizer)
+    setting, is_fixed = recipe.activation_checkpointing, bool(recipe.micro_batch_size)
+    fitting = fit_activations(
+        model, setting, batches.micro_batch_size, recipe.seq_len, accelerator, optimizer, is_fixed=is_fixed
+    )
     if fitting < batches.micro_batch_size and not recipe.micro_batch_size:
         if accelerator.is_main_process:
             say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences")
         batches.micro_batch_size = fitting
+    if any(isinstance(each, DTensor) for each in model.model.parameters()):
+        counts = accelerator.gather(torch.tensor([len(list(batches.step(0)))], device=accelerator.device))
+        assert counts.min() == counts.max(), f"processes that share weights have {counts.tolist()} micro-batches"
 
 
 class Teacher:

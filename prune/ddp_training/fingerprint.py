@@ -1,6 +1,7 @@
 """The identity of a run: the settings that decide its result, and the fingerprint of its text, weights and configs."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ INDECISIVE = (  # settings that do not change the result, and settings whose res
     *("profile", "watch"),
 )
 DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
-PAGES, PAGE = 64, 4096  # a fingerprint reads so many pages of so many bytes from a weight file, evenly spread
+PAGE = 4096  # bytes of a tensor that a fingerprint reads
 
 
 def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,18 +29,18 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Return the training-data fingerprint: hashes of text blocks, weights, config, tokenizer files and profile.
 
-    A weight file is identified by name, size, time and some of its pages, which differ after any training.
+    A weight file is identified by its name, size and header, and by a page of each tensor, which differs after any
+    training. Its time is left out: the same weights can be downloaded again.
     config_files: config and tokenizer files. profile: path of the latency profile that decides the budget, if any.
     """
     digest = hashlib.sha256()
     for blocks in text:
         digest.update(f"{list(blocks.shape)}".encode())
         digest.update(blocks.contiguous().numpy().data)
-    files = [(path.name, path.stat(), _hash_of_pages(path)) for path in weights]
     hashes = [(path.name, sha256(path)) for path in config_files]
     return {
         "text": digest.hexdigest(),
-        "weights": [[name, status.st_size, status.st_mtime_ns, pages] for name, status, pages in files],
+        "weights": [[path.name, path.stat().st_size, _hash_of_pages(path)] for path in weights],
         "config": [each for name, each in hashes if name == "config.json"],
         "tokenizer": [[name, each] for name, each in hashes if name != "config.json"],
         **({"profile": sha256(Path(profile))} if profile else {}),
@@ -47,9 +48,12 @@ def fingerprint(
 
 
 def _hash_of_pages(path: Path) -> str:
-    size, digest = path.stat().st_size, hashlib.sha256()
+    """Return a hash of a safetensors file's header, and of the page in the middle of each tensor."""
     with open(path, "rb") as file:
-        for number in range(PAGES):
-            file.seek(max(0, size - PAGE) * number // (PAGES - 1))
-            digest.update(file.read(PAGE))
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        digest, start = hashlib.sha256(header), file.tell()
+        spans = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        for first, end in sorted(spans):
+            file.seek(start + max(first, (first + end - PAGE) // 2))
+            digest.update(file.read(min(PAGE, end - first)))
     return digest.hexdigest()

@@ -31,12 +31,24 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
 USABLE = 0.8  # of free memory: the needs of a step are estimates, and memory fragments
 ACTIVATION_SHARE = 0.5  # of free memory for activations; if they need more, layers are checkpointed
 TRAINING_SHARE = 0.7  # of free memory for weights and their training; the rest is for activations
-STATE_BYTES = {  # optimizer -> bytes on top of a trained 16-bit weight
-    "adamw": 16,  # in float32: a master, the sum of its gradients, two moments
-    "adamw-8bit": 4,  # the sum of gradients in 16 bits, two moments in 8
-}
-PENDING_BYTES = {"adamw": 12, "adamw-8bit": 4}  # of these, what does not exist before the first step
 EAGER_TOKENS = 512  # longest sequence for which eager attention is faster than SDPA on a CPU
+
+
+def pending_state(optimizer: str, itemsize: int) -> int:
+    """Return the bytes per trained weight that exist only after the first step: the sum of gradients, two moments.
+
+    optimizer: `adamw`, whose sums and moments are float32; `adamw-8bit`, whose sums have the dtype of the weights and
+        whose moments have 8 bits; or "" if no weight is trained. itemsize: bytes of a weight.
+    """
+    return {"": 0, "adamw": 12, "adamw-8bit": itemsize + 2}[optimizer]
+
+
+def state_bytes(optimizer: str, itemsize: int) -> int:
+    """Return the bytes that training adds to a weight: as `pending_state`, and the float32 master of a 16-bit weight.
+
+    A float32 weight is its own master, and `adamw-8bit` has none.
+    """
+    return pending_state(optimizer, itemsize) + (4 if optimizer == "adamw" and itemsize < 4 else 0)
 
 
 class SizedModel(Protocol):
@@ -51,21 +63,25 @@ class SizedModel(Protocol):
 
 def fit_activations(
     sized: SizedModel, setting: str, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str,
-    *, held: float = 0.0,
+    *, held: float = 0.0, is_fixed: bool = False,
 ) -> int:  # fmt: skip
     """Choose attention and checkpointing, and return how many sequences fit into a forward and backward pass.
 
     setting: checkpoint layers `on` or `off`; `auto` checkpoints if the activations of `num_sequences` need more than
-        ACTIVATION_SHARE of the free memory.
+        ACTIVATION_SHARE of the free memory, and those of half of them too: two smaller passes take less time than one
+        that computes every layer again.
+    is_fixed: the number of sequences is the user's.
     optimizer: of trained weights, if there are any.
     held: bytes that are still free, but not for the pass.
     The number of sequences is halved until a pass fits, down to 1, which may still not fit. All processes choose alike.
     """
     fit_attention(sized.model, seq_len, accelerator.device)
-    free = free_memory(accelerator) - pending_bytes(sized.model, optimizer) - held
+    free = memory_for_passes(sized, accelerator, optimizer) - held
     if setting == "auto":
-        needed = num_sequences * seq_len * activation_bytes(sized, seq_len)
-        setting = "on" if needed > ACTIVATION_SHARE * free else "off"
+        needed = seq_len * activation_bytes(sized, seq_len)  # of one sequence
+        tried = [num_sequences] if is_fixed else [num_sequences, num_sequences // 2]
+        fitting = next((number for number in tried if 0 < number * needed <= ACTIVATION_SHARE * free), 0)
+        setting, num_sequences = ("off", fitting) if fitting else ("on", num_sequences)
     checkpoint_layers(sized.model, setting == "on")
     while num_sequences > 1 and pass_bytes(sized, num_sequences, seq_len, accelerator.device) > USABLE * free:
         num_sequences //= 2
@@ -99,26 +115,34 @@ def fits_with_pass(
     num_bytes: int, sized: SizedModel, num_sequences: int, seq_len: int, accelerator: Accelerator, optimizer: str
 ) -> bool:
     """Tell whether `num_bytes` fit into free memory next to a forward and backward pass."""
-    free = free_memory(accelerator) - pending_bytes(sized.model, optimizer)
+    free = memory_for_passes(sized, accelerator, optimizer)
     return num_bytes + pass_bytes(sized, num_sequences, seq_len, accelerator.device) <= USABLE * free
+
+
+def memory_for_passes(sized: SizedModel, accelerator: Accelerator, optimizer: str) -> int:
+    """Return the free bytes less those that training still allocates, of the process with the least.
+
+    All processes must call this together, and choose alike by the result: sharded rows differ in number.
+    """
+    return _least(free_memory(accelerator) - pending_bytes(sized.model, optimizer), accelerator)
 
 
 def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: str, *, teacher: bool) -> int:
     """Return the bytes of a model, of its teacher, and of everything that training its weights keeps.
 
-    shapes: of all weights, by their names on disk. optimizer: one of STATE_BYTES, or "" if no weight is trained.
+    shapes: of all weights, by their names on disk. optimizer: as of `pending_state`.
     teacher: a second copy of the weights; both share the embeddings and the output head, which are not trained.
     """
     frozen = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
     trained = sum(map(math.prod, shapes.values())) - frozen
-    return itemsize * frozen + trained * (itemsize * (1 + teacher) + STATE_BYTES.get(optimizer, 0))
+    return itemsize * frozen + trained * (itemsize * (1 + teacher) + state_bytes(optimizer, itemsize))
 
 
 def adapter_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, rank: int) -> int:
     """Return the bytes that training low-rank adapters adds to a model. shapes: as above. Experts get no adapters."""
     others = (*FROZEN, ".experts.")
     adapted = [shape for name, shape in shapes.items() if len(shape) == 2 and not any(each in name for each in others)]
-    return rank * sum(map(sum, adapted)) * (itemsize + STATE_BYTES["adamw"])
+    return rank * sum(map(sum, adapted)) * (itemsize + state_bytes("adamw", itemsize))
 
 
 def fits(num_bytes: float, accelerator: Accelerator, share: float | None = None) -> bool:
@@ -153,8 +177,11 @@ def pending_bytes(model: torch.nn.Module, optimizer: str) -> int:
     next, and the gradient of one layer in its own dtype and in float32, in which it is summed over processes.
     """
     parameters = list(model.parameters())
-    each_weight = PENDING_BYTES.get(optimizer, 0)
-    trained = sum(each_weight * local_part(each).numel() for each in parameters if each.requires_grad)
+    trained = sum(
+        pending_state(optimizer, each.dtype.itemsize) * local_part(each).numel()
+        for each in parameters
+        if each.requires_grad
+    )
     itemsize, largest = parameters[0].dtype.itemsize, 0
     for layer in model.get_submodule(LAYERS).children():
         sharded = [each for each in layer.parameters() if isinstance(each, DTensor)]
@@ -218,7 +245,11 @@ def free_memory(accelerator: Accelerator) -> int:
         memory = get_max_memory()
         host = int(memory.get("cpu", memory.get("mps", 0)))  # a Mac's memory is listed once
         free = min(host, _container_memory(host)) // accelerator.num_processes
-    return int(accelerator.gather(torch.tensor([free], device=device)).min())
+    return _least(free, accelerator)
+
+
+def _least(number: int, accelerator: Accelerator) -> int:
+    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).min())
 
 
 def _container_memory(otherwise: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -17,6 +17,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from ddp_vllm.errors import DdpError, SettingError
+from ddp_vllm.settings import Settings
 
 Found = TypeVar("Found")
 Piece = dict[str, torch.Tensor]
@@ -34,6 +35,31 @@ def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
     # Other ranks wait while the first one downloads and tokenizes; torch's default timeout is ten minutes.
     timeout = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[timeout])
+
+
+def start_tracker(accelerator: Accelerator, project: str, settings: Settings) -> None:
+    """Open the accelerator's tracker, if it has one, with settings as flat values, as trackers require."""
+    values: dict[str, Any] = {}
+    for name, value in settings.to_dict().items():
+        table = value if isinstance(value, dict) else None
+        values |= {name: value} if table is None else {f"{name}.{key}": each for key, each in table.items()}
+    accelerator.init_trackers(project, config=values)
+
+
+def finish_run(accelerator: Accelerator) -> None:
+    """Close the trackers after all processes are done. The process group stays: the next verb uses it too."""
+    accelerator.wait_for_everyone()  # the caller reads what the main process wrote
+    for tracker in accelerator.trackers:
+        tracker.finish()
+
+
+def leave_group() -> None:
+    """End the process group, at the end of a command that succeeded.
+
+    After a failure torch may wait here for the other processes; then the launcher ends all of them.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @contextmanager

@@ -14,7 +14,9 @@ end of the search of the latest size. Each size saves its own state first, from 
 """
 
 import functools
+import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -46,7 +48,7 @@ from ddp_vllm.remote_code.files import read_bytes
 
 LOCK_FILE = "lock"
 TEMPORARY = f".{RUN_STATE}.*.tmp"  # left by a killed process
-STATE_FORMAT = 6  # of a saved state; a state of another format is put aside
+STATE_FORMAT = 7  # of a saved state; a state of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -143,10 +145,10 @@ class RunState:
 
     @_writes
     def _forget_after(self, step: int) -> None:
-        """Cut off the metrics of later steps, and an incomplete line. This also works on a full disk."""
+        """Cut off metrics of later steps, and a damaged line with those after it. This also works on a full disk."""
         if os.path.lexists(self.metrics):
             lines = read_bytes(self.metrics, LARGEST_METRICS).splitlines(keepends=True)
-            done = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+            done = itertools.takewhile(lambda line: (_step_of(line) or math.inf) <= step, lines)
             os.truncate(self.metrics, sum(map(len, done)))
 
     @_writes
@@ -265,6 +267,16 @@ def _checksums(header: str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
         for name, value in sorted(tensors.items())
     )
     return checksums(header, labeled)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of metrics; None if the line is incomplete or damaged."""
+    try:
+        metrics = json.loads(line) if line.endswith(b"\n") else None
+    except (RecursionError, ValueError):
+        return None
+    step = metrics.get("step") if isinstance(metrics, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _changed(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import TypedDict
 
 from ddp_vllm.errors import SettingError
+from ddp_vllm.provenance import identity_of, split_sources
 from ddp_vllm.settings import Settings, setting
+
+
+def optimizer_suits(optimizer: str, dtype: str) -> bool:
+    """Tell whether an optimizer can train weights of a setting's dtype.
+
+    `adamw-8bit` moves the weights themselves. It rounds them stochastically only in bfloat16, and in float16 most of
+    its steps are below half of a weight's last digit, so the weights would not move.
+    """
+    return not (optimizer == "adamw-8bit" and dtype == "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +46,8 @@ class TrainingSettings(Settings):
     token."""
 
     watch: str = ""
-    """Texts of other kinds, named as `data`, that are only evaluated: a loss of quality on them is reported."""
+    """Texts of other kinds, named as `data`, that are only evaluated: the perplexity of each model on them is printed
+    and reported."""
     micro_batch_size: int = setting(0, least=0)
     """Micro-batch size in sequences; 0 chooses automatically. Automatic micro-batches hold about 8,192 tokens, 1,024 on
     a CPU, and fewer if memory is short."""
@@ -45,8 +56,8 @@ class TrainingSettings(Settings):
     for float16, in which small gradients vanish. The written model always has the format of the checkpoint."""
     optimizer: str = setting("auto", choices=("auto", "adamw", "adamw-8bit"))
     """Optimizer of trained weights. `adamw` keeps float32 masters and moments, 16 bytes per 16-bit weight on top of the
-    weight; `adamw-8bit` moves the weights themselves, rounds them stochastically and keeps 8-bit moments, 4 bytes.
-    `auto` is the first that memory holds."""
+    weight; `adamw-8bit` moves the weights themselves, rounds them stochastically and keeps 8-bit moments, 4 bytes. It
+    requires a C++ compiler, and bfloat16 or float32 weights. `auto` is the first that memory holds."""
     learning_rate: float | None = None
     """AdamW's highest rate for trained weights. Without it, pruning finds the rate by short trials before the run, and
     recovery chooses it by method and hidden size."""
@@ -66,6 +77,14 @@ class TrainingSettings(Settings):
             raise SettingError(
                 f"learning_rate is {self.learning_rate:g}; give a number above 0, such as 1e-5, or leave it out"
             )
+        if not optimizer_suits(self.optimizer, self.dtype):
+            raise SettingError(
+                f"optimizer is {self.optimizer!r} and dtype {self.dtype!r}, in which its small steps would be rounded "
+                "away; choose dtype bfloat16, or optimizer adamw"
+            )
+        trained_on = {identity_of(name) for name, _ in split_sources(self.data)}
+        if self.watch and any(identity_of(name) in trained_on for name, _ in split_sources(self.watch)):
+            raise SettingError(f"watch is {self.watch}, but data trains on part of it; name text that data does not")
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
 

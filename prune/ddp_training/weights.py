@@ -12,21 +12,34 @@ Of several processes only the main one keeps whole tensors, for a save and for t
 one.
 """
 
+import functools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
+import numpy
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from ddp_training.loss import OutputHead
-from ddp_training.processes import gather_pieces, gather_to_main, local_part, scatter_from_main, scatter_pieces
+from ddp_training.processes import (
+    Piece,
+    broadcast_from_main,
+    gather_pieces,
+    gather_to_main,
+    local_part,
+    scatter_from_main,
+    scatter_pieces,
+)
 from ddp_vllm.errors import TrainingError
 from ddp_vllm.remote_code.tensors import LAYERS
 
@@ -58,13 +71,16 @@ class TrainedWeights:
         rank: of the adapters.
         optimizer: one of OPTIMIZERS.
         """
+        assert optimizer in OPTIMIZERS, optimizer
         self.model, self.accelerator, self.in_8_bits = model, accelerator, optimizer == "adamw-8bit"
-        self.adapted = _add_adapters(model, rank) if method == "lora" else None
+        self.adapted = method == "lora"
+        if self.adapted:
+            _add_adapters(model, rank)
         frozen = (model.get_input_embeddings().weight, OutputHead.of(model).weight)
         self.trained: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if all(parameter is not each for each in frozen) and (self.adapted is None or ".lora_" in name)
+            if all(parameter is not each for each in frozen) and (not self.adapted or ".lora_" in name)
         }
         for parameter in self.trained.values():
             # FSDP sums gradients in the dtype of the rows, and computes in its own
@@ -76,13 +92,10 @@ class TrainedWeights:
         self.hooks = [hook(each, partial(TrainedWeights._add, own, name)) for name, each in self.trained.items()]
         self.share, self.sums, self.first = 1.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if self.in_8_bits:
-            from torchao.optim import AdamW8bit
-
             self.masters: dict[str, nn.Parameter] = dict(self.trained)
             # AdamW moves each number on its own, so it can be given a process's own rows, which share their memory.
             self.moved = {name: nn.Parameter(local_part(each.detach())) for name, each in self.trained.items()}
-            options: dict[str, Any] = {"betas": BETAS, "weight_decay": 0.0, "bf16_stochastic_round": True}
-            self.optimizer: Any = AdamW8bit(list(self.moved.values()), **options)
+            self.optimizer: Any = _adamw_8bit(list(self.moved.values()))
             return
         # The masters of float32 weights share their memory.
         self.moved = self.masters = {name: nn.Parameter(each.detach().float()) for name, each in self.trained.items()}
@@ -122,7 +135,6 @@ class TrainedWeights:
     def join(self) -> float:
         """Sum the gradients over all processes, and return the norm of all of them together."""
         world = self.accelerator.num_processes
-        squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of sharded gradients
         for name, master in self.masters.items():
             if (total := self.sums.get(name)) is None:  # this process had no sequence in this step
                 total = torch.zeros_like(master)
@@ -131,8 +143,12 @@ class TrainedWeights:
             elif world > 1:
                 total = self.accelerator.reduce(total, "sum")
             self.sums[name] = total
-            is_sharded = int(isinstance(total, DTensor))
-            squares[is_sharded] += torch.linalg.vector_norm(local_part(total), dtype=torch.float32).square()
+        squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of sharded gradients
+        for number in range(2):
+            parts = [local_part(total) for total in self.sums.values() if isinstance(total, DTensor) == bool(number)]
+            if parts:
+                norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
+                squares[number] = float(numpy.add.accumulate(norms.square().cpu().numpy())[-1])  # in order
         squares[1] = self.accelerator.reduce(squares[1:], "sum")[0]
         return float(squares.sum().sqrt())
 
@@ -150,9 +166,10 @@ class TrainedWeights:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+        if norm > LARGEST_GRADIENT:
+            torch._foreach_mul_([local_part(total) for total in self.sums.values()], LARGEST_GRADIENT / norm)
         for name, moved in self.moved.items():
             total = self.sums.pop(name)
-            total = total.mul_(LARGEST_GRADIENT / norm) if norm > LARGEST_GRADIENT else total
             moved.grad = local_part(total) if self.in_8_bits else total
         self._step(seed)
         self._round()
@@ -160,17 +177,23 @@ class TrainedWeights:
     def _step(self, seed: int) -> None:
         """Let the optimizer move the masters, and free their gradients."""
         device = self.accelerator.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), warnings.catch_warnings():
             if self.in_8_bits:
                 torch.manual_seed(seed)
+                warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # advice for torchao
             self.optimizer.step()
         self.optimizer.zero_grad()
 
     @torch.no_grad()
     def _round(self) -> None:
-        for name, parameter in self.trained.items():
-            if parameter is not self.masters[name]:
-                parameter.copy_(self.masters[name])
+        pairs = [
+            (local_part(parameter), local_part(self.masters[name]))
+            for name, parameter in self.trained.items()
+            if parameter is not self.masters[name]
+        ]
+        if pairs:
+            rounded, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(rounded, masters)
 
     @torch.no_grad()
     def reset(self, dense: Any) -> None:
@@ -208,7 +231,7 @@ class TrainedWeights:
 
         All processes must call this together.
         """
-        is_main, num_processes = self.accelerator.is_main_process, self.accelerator.num_processes
+        is_main = self.accelerator.is_main_process
         if self.in_8_bits and step:  # a step without gradients makes moments
             for moved in self.moved.values():
                 moved.grad = torch.zeros_like(moved)
@@ -220,11 +243,7 @@ class TrainedWeights:
             if self.in_8_bits:
                 state = self.optimizer.state[self.moved[name]]
                 state["step"].fill_(step)
-                parts = _parts({moment: state[moment] for moment in MOMENTS})
-                numbers = range(num_processes if isinstance(master, DTensor) else 1) if is_main else ()
-                saved = [{part: tensors[f"{LEARNED}{part}.{number}.{name}"] for part in parts} for number in numbers]
-                for part, tensor in scatter_pieces(self.accelerator, saved, master).items():
-                    parts[part].copy_(tensor)
+                self._restore_in_8_bits({moment: state[moment] for moment in MOMENTS}, name, tensors)
                 continue
             moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
             for moment, tensor in moments.items():
@@ -232,6 +251,26 @@ class TrainedWeights:
                 scatter_from_main(self.accelerator, tensor, whole)
             self.optimizer.state[master] = {"step": torch.tensor(float(step), device=master.device)} | moments
         self._round()
+
+    def _restore_in_8_bits(self, moments: Mapping[str, Any], name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore the moments of this process's rows of a weight; only the main process reads `tensors`.
+
+        Codes and scales are restored as they are, if the weight is sharded over as many processes as when they were
+        saved. Otherwise a process's rows have other groups of 256 numbers, and the values are quantized again.
+        """
+        master = self.masters[name]
+        saved = _saved_pieces(tensors, name) if self.accelerator.is_main_process else []
+        num_pieces = self.accelerator.num_processes if isinstance(master, DTensor) else 1
+        if broadcast_from_main(self.accelerator, len(saved)) == num_pieces:
+            parts = _parts(moments)
+            for part, tensor in scatter_pieces(self.accelerator, saved, master).items():
+                parts[part].copy_(tensor)
+            return
+        for moment, state in moments.items():
+            values = torch.zeros_like(master, dtype=torch.float32)
+            rows = [_dequantized(piece, moment) for piece in saved]
+            scatter_from_main(self.accelerator, values, torch.cat(rows) if rows else None)
+            state.copy_(local_part(values))
 
     def _gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return whole tensors in the main process's host memory, {} in the others."""
@@ -288,17 +327,53 @@ class TrainedWeights:
         return products
 
 
+def obstacle_to_8_bits(accelerator: Accelerator) -> str:
+    """Return why `adamw-8bit` cannot run in a process, with the remedy; "" if it can run in all of them.
+
+    torchao compiles its step, which requires a compiler, so a step of a small weight is tried. All processes must call
+    this together.
+    """
+    reasons: list[str] = gather_object([_own_obstacle(accelerator.device)])
+    return next(filter(None, reasons), "")
+
+
+@functools.cache
+def _own_obstacle(device: torch.device) -> str:
+    if not find_spec("torchao"):
+        return "adamw-8bit requires torchao; install it with: pip install torchao"
+    weight = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16, device=device))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _adamw_8bit([weight]).step()
+    except Exception as error:  # of torch.compile, the compiler, the linker or the file system
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        return (
+            f"adamw-8bit compiles its step, which fails here ({reason}); install a C++ compiler such as g++, and the "
+            "headers of Python"
+        )
+    return ""
+
+
+def _adamw_8bit(weights: list[nn.Parameter]) -> Any:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(weights, betas=BETAS, weight_decay=0.0, bf16_stochastic_round=True)
+
+
 def rate_of(step: int, num_steps: int, highest: float, warmup: float, flat_until: int = 0) -> float:
     """Return AdamW's learning rate in a step: a linear warm-up, then a cosine decay to 0.
 
     warmup: share of the steps.
-    flat_until: the step at which the decay begins, if that is later than the end of the warm-up.
+    flat_until: the step at which the decay begins, if that is later than the end of the warm-up. If it is the last
+        step, as in a size family without polish, the rate never decays.
     """
     rising = warmup * num_steps
     if step < rising:
         return highest * (step + 1) / (rising + 1)
     falling = max(rising, flat_until)
-    return highest * 0.5 * (1.0 + math.cos(math.pi * max(0.0, step - falling) / (num_steps - falling)))
+    return highest * 0.5 * (1.0 + math.cos(math.pi * max(0.0, step - falling) / max(1.0, num_steps - falling)))
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -306,17 +381,20 @@ def step_seed(seed: int, step: int) -> int:
     return (seed << 24) + step
 
 
-def _add_adapters(model: Any, rank: int) -> Any:
-    """Add peft's low-rank adapters to every linear module of the decoder layers, in the dtype of the weights."""
-    from peft import LoraConfig, get_peft_model
+def _add_adapters(model: Any, rank: int) -> None:
+    """Add peft's low-rank adapters to every linear module of the decoder layers, in the dtype of the weights.
 
-    names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(f"{LAYERS}.")
-    ]
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
-    return get_peft_model(model, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+    peft gets the list of layers and not the model: for the `model_type` of a mixture of experts it would replace some
+    of the modules by the stacked weights of the experts.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    layers = model.get_submodule(LAYERS)
+    names = {name for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=sorted(names))
+    inject_adapter_in_model(config, layers, adapter_name=ADAPTER)
+    adapted = {name for name, module in layers.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == names, f"peft adapts other modules than it was told: {adapted ^ names}"
 
 
 def _product(up: torch.Tensor, down: torch.Tensor, scale: float) -> torch.Tensor:
@@ -333,6 +411,32 @@ def _parts(moments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         else:
             found[name] = moment
     return found
+
+
+def _saved_pieces(tensors: Mapping[str, torch.Tensor], name: str) -> list[Piece]:
+    """Return the parts of a weight's saved 8-bit moments, one piece per process that held rows of it."""
+    parts = [f"{moment}{kind}" for moment in MOMENTS for kind in ("", ".codes", ".scale")]
+    pieces = list[Piece]()
+    while True:
+        keys = {part: f"{LEARNED}{part}.{len(pieces)}.{name}" for part in parts}
+        piece = {part: tensors[key] for part, key in keys.items() if key in tensors}
+        if not piece:
+            return pieces
+        pieces.append(piece)
+
+
+def _dequantized(piece: Piece, moment: str) -> torch.Tensor:
+    """Return a moment of a piece as float32 numbers."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    if moment in piece:  # too small to be quantized
+        return piece[moment].float()
+    codes, scale = piece[f"{moment}.codes"], piece[f"{moment}.scale"]
+    is_signed, group = moment == MOMENTS[0], codes.numel() // scale.numel()
+    state: Any = OptimState8bit.zeros(codes.shape, is_signed, group)
+    state.codes.copy_(codes)
+    state.scale.copy_(scale)
+    return state.dequantize()
 
 
 def _shard_as(pattern: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What a user can get wrong before an engine starts, and what an engine must leave behind: nothing."""
 
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from tokenizers.models import WordLevel
 
 from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port
+from ddp_benchmarks.evaluate import EvalSettings
 from ddp_benchmarks.models import check_vocabularies
 from ddp_benchmarks.processes import end_group, group_members
 from ddp_benchmarks.sharegpt import Settings, results_file
@@ -40,6 +42,14 @@ def write_tokenizer(folder: Path, vocab: dict[str, int]) -> str:
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)
+
+
+def test_a_folder_that_another_tool_pruned_is_not_evaluated_as_its_stock_class(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "drop_attn_list": [1]}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"another tool pruned it: its config\.json has drop_attn_list"):
+        EvalSettings(model=str(tmp_path), tasks=("piqa",), output=tmp_path / "out").check()
 
 
 def test_different_vocabularies_are_refused(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_results_of_other_answers_are_not_reused(name: str, tiny: Path, tmp_path
     file.parent.mkdir(exist_ok=True)
     content = bytearray(file.read_bytes() if file.exists() else b"")
     if name == "model.safetensors":
-        content[len(content) // 2] ^= 1  # the size stays the same
+        content[-1] ^= 1  # the size stays the same
     file.write_bytes(content if name == "model.safetensors" else content + b" ")
     after = identity()
     assert after[0] != before[0] and after[1] != before[1]

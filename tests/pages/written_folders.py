@@ -107,6 +107,7 @@ def write_trained(folder: Path) -> Path:
         "head_unit": "query-head",
         "recipe": {"model": "owner/tiny", "sparsity": 0.4, "context_length": 2048, "data": "a.jsonl", "alm": {"mu": 1}},
         "search_steps": 6,
+        "targets": {"attn": 0.5, "mlp": 0.4},
         "texts": ["/mine/a.jsonl"],
         "rounding": {
             "attn": {"raw_sparsity": 0.0, "revived": 0, "dropped": 10},

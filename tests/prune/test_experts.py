@@ -249,6 +249,24 @@ def test_grouped_and_looped_agree(sizes: tuple[int, ...]) -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def test_a_kernel_that_leaves_gradients_of_idle_experts_uninitialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's kernel does on Blackwell; no such device runs here."""
+    sizes = (0, 5, 0, 3)
+    ends, x = torch.tensor(sizes).cumsum(0).int(), torch.randn(8, 16)
+    weight = torch.randn(4, 24, 16, requires_grad=True)
+
+    def kernel(x: torch.Tensor, weight_EIO: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        filled = weight_EIO.clone()
+        filled.register_hook(lambda gradient: gradient.where((torch.tensor(sizes) > 0)[:, None, None], torch.nan))
+        return looped(x, filled.transpose(-2, -1), offs)
+
+    monkeypatch.setattr(experts_module.F, "grouped_mm", kernel)
+    gradients = [
+        torch.autograd.grad(function(x, weight, ends).square().sum(), weight)[0] for function in (grouped, looped)
+    ]
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_grouped_and_looped_agree_on_a_gpu(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Several sizes from one search: nested, each as its recipe says, from every place where it was killed."""
 
 import json
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import Recipe
 from ddp_prune.trainer import Trainer
 from ddp_training.run_state import RunState
+from ddp_training.weights import rate_of
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
 
@@ -196,3 +198,52 @@ def test_a_profile_of_another_machine_is_refused(
 ) -> None:
     options = ["--budget", "latency", "--profile", str(profile)]
     assert_refused(prune(tiny_model, tiny_text, tmp_path / "out", *options), 2, "machine with cpu a CPU")
+
+
+def test_all_folders_of_a_family_are_checked_before_anything_is_trained(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A folder of others, before the text is read; one of the same recipe and other text, before a model is loaded."""
+
+    def family(text: Path, *more: str) -> Result:
+        return prune(tiny_model, text, tmp_path / "out", "--steps", "12", *more, sparsity="0.2,0.4")
+
+    (tmp_path / "out" / NAMES[1] / "of others").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "read_inputs", None)
+        for more in ([], ["--overwrite"]):
+            assert_refused(family(tiny_text, *more), 5, NAMES[1], "exists" if not more else "not written by ddp-vllm")
+    shutil.rmtree(tmp_path / "out" / NAMES[1])
+    other = write_texts("other.jsonl", [" ".join(f"word {i * j}" for j in range(99)) for i in range(40)])
+    passed(family(other))
+    shutil.rmtree(tmp_path / "out" / NAMES[0])
+    shutil.copy(tiny_text, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "train_size", None)
+        assert_refused(family(other), 5, NAMES[1], "exists")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [NAMES[1]]
+
+
+def test_a_family_is_overwritten_and_resumes_as_the_first_time(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    def family() -> Result:
+        return prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", "--overwrite", sparsity="0.2,0.4")
+
+    passed(family())
+    made = [(tmp_path / "out" / name).stat().st_ino for name in NAMES[:2]]
+    die_at(read_checkpoint(tmp_path / "out" / NAMES[1]).provenance["run"]["steps"][1], family)
+    result = passed(family())  # interrupted in the polish of the last size, whose folder is still the old one
+    assert result.output.count("was written before") == 1 and f"{NAMES[0]} was written" in result.output
+    assert not set(made) & {(tmp_path / "out" / name).stat().st_ino for name in NAMES[:2]}
+
+
+@pytest.mark.parametrize("polish", ["0", pytest.param("0.01", marks=pytest.mark.nightly)])
+def test_a_family_without_polish_trains_weights_at_the_highest_rate(
+    polish: str, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """The next size resumes at the end of the search, before which the rate may not fall."""
+    assert [rate_of(step, 4, 1.0, 0.1, flat_until=4) for step in range(4)] == [pytest.approx(1 / 1.4), 1.0, 1.0, 1.0]
+    options = ["--steps", "4", "--train", "weights", "--polish", polish]
+    passed(prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4"))

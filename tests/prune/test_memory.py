@@ -37,6 +37,7 @@ from ddp_training.memory import (
     gate_bytes,
     pass_bytes,
     pending_bytes,
+    state_bytes,
 )
 from ddp_training.run_state import RunState
 from ddp_training.weights import MOMENTS, TrainedWeights, step_seed
@@ -115,21 +116,23 @@ def test_a_gate_takes_in_backward_what_the_arithmetic_says(dtype: torch.dtype) -
     assert max(accumulate(allocated)) / len(x) == pytest.approx(gate_bytes(gated), rel=0.05)
 
 
-def test_auto_checkpoints_when_half_of_free_memory_is_too_little(
+def test_auto_takes_half_the_sequences_before_it_checkpoints(
     gated: GatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Half of the free memory is for activations. A number of sequences that the user passed stays."""
     layers, needed = gated.model.get_decoder().layers, 1000 * 64 * activation_bytes(gated, 64)
 
-    def runs_again(setting: str, free: int) -> bool:
-        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": free})
-        fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True), "")
+    def fit(setting: str, free: float, is_fixed: bool = False) -> tuple[bool, int]:
+        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": int(free)})
+        number = fit_activations(gated, setting, 1000, 64, Accelerator(cpu=True), "", is_fixed=is_fixed)
         switches = {(layer.gradient_checkpointing, layer.training) for layer in layers}
         assert len(switches) == 1 and not gated.model.training and not layers[0].self_attn.training
         assert len(set(switches.copy().pop())) == 1  # both on or both off
-        return bool(layers[0].training)
+        return bool(layers[0].training), number
 
-    assert runs_again("auto", int(1.9 * needed)) and not runs_again("auto", int(2.1 * needed))
-    assert runs_again("on", 10**15) and not runs_again("off", 0)
+    assert fit("auto", 2.1 * needed) == (False, 1000) and fit("auto", 1.9 * needed) == (False, 500)
+    assert fit("auto", 1.9 * needed, is_fixed=True)[0] and fit("auto", 0.9 * needed)[0]
+    assert fit("on", 10**15) == (True, 1000) and not fit("off", 0)[0]
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
@@ -150,7 +153,12 @@ def test_fewer_sequences_a_pass_where_memory_is_short(
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
-    [(torch.float32, "adamw"), (torch.bfloat16, "adamw"), (torch.bfloat16, "adamw-8bit")],
+    [
+        (torch.float32, "adamw"),
+        (torch.bfloat16, "adamw"),
+        (torch.bfloat16, "adamw-8bit"),
+        (torch.float32, "adamw-8bit"),
+    ],
     ids=str,
 )
 def test_gradients_and_moments_that_are_still_to_come_are_counted(
@@ -159,7 +167,7 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
     """Before the first step of weights that learn: what fits then, narrow copies too, must fit in the second step."""
     gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype))
     fit_attention(gated.model, 64, torch.device("cpu"))
-    assert pending_bytes(gated.model, optimizer) == 0
+    assert pending_bytes(gated.model, optimizer) == 0 == pending_bytes(gated.model, "")
     copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
     weights = TrainedWeights(gated.model, Accelerator(cpu=True), optimizer=optimizer)
     later = pending_bytes(gated.model, optimizer)
@@ -180,8 +188,16 @@ def test_gradients_and_moments_that_are_still_to_come_are_counted(
     with torch.compiler.set_stance("force_eager"):
         weights.move(1e-3, norm)
     moments = [weights.optimizer.state[each][name] for each in weights.moved.values() for name in MOMENTS]
-    # torchao keeps small weights' moments in 16 bits, and a scale per 256 numbers
+    # torchao keeps small weights' moments in the dtype of the weights, and a scale per 256 numbers
     assert later == pytest.approx(sums + sum(map(bytes_of, moments)), rel=0.1 if optimizer == "adamw-8bit" else 0)
+    num_weights = sum(each.numel() for each in weights.trained.values())
+    separate = sum(
+        master.nbytes for name, master in weights.masters.items()
+        if master.untyped_storage().data_ptr() != weights.trained[name].untyped_storage().data_ptr()
+    )  # fmt: skip
+    assert state_bytes(optimizer, dtype.itemsize) * num_weights == separate + later
+    with pytest.raises(KeyError):
+        state_bytes("auto", dtype.itemsize)
 
 
 def bytes_of(moment: torch.Tensor) -> int:

@@ -143,6 +143,14 @@ def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_of_memory")
+def test_one_of_several_processes_prints_a_dry_run(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert dry_run(tiny_model, tmp_path, "--sparsity", "0.4") == ""
+
+
+@pytest.mark.usefixtures("short_of_memory")
 @pytest.mark.parametrize("option", TAKEN)
 def test_a_dry_run_takes_every_option(option: str, tiny_model: Path, tiny_experts: Path, tmp_path: Path) -> None:
     model = tiny_experts if option == "whole_experts" else tiny_model

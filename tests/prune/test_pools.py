@@ -159,8 +159,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": "params", "target": 1e9}, UNPRUNED.format("1,000,000,000")),
     ({"tp": 5, "head_unit": "query-head"}, "tensor-parallel size 5 .*valid sizes: 1, 2, 4, 8"),
     ({"config": THREE, "head_unit": "query-head", "tp": 2}, "valid sizes: 1, 3, 6, 12"),
-    ({"align": 128}, r"align is 128.*block of 128 of the 3 × 96 mlp units.*smaller"),
-    ({"align": 64, "tp": 2}, r"align is 64.*block of 128"),
+    ({"align": 128}, r"block of 128 of the 3 × 96 mlp units; choose align below 128"),
+    ({"align": 64, "tp": 2}, r"block of 128.*choose align below 64 or tp below 2 or"),
 ]
 
 

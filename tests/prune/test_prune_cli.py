@@ -6,15 +6,19 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 from runs import prune
 from safetensors.torch import load_file, save_file
 
 from ddp_prune.recipe import load_recipe
+from ddp_recover.weight_trainer import WeightTrainer
+from ddp_training import processes
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
@@ -149,3 +153,46 @@ def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny
     words = ["tensor-parallel size 8 does not split layer", "KV heads", "valid sizes: 1", "prune with --tp 8"]
     assert_refused(result, 2, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+class Notes(GeneralTracker):
+    """A tracker that keeps what it gets. As for tensorboard, settings must be plain values."""
+
+    name, requires_logging_directory, main_process_only = "notes", True, True
+    runs: ClassVar[list[tuple[str, dict[str, Any], list[int | None]]]] = []
+    finished: ClassVar[list[str]] = []
+
+    def __init__(self, run_name: str, logging_dir: str, **_: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        assert all(isinstance(value, int | float | str | bool) for value in values.values())
+        self.runs.append((self.run_name, values, []))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.runs[-1][2].append(step)
+
+    def finish(self) -> None:
+        self.finished.append(self.run_name)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_tracker_gets_settings_and_metrics(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pruning, of the recovery after it, and of a recovery alone."""
+    monkeypatch.setattr(processes, "get_available_trackers", lambda: ["notes"])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
+    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 30.0)
+    passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes", "--recover-minutes", "1"))
+    passed(invoke("recover", tmp_path / "out", "-o", tmp_path / "more", "--tokens", "32", "--tracker", "notes"))
+    assert [(name, steps) for name, _, steps in Notes.runs] == [
+        ("ddp-vllm", [1, 2, 3, 4, 5, 6]), ("ddp-vllm-recover", [1, 2]), ("ddp-vllm-recover", [1])
+    ]  # fmt: skip
+    assert Notes.runs[0][1]["alm.mu_start"] == 0.5 and Notes.runs[1][1]["minutes"] == 1.0
+    assert Notes.finished == [name for name, _, _ in Notes.runs]

@@ -171,8 +171,6 @@ def test_a_recipe_in_python_states_a_speedup_alone_and_sizes_of_any_type_of_numb
         Recipe(model="m", speedup=0.9)
     with pytest.raises(SettingError, match=r"sparsity 0\.2 and speedup 1\.25 are given"):
         Recipe(model="m", sparsity=0.2, speedup=1.25)
-    sizes = list(numpy.linspace(0.1, 0.3, 3))
-    assert [recipe.sparsity for recipe in load_recipes(None, {"model": "m", "sparsity": sizes})] == [0.1, 0.2, 0.3]
     with pytest.raises(SettingError, match="sparsity has 'a', a str; give numbers"):
         load_recipes(None, {"model": "m", "sparsity": [0.1, "a"]})
 
@@ -184,3 +182,36 @@ def test_editors_know_every_setting_as_a_keyword(recipe: type) -> None:
     assert keywords.keys() == fields.keys() and not KEYWORDS[recipe].__required_keys__
     for name, kind in fields.items():
         assert name == "alm" or kind in (get_args(keywords[name]) or (keywords[name],)), name
+
+
+@pytest.mark.parametrize("make", [Recipe, RecoveryRecipe])
+def test_text_that_is_trained_on_is_not_watched(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any of its names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    known = GIVEN if make is Recipe else {"model": "m", "teacher": "t"}
+    for data, watch in (
+        ("a.jsonl,b/c", "b/c"),
+        ("a.jsonl:3,b/c", str(tmp_path / "a.jsonl")),
+        ("b/c, link.jsonl", "d/e,./a.jsonl"),
+        ("b/c:small", "b/c:small:train"),
+        ("b/c", "b/c::train"),
+    ):
+        with pytest.raises(SettingError, match=r"watch is .*, but data trains on part of it"):
+            make(**known, data=data, watch=watch)
+    make(**known, data="a.jsonl,b/c:small", watch="b/c:large,b/c:small:test")
+
+
+@pytest.mark.parametrize("make", [Recipe, RecoveryRecipe])
+def test_8_bit_steps_are_refused_in_float16(make: Any) -> None:
+    known = GIVEN if make is Recipe else {"model": "m", "teacher": "t"}
+    with pytest.raises(SettingError, match="dtype 'float16', in which its small steps would be rounded away"):
+        make(**known, dtype="float16", optimizer="adamw-8bit")
+
+
+def test_sizes_may_come_from_numpy() -> None:
+    for sizes in (numpy.array([0.5, 0.25]), [*numpy.array([0.5, 0.25], dtype="float32")], [numpy.float64(0.5), 0.25]):
+        found = [recipe.sparsity for recipe in load_recipes(None, {"model": "m", "sparsity": sizes})]
+        assert found == [0.25, 0.5] and all(type(size) is float for size in found)
+    assert load_recipe(None, {"model": "m", "sparsity": numpy.float64(0.25), "steps": numpy.int64(5)}).steps == 5

@@ -206,3 +206,28 @@ def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: 
     passed(apply(tiny_model, masks, tmp_path / "fine"))  # fields that are not read may be odd
     shutil.rmtree(tmp_path / "fine")
     assert [path.name for path in tmp_path.iterdir()] == [MASKS_FILE]
+
+
+def test_a_watched_text_with_a_token_that_the_model_does_not_know(
+    model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
+) -> None:
+    """As the text to train on, before the model is loaded."""
+    _tokenizer(_one_token_more, model)
+    plain = write_texts("plain.jsonl", ["The fox jumps over " * 400])
+    arguments = ["--watch", str(tiny_text), "--heldout-blocks", "4"]
+    assert_refused(prune(model, plain, tmp_path / "out", *arguments), 3, "makes token 320", "0 to 319")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tp", "4", "--sparsity", "0.95"], ["no block of 4", "attn units; choose tp below 4 or a budget that"]),
+        (["--align", "64", "--sparsity", "0.8"], ["no block of 64", "mlp units; choose align below 64 or a budget"]),
+        (["--align", "32", "--tp", "2", "--sparsity", "0.8"], ["of 64", "choose align below 32 or tp below 2 or"]),
+    ],
+)
+def test_blocks_that_a_budget_cannot_keep_name_their_cause(
+    options: list[str], words: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    assert_refused(invoke("prune", tiny_model, "-o", tmp_path / "out", *options), 2, *words)

@@ -16,6 +16,7 @@ import torch
 from click.testing import Result
 from commands import assert_refused, passed
 from runs import die_at, edit_weights, prune, small_files
+from safetensors.torch import save_file
 
 from ddp_prune.recipe import Recipe
 from ddp_training import fingerprint as fingerprint_module
@@ -70,9 +71,11 @@ def test_other_text_or_weights_start_anew(changed: str, work: Path) -> None:
 
 def test_a_fingerprint_is_of_text_weights_config_and_tokenizer(tmp_path: Path) -> None:
     config, tokenizer, weights = (tmp_path / name for name in ("config.json", "tokenizer.json", "model.safetensors"))
-    for file in (config, tokenizer, weights):
+    for file in (config, tokenizer):
         file.write_text("{}")
-    text, time = torch.arange(6).view(2, 3), weights.stat().st_mtime_ns
+    tensors = {"large": torch.zeros(2**20), "small": torch.zeros(3), "empty": torch.zeros(0)}
+    save_file(tensors, weights)
+    text = torch.arange(6).view(2, 3)
 
     def fingerprint(text: torch.Tensor) -> dict[str, Any]:
         return fingerprint_module.fingerprint([text], [weights], [config, tokenizer])
@@ -81,10 +84,13 @@ def test_a_fingerprint_is_of_text_weights_config_and_tokenizer(tmp_path: Path) -
     assert fingerprint(text.clone()) == first == json.loads(json.dumps(first))
     for other in (text.view(3, 2), text + 1, torch.arange(8).view(2, 4)[:, 1:]):  # at last rows with a gap
         assert fingerprint(other)["text"] != first["text"]
-    for content, later in (("{ }", 0), ("{}", 10**9), ("[]", 0)):  # size, time, content
-        weights.write_text(content)
-        os.utime(weights, ns=(time, time + later))
+    os.utime(weights, ns=(0, 0))
+    assert fingerprint(text) == first  # the same weights, downloaded again
+    for name in ("large", "small"):
+        save_file(tensors | {name: tensors[name] + 1e-6}, weights)
         assert fingerprint(text)["weights"] != first["weights"]
+    save_file({"other": tensors["large"], "small": tensors["small"], "empty": tensors["empty"]}, weights)
+    assert fingerprint(text)["weights"] != first["weights"]
     for file, what in ((config, "config"), (tokenizer, "tokenizer")):
         file.write_text("{ }")
         assert fingerprint(text)[what] != first[what]
@@ -268,3 +274,7 @@ def test_metrics_of_a_run_that_resumes_end_with_its_state(tmp_path: Path) -> Non
         assert RunState(tmp_path / "out", RECIPE).load() is not None
     run.log({"step": 3})
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2, 3]
+    for damaged in ("[]", '{"steps": 2}', '{"step": "2"}', "\x00"):
+        run.metrics.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 2}}\n')
+        assert RunState(tmp_path / "out", RECIPE).load() is not None
+        assert run.metrics.read_text() == '{"step": 1}\n'

@@ -1,9 +1,14 @@
 """What a run settles before its first step: training mode, learning rate, and the steps that fit into its minutes."""
 
+import dataclasses
+import math
+import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import Accelerator
 from click.testing import Result
 from commands import invoke, passed
@@ -11,12 +16,15 @@ from runs import assert_same_weights, die_at
 
 from ddp_models.source import open_source
 from ddp_prune import mode, timing
+from ddp_prune.budget import suited_pools
 from ddp_prune.mode import MODES, Earlier, mode_bytes, resolve_training_mode
 from ddp_prune.rate import RATES, find_rate
 from ddp_prune.recipe import load_recipe
 from ddp_prune.run import Run
 from ddp_prune.timing import fit_minutes
+from ddp_prune.trainer import Trainer
 from ddp_training import memory
+from ddp_training import weights as trained_weights
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.errors import SettingError
 
@@ -27,6 +35,11 @@ def of(model: Path, text: Path) -> list[str]:
     """Return the arguments of a small run without steps and learning rate."""
     sizes = ["--seq-len", "16", "--batch-size", "2", "--heldout-blocks", "4"]
     return [str(model), "--sparsity", "0.4", "--data", str(text), *sizes]
+
+
+def joined(result: Result) -> str:
+    """Return what a command printed, without the breaks of lines."""
+    return result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("mode", ["weights", "lora"])
@@ -69,22 +82,33 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
 
 
 @pytest.mark.parametrize(
-    ("minutes", "train", "shape"),
+    ("minutes", "train", "batch", "devices", "shape"),
     [
-        (1000.0, "masks", (1831, 16, 2048)),
-        (60.0, "masks", (439, 4, 2048)),
-        (5.0, "masks", (585, 2, 256)),
-        (5.0, "weights", (242, 1, 1024)),
-        (0.2, "masks", None),
+        (1000.0, "masks", 16, 1, (1831, 16, 2048)),
+        (60.0, "masks", 16, 1, (439, 4, 2048)),
+        (5.0, "masks", 16, 1, (585, 2, 256)),
+        (5.0, "weights", 16, 1, (242, 1, 1024)),
+        (0.2, "masks", 16, 1, None),
+        (60.0, "masks", 16, 8, (878, 16, 2048)),
+        (5.0, "masks", 16, 8, (585, 8, 512)),
+        (30.0, "masks", 12, 3, (439, 6, 2048)),
+        (100.0, "masks", 2, 8, (2929, 2, 2048)),
+        (1000.0, "masks", 1, 1, (29296, 1, 2048)),
     ],
-    ids=["much time", "an hour", "minutes", "minutes for weights", "too few"],
-)
-def test_tokens_per_step_follow_from_the_time(minutes: float, train: str, shape: tuple[int, int, int] | None) -> None:
-    """On a machine that trains 1,000 tokens per second."""
-    run = Run.alone(load_recipe(None, {"model": "m", "sparsity": 0.2, "minutes": minutes}), train=train)
-    measure = lambda run: run.recipe.batch_size * run.recipe.seq_len / 1000.0  # noqa: E731
+    ids=[
+        "much time", "an hour", "minutes", "minutes for weights", "too few", "devices", "few minutes for devices",
+        "three devices", "more devices than sequences", "batch 1",
+    ],
+)  # fmt: skip
+def test_tokens_per_step_follow_from_the_time(
+    minutes: float, train: str, batch: int, devices: int, shape: tuple[int, int, int] | None
+) -> None:
+    """On machines that train 1,000 tokens per second and device; every device gets equally many sequences."""
+    settings = {"model": "m", "sparsity": 0.2, "minutes": minutes, "batch_size": batch}
+    run = Run.alone(load_recipe(None, settings), train=train)
+    measure = lambda run: -(-run.recipe.batch_size // devices) * run.recipe.seq_len / 1000.0  # noqa: E731
     if shape:
-        assert fit_minutes(run, 1, measure) == shape
+        assert fit_minutes(run, 1, measure, devices) == shape
     else:
         with pytest.raises(SettingError, match=r"enough for 23 steps of 2 × 256 tokens where 50 are needed; give at"):
             fit_minutes(run, 1, measure)
@@ -98,6 +122,8 @@ def test_tokens_per_step_follow_from_the_time(minutes: float, train: str, shape:
         ([3.04, 3.06, 2.0, 2.0], 1e-5, 2),
         ([3.1, 2.0, 2.0, 2.0], 2.5e-6, 1),
         ([2.9, 2.9, 2.9, 2.9], 6.4e-4, 4),
+        ([2.8, 2.79, math.nan, 2.7], 4e-5, 3),
+        ([math.nan, 2.0, 2.0, 2.0], 2.5e-6, 1),
     ],
 )
 def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chosen: float, num_trials: int) -> None:
@@ -115,7 +141,14 @@ def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chos
         (0.4, [], ("lora", "adamw"), ["masks and weights with adamw-8bit requires"]),
         (0.1, [], ("masks", ""), ["masks and low-rank additions requires"]),
         (0.8, ["--train", "weights", "--optimizer", "adamw"], None, ["adamw-8bit requires", "masks only requires"]),
-        (0.3, ["--train", "weights"], None, ["adamw-8bit requires", "are free; what fits: masks only requires"]),
+        (
+            0.3,
+            ["--train", "weights"],
+            None,
+            ["adamw-8bit requires", "are free; what fits: masks and low-rank"],
+        ),
+        (0.8, ["--dtype", "float16"], ("lora", "adamw"), ["masks and weights with adamw requires"]),
+        (0.8, ["--dtype", "float16", "--train", "weights"], None, ["what fits: masks and low-rank"]),
     ],
     ids=[
         "everything fits",
@@ -124,6 +157,8 @@ def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chos
         "only masks fit",
         "the requested mode does not fit",
         "no joint training",
+        "small steps vanish in float16",
+        "no joint training in float16",
     ],
 )
 def test_the_mode_is_the_first_that_memory_holds(
@@ -132,12 +167,13 @@ def test_the_mode_is_the_first_that_memory_holds(
 ) -> None:  # fmt: skip
     source = open_source(str(tiny_model))
     settings = {options[i][2:]: options[i + 1] for i in range(0, len(options), 2)}
-    recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, **settings})
+    recipe = load_recipe(None, {"model": str(tiny_model), "sparsity": 0.4, "dtype": "bfloat16", **settings})
     lines, accelerator = list[str](), Accelerator(cpu=True)
     needed = mode_bytes(recipe, source, MODES[0], accelerator)
     monkeypatch.setattr(mode, "RANK", 1)  # the adapters of a tiny model are larger than the model
     monkeypatch.setattr(mode, "free_memory", lambda _: free * needed)
     monkeypatch.setattr(memory, "free_memory", lambda _: free * needed)
+    monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: "")
     resolve = partial(resolve_training_mode, recipe, source, Earlier(), accelerator, lines.append)
     if chosen:
         assert resolve() == chosen
@@ -146,6 +182,49 @@ def test_the_mode_is_the_first_that_memory_holds(
             resolve()
         lines.append(str(raised.value))
     assert all(text in lines[-1] for text in said), lines
+    monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: "no compiler")
+    if chosen == ("weights", "adamw-8bit"):
+        assert resolve() == ("lora", "adamw") and lines[-1].endswith("no compiler")
+        for refused in (dataclasses.replace(recipe, train="weights", optimizer="adamw-8bit"), recipe):
+            with pytest.raises(SettingError, match="no compiler"):  # asked for, or resumed
+                resolve_training_mode(refused, source, Earlier(*chosen), accelerator, lines.append)
+
+
+@pytest.mark.nightly
+def test_a_missing_compiler_is_found_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao compiles its step; warnings of torch are no errors of this test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    accelerator = Accelerator(cpu=True)
+    for compiler in ("/nonexistent", "g++"):
+        trained_weights._own_obstacle.cache_clear()
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (compiler,))
+        obstacle = trained_weights.obstacle_to_8_bits(accelerator)
+        assert ("install a C++ compiler" in obstacle and compiler in obstacle) if "/" in compiler else not obstacle
+    trained_weights._own_obstacle.cache_clear()
+
+
+def test_what_happens_once_a_step_is_counted_once(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that takes a second for a sequence, and five for an optimizer step."""
+    recipe = load_recipe(None, {
+        "model": str(tiny_model), "sparsity": 0.4, "batch_size": 16, "seq_len": 16, "micro_batch_size": 2,
+    })  # fmt: skip
+    source, now = open_source(str(tiny_model)), [0.0]
+
+    def step(self: Trainer, number: int) -> dict[str, float]:
+        now[0] += 5.0 + sum(map(len, self.batches.step(number)))
+        assert self.recipe.batch_size == self.batches.size
+        return {}
+
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    accelerator = Accelerator(cpu=True)
+    head_unit, pools = suited_pools(recipe, source, source.shapes)
+    for batch in (16, 2, 1):
+        run = Run.alone(dataclasses.replace(recipe, batch_size=batch, micro_batch_size=min(batch, 2)), train="masks")
+        assert timing.seconds_a_step(run, source, head_unit, pools, accelerator) == 5.0 + batch
 
 
 def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
@@ -158,6 +237,7 @@ def test_weights_that_were_harmed_are_reported_on_each_text(tiny_model: Path, ti
 
     harmed, sound = run("harmed", "0.3"), run("sound", "1e-5")
     assert harmed.exit_code == sound.exit_code == 0, (harmed.output, sound.output)
-    assert f"on {other} training the weights did harm" in harmed.output.replace("\n", " ")
+    assert re.search(f"perplexity on held-out text of {other}: dense [0-9.]+ → pruned [0-9.]+", joined(sound))
+    assert f"on {other} training the weights did harm" in joined(harmed)
     assert "did harm" not in sound.output
     assert read_checkpoint(tmp_path / "sound").provenance["watched"]["other.txt"]["agreement"]["pruned"]["kl"] >= 0

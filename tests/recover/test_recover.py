@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 from runs import assert_same_weights, die_at, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
+from ddp_recover.recipe import RecoveryRecipe
+from ddp_recover.recover import Models, _resolved
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
+from ddp_training import weights as trained_weights
 from ddp_training.loss import losses
 from ddp_training.run_state import RunState
 from ddp_vllm import output
@@ -258,3 +262,51 @@ def test_auto_trains_all_weights_where_memory_holds_an_optimizer(
         passed(recover(pruned, tmp_path / "out", "--tokens", "64"))
     recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
     assert (recipe["method"], recipe["optimizer"]) == (method, optimizer)
+
+
+def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory holds 8-bit moments at first, and later everything; another optimizer that is asked for starts anew."""
+    options = ["--tokens", "192", "--save-every", "1", "--method", "full"]
+
+    def run(name: str, *more: str) -> Result:
+        with torch.compiler.set_stance("force_eager"):
+            return recover(pruned, tmp_path / name, *options, *more)
+
+    passed(run("whole", "--optimizer", "adamw-8bit"))
+    monkeypatch.setattr("ddp_recover.recover.fits", lambda num_bytes, _: num_bytes < 8 * 10**5)
+    die_at(3, lambda: run("out"), WeightTrainer)
+    monkeypatch.setattr("ddp_recover.recover.fits", lambda *_: True)
+    shutil.copytree(tmp_path / "out.run", tmp_path / "other.run")
+    result = passed(run("out"))
+    assert "resuming after step 3" in result.output and "full with adamw-8bit" in result.output
+    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+    assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["optimizer"] == "adamw-8bit"
+    other = passed(run("other", "--optimizer", "adamw"))
+    assert "optimizer changed since the run" in other.output
+
+
+@pytest.mark.parametrize(
+    ("dtype", "obstacle", "method", "chosen"),
+    [
+        ("bfloat16", "", "full", ("full", "adamw-8bit")),
+        ("float16", "", "full", ("full", "adamw")),  # it was asked for, and may fit
+        ("float16", "", "auto", ("lora", "adamw")),
+        ("bfloat16", "no compiler", "auto", ("lora", "adamw")),
+        ("bfloat16", "no compiler", "full", ("full", "adamw")),
+    ],
+)
+def test_an_optimizer_that_cannot_run_here_is_not_chosen(
+    dtype: str, obstacle: str, method: str, chosen: tuple[str, str], pruned: Path, tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of 200,000 weights memory holds 8 bytes each, but not 16."""
+    monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: obstacle)
+    monkeypatch.setattr("ddp_training.memory.free_memory", lambda _: 10**6)
+    settings = {"model": str(pruned), "teacher": str(tiny_model), "dtype": dtype, "method": method}
+    model = AutoModelForCausalLM.from_pretrained(pruned, trust_remote_code=True, dtype=getattr(torch, dtype))
+    tokenizer = load_tokenizer(str(pruned))
+    models = Models(model=model, teacher=None, sizes=None, tokenizer=tokenizer, accelerator=Accelerator(cpu=True))  # type: ignore[arg-type]
+    resolved = _resolved(RecoveryRecipe(**settings), models)
+    assert (resolved.method, resolved.optimizer) == chosen

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import invoke, passed
-from runs import SMALL, prune
+from runs import SMALL, die_at, prune
 from safetensors.torch import load_file
-from two_processes import command_line, launch
+from two_processes import command_line, launch, stopped_command_line, timed_command_line
 
 from ddp_vllm.checkpoint import read_checkpoint
 
@@ -58,3 +58,46 @@ def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
     (first, _, err), (second, _, _) = launch(tmp_path, command_line, *command, str(tmp_path / "two"), "--shard")
     assert first == second == 0, err
     assert_close(tmp_path / "two", tmp_path / "one")
+
+
+def test_two_processes_with_cut_weights_prune_and_recover_for_minutes(
+    tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    """The batch that fits into the minutes is one that the processes can divide, and recovery uses their group too."""
+    command = [
+        "prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", "--train", "weights",
+        "--learning-rate", "1e-4", "--shard", "--minutes", "0.003", "--batch-size", "2", "--seq-len", "512",
+        "--heldout-blocks", "1", "--recover-minutes", "0.02", "-o", "out",
+    ]  # fmt: skip
+    (first, out, err), (second, silence, _) = launch(tmp_path, timed_command_line, *command)
+    assert first == second == 0, err
+    assert " 3 steps of 2 × 512 tokens" in out and "polish 3/3" in out and "recover 2/2" in out and silence == ""
+    assert "recovery" in read_checkpoint(tmp_path / "out").provenance
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit", "lora"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_a_run_resumes_on_another_number_of_processes(
+    optimizer: str, before: int, after: int, tiny_model: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    train = ["--train", "lora"] if optimizer == "lora" else ["--train", "weights", "--optimizer", optimizer]
+    options = ["--steps", "6", "--batch-size", "4", "--seq-len", "16", "--save-every", "1", "--learning-rate", "2e-4"]
+    command = ["prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", *options, *train, "-o"]
+
+    def run(name: str, processes: int, stop: int = -1) -> str:
+        """Run in one process as in two: with the same state of torch."""
+        if processes == 2:
+            (code, out, err), _ = launch(
+                tmp_path, stopped_command_line, stop, *command, str(tmp_path / name), "--shard"
+            )
+            assert code == (130 if stop >= 0 else 0), err
+            return out
+        with torch.compiler.set_stance("force_eager"):
+            again = lambda: invoke(*command, tmp_path / name)  # noqa: E731
+            return (die_at(stop, again) if stop >= 0 else passed(again())).output
+
+    run("one", 1)
+    run("out", before, stop=3)
+    assert "resuming after step 3" in run("out", after)
+    assert_close(tmp_path / "out", tmp_path / "one")
