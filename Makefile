@@ -8,7 +8,7 @@ TORCH := torch==2.13.0+cpu
 # file stays in one of them: its engine starts once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
 
-.PHONY: install demo check test test-all gpu gpu-tests gpu-kernel gpu-step gpu-serve lint clean
+.PHONY: install demo check test test-all gpu lint clean
 
 install: .venv/.installed
 
@@ -39,30 +39,20 @@ test: lint
 test-all: lint
 	$(PYTEST)
 
-# What only a machine with a GPU can say, in an environment where `pip install ".[prune,serve,eval,dev]"` was run. One
-# part that fails does not stop the others.
+# What only a machine with a GPU can say, in an environment where `pip install ".[prune,serve,eval,dev]"` was run:
+# `make gpu`, or `make gpu-correct` for a step. Without a network: MODEL= is a folder and DATA= a file of conversations.
+# A step that fails does not stop the others; a finished one is not run again. GPU=cpu tries all of it in tiny sizes.
 MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
+DATA ?=
+GPU ?= cuda
+OUT ?= gpu-results
+GPU_STEPS = $(if $(filter cpu,$(GPU)),LEASE_DRY=1) $(PYTHON) benchmarks/borrowed_gpu/run.py gpu \
+	--model "$(MODEL)" --data "$(DATA)" --out "$(OUT)"
 gpu:
-	$(MAKE) --keep-going gpu-tests gpu-kernel gpu-step gpu-serve
+	$(GPU_STEPS)
 
-gpu-tests gpu-kernel gpu-step gpu-serve: | gpu-results
-gpu-results:
-	mkdir $@
-
-gpu-tests:
-	$(PYTHON) -m pytest -q -m gpu > gpu-results/tests.txt
-
-gpu-kernel:
-	$(PYTHON) -m ddp_vllm bench kernel --shape all --overwrite -o gpu-results/kernel.json
-
-# 8,192 tokens a step, as `prune` has in flight; cases in turn, since twelve at once fit no GPU
-gpu-step:
-	$(PYTHON) benchmarks/lab/step_cost.py $(MODEL) --device cuda --batch-size 4 --seq-len 2048 --one-at-a-time \
-		> gpu-results/step_cost.txt
-
-gpu-serve:
-	$(PYTHON) -m ddp_vllm prune $(MODEL) --sparsity 0.5 --overwrite -o gpu-results/pruned
-	$(PYTHON) -m ddp_vllm bench sharegpt --dense $(MODEL) --pruned gpu-results/pruned --overwrite -o gpu-results/sharegpt.json
+gpu-%:
+	$(GPU_STEPS) --only $*
 
 clean:
 	rm -rf .venv demo-output gpu-results .mypy_cache .pytest_cache .ruff_cache

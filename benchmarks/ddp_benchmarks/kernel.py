@@ -10,14 +10,16 @@ One layer's routed experts run alone, in five variants on the same tokens and ro
 
 Rounds are interleaved in rotating order, so that a slow minute affects all variants, and ratios are paired within
 rounds. Before timing, ragged must equal padded. On a CPU the weights of every variant are in 2 MB huge pages, and the
-results have the bytes of each that really are. Copy bandwidth and matrix throughput, measured in the same run, are the
-ceilings of the achieved numbers.
+results have the bytes of each that really are. The results also name the kernel that vLLM's own oracle chooses on this
+machine, and its tile sizes. Copy bandwidth and matrix throughput, measured in the same run, are the ceilings of the
+achieved numbers.
 """
 
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -36,7 +38,7 @@ from ddp_benchmarks.expert_layers import (
     even_widths,
     work,
 )
-from ddp_benchmarks.fused_experts import build_vllm
+from ddp_benchmarks.fused_experts import FusedExperts, build_vllm
 from ddp_benchmarks.protocol import new_results, rotated
 from ddp_vllm.errors import ServingError, SettingError
 from ddp_vllm.huge_pages import huge_page_bytes
@@ -121,8 +123,12 @@ def run_kernel_benchmark(settings: KernelSettings, say: Say, save: Callable[[Map
         for sparsity in settings.sparsities:
             widths = draw_widths(shape, sparsity, settings.seed)
             say(f"{name} {asdict(shape)}, {sparsity} % removed: widths {min(widths)}…{max(widths)}")
-            runs, pages = _variants(build_ragged, dense, widths)
+            runs, pages = _variants(build_ragged, shape, dense, widths)
+            of_vllm = {variant: run for variant, run in runs.items() if isinstance(run, FusedExperts)}
+            for variant, run in of_vllm.items():
+                say(f"vLLM runs {variant} by {run}")
             layer = {"shape": name, **asdict(shape), "sparsity": sparsity, "huge_page_bytes": pages}
+            layer["vllm"] = {variant: run.choice for variant, run in of_vllm.items()}
             measured = _measure(runs, shape, widths, settings, results["ceilings"])
             results["rows"] += [layer | {"widths": widths} | row for row in measured]
             save(results)
@@ -140,18 +146,18 @@ def find_kernel() -> Callable[[Sequence[Expert]], Run]:
 
 
 def _variants(
-    build_ragged: Callable[[Sequence[Expert]], Run], dense: Sequence[Expert], widths: list[int]
+    build_ragged: Callable[[Sequence[Expert]], Run], shape: Shape, dense: Sequence[Expert], widths: list[int]
 ) -> tuple[dict[str, Run], dict[str, int]]:
     """Return each variant, and the bytes of its weights in huge pages."""
-    even = even_widths(widths)
-    builders = {
+    even, by_vllm = even_widths(widths), partial(build_vllm, num_slots=shape.num_experts_per_tok)
+    builders: dict[str, tuple[Callable[[Sequence[Expert]], Run], Sequence[Expert]]] = {
         "ragged": (build_ragged, cut(dense, widths)),
-        "dense": (build_vllm, dense),
-        "padded": (build_vllm, cut(dense, widths)),
+        "dense": (by_vllm, dense),
+        "padded": (by_vllm, cut(dense, widths)),
         "uniform": (build_ragged, cut(dense, even)),
-        "vllm_uniform": (build_vllm, cut(dense, even)),
+        "vllm_uniform": (by_vllm, cut(dense, even)),
     }
-    runs, pages = {}, {}
+    runs, pages = dict[str, Run](), {}
     for name, (build, experts) in builders.items():
         before = huge_page_bytes()
         runs[name] = build(experts)
@@ -171,7 +177,10 @@ def _measure(
         batches = [draw_batch(shape, tokens, dtype, settings.device, generator, popularity) for _ in draws]
         _check_agreement(runs, batches[0])
         seconds = time_interleaved(runs, batches, settings.rounds, CLOCKS[settings.clock])
-        yield {"tokens": tokens, "draws": len(draws)} | _judge(seconds, batches, widths, shape, ceilings)
+        tiles = {name: run.tiles_of(tokens) for name, run in runs.items() if isinstance(run, FusedExperts)}
+        yield {"tokens": tokens, "draws": len(draws), "vllm_tiles": tiles} | _judge(
+            seconds, batches, widths, shape, ceilings
+        )
 
 
 def _check_agreement(runs: Mapping[str, Run], batch: Batch) -> None:

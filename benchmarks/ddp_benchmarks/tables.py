@@ -230,8 +230,8 @@ def _kernel_table(name: str, sparsity: int, found: Sequence[Mapping[str, Any]]) 
 def kernel_line(results: Mapping[str, Any]) -> str:
     """Return hardware, versions, seed, medians with spread and ratios as one line of JSON."""
     keep = (
-        "shape", "sparsity", "tokens", "huge_page_bytes", "seconds", "bound", "over_proportional", "gb_per_s",
-        "gflop_per_s",
+        "shape", "sparsity", "tokens", "huge_page_bytes", "vllm", "vllm_tiles", "seconds", "bound", "over_proportional",
+        "gb_per_s", "gflop_per_s",
     )  # fmt: skip
     rows = []
     for row in results["rows"]:

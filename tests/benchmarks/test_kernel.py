@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,27 @@ def test_what_cannot_be_measured_is_refused(options: list[str], code: int, said:
     assert (tmp_path / "k.json").read_text() == "precious"
 
 
+ORACLE = """
+import torch
+from ddp_benchmarks.expert_layers import Shape, draw_batch, draw_experts
+from ddp_benchmarks.fused_experts import build_vllm, by_oracle
+generator = torch.Generator().manual_seed(0)
+shape = Shape(hidden_size=64, intermediate_size=64, num_experts=8, num_experts_per_tok=2)
+experts = draw_experts(shape, torch.bfloat16, "cpu", generator)
+batch = draw_batch(shape, 5, torch.bfloat16, "cpu", generator, torch.zeros(8))
+w13 = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+chosen = by_oracle(w13, torch.stack([down for _, _, down in experts]), 2)
+torch.testing.assert_close(chosen(*batch), build_vllm(experts, 2)(*batch), atol=2e-2, rtol=2e-2)
+print(chosen)
+"""
+
+
+@pytest.mark.vllm
+def test_the_oracles_kernel_computes_the_same_and_is_named(run_in_vllm: Callable[..., str]) -> None:
+    """As on a GPU, where vLLM's oracle chooses the baseline; here it chooses among kernels for CPUs."""
+    assert "CPU (CPUUnquantizedExperts), no tile sizes tuned for it" in run_in_vllm(ORACLE)
+
+
 @pytest.mark.vllm
 def test_a_small_run_measures_every_way(tmp_path: Path) -> None:
     """The real command in a process of its own, with vLLM's kernel as the baseline that must agree with ours."""
@@ -93,7 +115,7 @@ def test_a_small_run_measures_every_way(tmp_path: Path) -> None:
     for row in kept:
         assert set(row["seconds"]) == {"ragged", *BASELINES} and set(row["speedup_over"]) == set(BASELINES)
         assert row["share_kept"] == 1 if row["sparsity"] == 0 else 0.3 < row["share_kept"] < 0.9
-        assert row["gb_per_s"] > 0
+        assert row["gb_per_s"] > 0 and row["vllm"].keys() == {"dense", "padded", "vllm_uniform"}
         pages = {name: num_bytes > 0 for name, num_bytes in row["huge_page_bytes"].items()}
         if row["sparsity"] == 0:  # at 40 % a weight may be smaller than a page
             assert len(set(pages.values())) == 1, f"only some variants are in huge pages: {pages}"

@@ -1,0 +1,234 @@
+"""Does the plugin serve pruned models correctly on this GPU, in bfloat16, with and without CUDA graphs?
+
+    python correct.py OUT.json [--go FILE] [--only CASE;…]
+
+Random models of middle size answer four prompts. The log-probabilities of vLLM's greedy tokens are compared with those
+of transformers in float32 on the same weights and tokens. A case that was right in OUT.json is not run again.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lease import DEVICE, DRY, WORK, Results, is_over, wait_for
+
+LAYERS = [  # unequal KV heads, removed attention, a removed MLP, odd widths
+    ([4, 4, 4, 4], 1408), ([4, 4], 777), ([], 1000), ([4], 0), ([4, 4, 4], 65), ([4, 4, 4, 4], 512),
+]  # fmt: skip
+EVEN = [([4, 4, 4, 4], 1408), ([4, 4], 776), ([], 1000), ([4, 4], 0)]  # two ranks divide it without padding
+UNEVEN = [([4, 2, 1][: max(1, len(heads))], width) for heads, width in LAYERS]
+EXPERTS = [0, 1, 17, 48, 100, 128, 256, 256]
+MODELS = {"ragged": LAYERS, "uneven": UNEVEN, "even": EVEN, "experts": LAYERS[:3]}
+TOLERANCE = 0.15  # nats, of a bfloat16 model's log-probabilities
+PROMPTS = [
+    [5],
+    list(range(1, 40)),
+    [(7 * i) % 2000 + 3 for i in range(300)],
+    [(11 * i) % 2000 + 3 for i in range(100)],
+]
+GRAPHS = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16]}
+}
+EAGER = {"enforce_eager": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, and how vLLM serves it."""
+
+    model: str
+    options: dict[str, Any] = field(default_factory=lambda: GRAPHS)
+    adapter: bool = False
+    rounds: int = 1
+    """How often the prompts are asked; the last answers count."""
+    counter: str = ""
+    """A counter of vLLM that must be above 0 afterwards."""
+
+    @property
+    def ranks(self) -> int:
+        return self.options.get("tensor_parallel_size", 1)
+
+
+DRAFT = {"method": "draft_model", "model": str(WORK / "correct" / "ragged"), "num_speculative_tokens": 3}
+CASES = {  # the most important first
+    "ragged, graphs": Case(model="ragged"),
+    "experts, graphs": Case(model="experts"),
+    "uneven groups, graphs": Case(model="uneven"),
+    "ragged, eager": Case(model="ragged", options=EAGER),
+    "experts, eager": Case(model="experts", options=EAGER),
+    "uneven groups, eager": Case(model="uneven", options=EAGER),
+    "prefix cache": Case(
+        model="ragged", options=GRAPHS | {"enable_prefix_caching": True, "disable_log_stats": False}, rounds=2,
+        counter="vllm:prefix_cache_hits",
+    ),
+    "speculative decoding": Case(
+        model="ragged", options=GRAPHS | {"speculative_config": DRAFT, "disable_log_stats": False},
+        counter="vllm:spec_decode_num_accepted_tokens",
+    ),
+    "LoRA": Case(model="ragged", options=GRAPHS | {"enable_lora": True, "max_lora_rank": 8}, adapter=True),
+    "ragged, vLLM's default": Case(model="ragged", options={}),  # torch.compile and piecewise graphs
+    "experts, vLLM's default": Case(model="experts", options={}),
+    "ragged, two GPUs": Case(model="ragged", options=GRAPHS | {"tensor_parallel_size": 2}),
+    "experts, two GPUs": Case(model="experts", options=GRAPHS | {"tensor_parallel_size": 2}),
+    "LoRA, two GPUs": Case(
+        model="even", options=GRAPHS | {"tensor_parallel_size": 2, "enable_lora": True, "max_lora_rank": 8},
+        adapter=True,
+    ),
+}  # fmt: skip
+
+
+def model_class(model: str) -> Any:
+    """Return the class of transformers that computes a model."""
+    from ddp_vllm.remote_code import modeling_ddp, modeling_ddp_moe
+
+    return modeling_ddp_moe.DDPQwen3MoeForCausalLM if model == "experts" else modeling_ddp.DDPLlamaForCausalLM
+
+
+def write_model(folder: Path, model: str) -> None:
+    """Write a random pruned model in bfloat16, and an adapter for a dense one."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1408, "max_position_embeddings": 1024,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0, "initializer_range": 0.05, "num_hidden_layers": len(MODELS[model]),
+    }  # fmt: skip
+    layers: list[dict[str, Any]] = [
+        {"query_heads_per_kv_head": heads, "intermediate_size": width} for heads, width in MODELS[model]
+    ]
+    if model == "experts":
+        sizes |= {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+        for turn, layer in enumerate(layers):
+            layer |= {"query_heads_per_kv_head": [4] * 4, "intermediate_size": 0}
+            layer["expert_intermediate_sizes"] = EXPERTS[turn:] + EXPERTS[:turn]
+    torch.manual_seed(0)
+    made = model_class(model)(model_class(model).config_class(**sizes, ddp_layers=layers)).to(torch.bfloat16)
+    made.save_pretrained(folder)
+    if model in ("ragged", "even"):
+        from peft import LoraConfig, get_peft_model
+
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        settings = LoraConfig(target_modules=modules, r=4, lora_alpha=8, init_lora_weights=False)
+        get_peft_model(made, settings).save_pretrained(folder / "adapter")
+
+
+def ask(folder: Path, case: Case) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return vLLM's greedy tokens after each prompt with their log-probabilities, and facts about the engine."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    options = {
+        "dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True, "max_num_seqs": 16,
+        "enable_prefix_caching": False, "gpu_memory_utilization": 0.12,
+    } | case.options  # fmt: skip
+    if DRY:
+        torch.compiler.set_stance("force_eager")
+        options.pop("compilation_config", None)
+        options |= EAGER | {"kv_cache_memory_bytes": 1 << 28, "num_gpu_blocks_override": 32}
+    engine = LLM(str(folder), **options)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, detokenize=False)
+    request = LoRARequest("adapter", 1, str(folder / "adapter")) if case.adapter else None
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    for _ in range(case.rounds):
+        outputs = engine.generate(prompts, greedy, use_tqdm=False, lora_request=request)
+    first = [output.outputs[0] for output in outputs]
+    config = engine.llm_engine.vllm_config
+    facts: dict[str, Any] = {"cudagraph_mode": str(config.compilation_config.cudagraph_mode)}
+    layers = config.compilation_config.static_forward_context.values()
+    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    facts["attention"] = ", ".join(sorted(backends))
+    if case.counter:
+        counts = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+        facts[case.counter] = counts.get(case.counter, 0)
+    return [
+        {
+            "tokens": list(answer.token_ids),
+            "logprobs": [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=True)],
+        }
+        for answer in first
+    ], facts
+
+
+def gap_between(answers: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> float:
+    """Return the largest gap of log-probabilities in nats, over the tokens before the first that differs."""
+    gaps = [0.0]
+    for answer, other in zip(answers, others, strict=True):
+        pairs = zip(answer["tokens"], other["tokens"], answer["logprobs"], other["logprobs"], strict=True)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        gaps += [abs(logprob - other_logprob) for _, _, logprob, other_logprob in same]
+    return max(gaps)
+
+
+@torch.no_grad()
+def compare(folder: Path, case: Case, answers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the gaps in nats between vLLM's log-probabilities and those of transformers in float32.
+
+    regret: how much likelier than vLLM's token the likeliest one is.
+    """
+    model = model_class(case.model).from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
+    if case.adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder / "adapter").eval()
+    gaps, regrets = list[float](), list[float]()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = torch.tensor(answer["tokens"], device=DEVICE)
+        ids = torch.tensor([prompt + answer["tokens"]], device=DEVICE)
+        logprobs = model(ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 : -1]
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        gaps += (chosen.cpu() - torch.tensor(answer["logprobs"])).abs().tolist()
+        regrets += (logprobs.amax(-1) - chosen).tolist()
+    return {"worst_gap": max(gaps), "mean_gap": sum(gaps) / len(gaps), "worst_regret": max(regrets)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--go", help="use the GPU when this file exists")
+    parser.add_argument("--only", help=f"some cases, with ; between: {'; '.join(CASES)}")
+    args = parser.parse_args()
+    names = args.only.split(";") if args.only else list(CASES)
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    from ddp_plugins.register import register_models
+
+    register_models()
+    wait_for(args.go)
+    results, before = Results(args.out), list[dict[str, Any]]()
+    if args.out.exists():
+        before = [row for row in json.loads(args.out.read_text()).get("rows", []) if row.get("right")]
+    results["rows"] = before
+    devices = 1 if DRY else torch.cuda.device_count()
+    # ranks are forked on a CPU, and threads survive no fork
+    for name in sorted(names, key=lambda name: -CASES[name].ranks):
+        case = CASES[name]
+        if name in {row["case"] for row in before} or case.ranks > devices or is_over():
+            continue
+        with results.row(case=name) as row:
+            folder = WORK / "correct" / case.model
+            for model in {case.model, *(["ragged"] if "speculative_config" in case.options else [])}:
+                if not (WORK / "correct" / model / "config.json").exists():
+                    write_model(WORK / "correct" / model, model)
+            answers, facts = ask(folder, case)
+            row |= facts | compare(folder, case, answers) | {"answers": answers}
+            row["right"] = max(row["worst_gap"], row["worst_regret"]) < TOLERANCE and facts.get(case.counter, 1) > 0
+            if case.options is GRAPHS and not DRY:
+                row["right"] &= "FULL" in row["cudagraph_mode"]  # otherwise nothing was captured
+            if case.options is EAGER:
+                graphs = [other for other in results["rows"] if other["case"] == name.replace("eager", "graphs")]
+                row["gap_to_graphs"] = max((gap_between(answers, other["answers"]) for other in graphs), default=None)
+        cleanup_dist_env_and_memory()
+    done = {row["case"] for row in results["rows"] if row.get("right")}
+    missing = [name for name in names if name not in done]
+    no_device = [name for name in missing if CASES[name].ranks > devices]
+    print(f"{len(done)} right; not right or not run: {'; '.join(missing) or 'none'}")
+    results["not run, for lack of devices"] = ", ".join(no_device)
+    results.finish(complete=missing == no_device)
+
+
+if __name__ == "__main__":
+    main()
