@@ -158,6 +158,9 @@ class Recipe(TrainingSettings):
             raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
         if self.budget == "latency" and self.scope != "global":
             raise SettingError(f"scope is {self.scope!r}, but a step has one time for the whole model; leave scope out")
+        for name in ("profile", "other_machine"):
+            if getattr(self, name) and not self.speedup and self.budget != "latency":
+                raise SettingError(f"{name} has no effect without speedup or the budget latency; leave it out")
         stated = [f"{name} {value:g}" for name in SIZES if (value := getattr(self, name))]
         if len(stated) > 1:
             raise SettingError(f"{' and '.join(stated)} are given, which both state how much to remove; give one")

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import ddp_vllm
+from ddp_models.source import check_model
 from ddp_prune.recipe import Recipe, RecipeKeywords, load_recipes
 from ddp_prune.run import schedule
+from ddp_text.rows import check_sources
 from ddp_training.settings import TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ def prune_sizes(
     resumes = output.is_dir() and (recipes[0].recover_minutes or len(recipes) > 1 or is_unfinished(output))
     if not resumes:
         check_output(output, overwrite=overwrite)
+    _check_inputs(recipes[0])
     from ddp_prune import pipeline
     from ddp_vllm.pages.terminal import SafeConsole
     from ddp_vllm.pages.written import show
@@ -109,6 +113,7 @@ def plan(
     on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead of for this machine.
     """
     recipes = _recipes(model, recipe, settings)
+    check_model(str(model))
     from ddp_prune import plan as planning
 
     return planning.plan(recipes, Path(output), on)
@@ -122,6 +127,16 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
     return recipes
 
 
+def _check_inputs(recipe: Recipe) -> None:
+    """Refuse a missing model, text or profile before torch is imported. Raises: ModelError, TextError, SettingError."""
+    check_model(recipe.model)
+    check_sources(recipe.data, recipe.text_column)
+    if recipe.watch:
+        check_sources(recipe.watch, recipe.text_column)
+    if recipe.profile and not Path(recipe.profile).is_file():
+        raise SettingError(f"profile is {recipe.profile}, which is not a file; give one that ddp-vllm profile wrote")
+
+
 def apply(
     model: str | Path, masks: str | Path, *, output: str | Path, tp: int = 1, align: int = 1, overwrite: bool = False
 ) -> Checkpoint:
@@ -132,6 +147,9 @@ def apply(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
+    if not Path(masks).is_file():
+        raise CheckpointError(f"{masks} is not a file; give the {MASKS_FILE} of a pruned folder")
+    check_model(str(model))
     from ddp_prune.export import apply_masks
 
     return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)
