@@ -114,6 +114,7 @@ def test_export_gguf(dense: Path, tmp_path: Path) -> None:
 @pytest.mark.vllm
 def test_chat(dense: Path, tmp_path: Path) -> None:
     words = ["--model", dense, "--question", "the", "--max-model-len", "128", "--max-tokens", "4"]
+    words += ["--gpu-memory-utilization", "0.3"]  # other tests run at the same time
     assert python(tmp_path, "chat.py", *words).strip()
 
 

@@ -92,8 +92,9 @@ def prune(
     """
     settings = _with_target(given(settings))
     if dry_run:
-        plan = verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings)
-        if os.environ.get("RANK", "0") == "0":  # one of several processes
+        is_main = os.environ.get("RANK", "0") == "0"  # of several processes
+        plan = verbs.plan(model, output=output, recipe=recipe_file, on=on, verbose=is_main, **settings)
+        if is_main:
             echo("\n".join(plan.lines))
         end_command()
         return

@@ -138,6 +138,9 @@ class Recipe(TrainingSettings):
             object.__setattr__(self, "budget", "latency")
         super().__post_init__()
         self._check_size()
+        for name in ("profile", "other_machine") if self.budget != "latency" else ():
+            if getattr(self, name):
+                raise SettingError(f"{name} has no effect without a speedup; leave it out")
         alm_conflicts = (
             self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0 or self.max_head_counts
         )
@@ -158,9 +161,6 @@ class Recipe(TrainingSettings):
             raise SettingError("attention_sparsity requires a sparsity and the budget units; leave it out")
         if self.budget == "latency" and self.scope != "global":
             raise SettingError(f"scope is {self.scope!r}, but a step has one time for the whole model; leave scope out")
-        for name in ("profile", "other_machine"):
-            if getattr(self, name) and not self.speedup and self.budget != "latency":
-                raise SettingError(f"{name} has no effect without speedup or the budget latency; leave it out")
         stated = [f"{name} {value:g}" for name in SIZES if (value := getattr(self, name))]
         if len(stated) > 1:
             raise SettingError(f"{' and '.join(stated)} are given, which both state how much to remove; give one")

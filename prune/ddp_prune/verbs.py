@@ -16,7 +16,7 @@ from ddp_prune.run import schedule
 from ddp_text.rows import check_sources
 from ddp_training.settings import TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.errors import CheckpointError, SettingError, line_printer
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
 
@@ -104,6 +104,7 @@ def plan(
     output: str | Path = "pruned",
     recipe: str | Path | Recipe | None = None,
     on: str | None = None,
+    verbose: bool = False,
     **settings: Unpack[RecipeKeywords],
 ) -> "Plan":
     """Return what `prune` would remove and the memory and time it would take; nothing is written.
@@ -111,12 +112,13 @@ def plan(
     The result has `lines`, which `prune --dry-run` prints, and the numbers `removed`, `peak_bytes` and `seconds`.
 
     on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead of for this machine.
+    verbose: print what takes time.
     """
     recipes = _recipes(model, recipe, settings)
     check_model(str(model))
     from ddp_prune import plan as planning
 
-    return planning.plan(recipes, Path(output), on)
+    return planning.plan(recipes, Path(output), on, line_printer(verbose))
 
 
 def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Mapping[str, Any]) -> list[Recipe]:

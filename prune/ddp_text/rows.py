@@ -104,9 +104,7 @@ def check_sources(data: str, column: str = "") -> None:
                 if not first.lstrip().startswith((b"[", b"{")) or b"}" in first:  # not one value over several lines
                     row = _parse_line(first, f"{name}, line 1")
                     if isinstance(row, dict) and column and column not in row:
-                        raise TextError(
-                            f"{name}, line 1 has no column {column!r}; it has {', '.join(map(str, row))}"
-                        )
+                        raise TextError(f"{name}, line 1 has no column {column!r}; it has {', '.join(map(str, row))}")
 
 
 def _kind_of_file(path: Path) -> str | None:
