@@ -114,7 +114,9 @@ def _kind_of_file(path: Path) -> str | None:
         return None
     if not path.is_file():
         raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
-    if path.stat().st_size == 0:
+    with open(path, "rb") as file:
+        is_empty = not file.read(1)  # which fails for some files whose size is 0
+    if is_empty:
         raise TextError(f"{path} is empty; give a file with text")
     if kind is None:
         raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
