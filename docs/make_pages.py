@@ -25,7 +25,7 @@ from ddp_training.settings import TrainingSettings
 from ddp_vllm import api
 from ddp_vllm.cli import main as command_line
 from ddp_vllm.options import Grouped, heading_of
-from ddp_vllm.settings import field_docs
+from ddp_vllm.settings import SETTINGS_HEADING, field_docs
 
 FOLDER = Path(__file__).parent
 DEFAULT = re.compile(r"\s*\[((?:default: |required)[^\]]*)\]")
@@ -155,7 +155,8 @@ def signature(name: str, function: Any) -> str:
 def text_of(function: Any) -> str:
     """Return a docstring as Markdown, names of arguments as code."""
     names = "|".join(inspect.signature(function).parameters)
-    return re.sub(rf"(?:^|(?<=[.] ))({names}): ", r"`\1`: ", inspect.getdoc(function) or "", flags=re.MULTILINE)
+    text = (inspect.getdoc(function) or "").partition(f"\n\n{SETTINGS_HEADING}\n")[0]  # recipe.md lists the settings
+    return re.sub(rf"(?:^|(?<=[.] ))({names}): ", r"`\1`: ", text, flags=re.MULTILINE)
 
 
 PAGES = {"commands": commands, "recipe": recipe, "api": functions}

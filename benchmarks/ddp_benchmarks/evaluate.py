@@ -22,6 +22,7 @@ from ddp_benchmarks.engine import engine_environment, runs_on_cpu, vllm_command
 from ddp_benchmarks.processes import end_group, kill_with_us
 from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
+from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
@@ -196,6 +197,7 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
     if is_offline:  # take what is cached, without retries
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")
     os.environ.update(engine_environment())
+    quiet_libraries()
     from lm_eval import evaluator
     from lm_eval.tasks import TaskManager, get_task_dict
     from rich.console import Console

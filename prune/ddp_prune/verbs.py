@@ -19,11 +19,13 @@ from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError, line_printer
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
+from ddp_vllm.settings import documents
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
 
 
+@documents(Recipe)
 def prune(
     model: str | Path,
     *,
@@ -49,6 +51,7 @@ def prune(
     return prune_sizes(model, output=output, recipe=recipe, **asked, **settings)[0]
 
 
+@documents(Recipe)
 def prune_sizes(
     model: str | Path,
     *,
@@ -98,6 +101,7 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, tracker: str | None, verb
     )  # fmt: skip
 
 
+@documents(Recipe)
 def plan(
     model: str | Path,
     *,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ddp_models.source import check_model
-from ddp_recover.recipe import RecoveryKeywords, load_recovery
+from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe, load_recovery
 from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import SettingError, line_printer
@@ -19,9 +19,10 @@ from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
-from ddp_vllm.settings import plain
+from ddp_vllm.settings import documents, plain
 
 
+@documents(RecoveryRecipe)
 def recover(
     model: str | Path,
     *,
