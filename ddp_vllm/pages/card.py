@@ -41,7 +41,7 @@ PLUGIN = """In vLLM with ddp-vllm installed, which is the fastest way:
 ```bash
 {install}vllm serve {place}
 ```"""
-STOCK = """In vLLM 0.30 or newer without ddp-vllm:
+STOCK = """In vLLM without ddp-vllm (0.32 was tested):
 
 ```bash
 vllm serve {place} --trust-remote-code --model-impl transformers

@@ -138,7 +138,7 @@ def _experts(metrics: Metrics) -> Picture:
         partial(pictures.draw_heatmaps, values=panels, unit_label="expert"),
         name="experts",
         title="Width of each expert",
-        caption=f"The bar shows which shade is which share of channels; crossed out: removed.{use if len(panels) > 1 else ''}",
+        caption=f"The bar shows which shade is which width; crossed out: removed.{use if len(panels) > 1 else ''}",
         height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
     )
 

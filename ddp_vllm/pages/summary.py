@@ -86,13 +86,15 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
 
 
 def verdict(checkpoint: Checkpoint, quality: Mapping[str, Any]) -> str:
-    """Return the ratio of perplexity with what it means and what to do next; docs/guides/choose.md has the same steps."""
+    """Return the ratio of perplexity with what it means and what to do next."""
     last = next(who for who in reversed(MODELS) if who in quality)
     ratio, folder = quality[last] / quality["dense"], checkpoint.folder
-    if ratio <= SMALL_LOSS:
+    if ratio < 1:
+        meaning = f"no loss on this kind of text; check it on other text: ddp-vllm eval {folder} --text FILE"
+    elif ratio <= SMALL_LOSS:
         meaning = f"a small loss; check it on text of your own: ddp-vllm eval {folder} --text FILE"
     elif ratio <= MEDIUM_LOSS:
-        meaning = "answers may change; read them below in report.html, and evaluate tasks before you serve it"
+        meaning = "answers may change; read those in report.html, and evaluate tasks before you serve it"
     else:
         meaning = f"a large loss; train for longer (ddp-vllm recover {folder} --minutes 60 -o NEW), or remove less"
     return f"{ratio:.2f} times the dense model's perplexity: {meaning}"
