@@ -139,6 +139,34 @@ def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
     assert result.exit_code == 7 and "\x1b" not in result.stderr and "\\x1b]0;name" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prnue", "x"], "there is no command 'prnue'; did you mean prune?"),
+        (["zzz"], "there is no command 'zzz'; known: prune, "),
+        (["prune", "a/b", "--sparsity", "1.2", "-o", "o"], "--sparsity is 1.2; it must lie"),
+        (["prune", "a/b", "--sparsity", "0.2", "--heldout-blocks", "0", "-o", "o"], "--heldout-blocks is 0; it must"),
+        (["prune", "a/b", "--attention-sparsity", "0.2", "-o", "o"], "sparsity is missing; "),
+        (["prune", "a/b", "--recipe", "wrong.toml", "-o", "o"], "sets 'sparsty', which is unknown; did you mean spar"),
+    ],
+)  # fmt: skip
+def test_messages_name_what_was_meant(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.toml").write_text("sparsty = 0.2\n")
+    assert_refused(invoke(*words), 2, message)
+
+
+def test_basic_options_come_first() -> None:
+    text = invoke("prune", "-h").stdout
+    first, second = text.partition("Basic:")[2].partition("Budget:")[::2]
+    assert re.findall(r"^  (?:-o, )?(--[\w-]+)", first, re.MULTILINE) == [
+        *("--data", "--sparsity", "--speedup", "--minutes", "--output")
+    ]
+    assert "ddp-vllm prune MODEL --speedup 1.25" in text and "--target-params" in second
+
+
 WRONG = {  # words of a command -> exit code, and a part of the message
     "prune ./gone --sparsity 0.2 -o o": (3, "neither a folder nor a hub name"),
     "prune owner/name --sparsity 0.2 -o o": (3, "HF_HUB_OFFLINE is set"),

@@ -67,7 +67,7 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
     parameters, _, cache = footprint(checkpoint)
     quality = provenance.get("perplexity")
     if quality:
-        yield "verdict", verdict(checkpoint, quality)
+        yield "verdict", verdict(quality)
     shares = [f"{1 - left / dense:.1%} of the {name}" for name, dense, left in (parameters, cache) if dense]
     yield "removed", " and ".join(shares)
     if not quality:
@@ -85,18 +85,18 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
     yield "weights", weight_training(provenance)
 
 
-def verdict(checkpoint: Checkpoint, quality: Mapping[str, Any]) -> str:
+def verdict(quality: Mapping[str, Any]) -> str:
     """Return the ratio of perplexity with what it means and what to do next."""
     last = next(who for who in reversed(MODELS) if who in quality)
-    ratio, folder = quality[last] / quality["dense"], checkpoint.folder
+    ratio = quality[last] / quality["dense"]
     if ratio < 1:
-        meaning = f"no loss on this kind of text; check it on other text: ddp-vllm eval {folder} --text FILE"
+        meaning = "no loss on this kind of text; check it on other text: ddp-vllm eval FOLDER --text FILE"
     elif ratio <= SMALL_LOSS:
-        meaning = f"a small loss; check it on text of your own: ddp-vllm eval {folder} --text FILE"
+        meaning = "a small loss; check it on text of your own: ddp-vllm eval FOLDER --text FILE"
     elif ratio <= MEDIUM_LOSS:
         meaning = "answers may change; read those in report.html, and evaluate tasks before you serve it"
     else:
-        meaning = f"a large loss; train for longer (ddp-vllm recover {folder} --minutes 60 -o NEW), or remove less"
+        meaning = "a large loss; train for longer (ddp-vllm recover FOLDER --minutes 60 -o NEW), or remove less"
     return f"{ratio:.2f} times the dense model's perplexity: {meaning}"
 
 
