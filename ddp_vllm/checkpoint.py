@@ -42,6 +42,33 @@ class Checkpoint:
         return sum(prod(shape) for shape in self.shapes.values())
 
     @property
+    def perplexity(self) -> dict[str, float]:
+        """Perplexity on held-out text of the `dense`, `pruned` and `recovered` model; {} if it was not measured."""
+        quality = self.provenance.get("perplexity") or {}
+        return {name: quality[name] for name in ("dense", "pruned", "recovered") if name in quality}
+
+    @property
+    def speedup(self) -> float | None:
+        """Predicted speedup of a step over the dense model; None without the budget `latency`."""
+        speedup = self.provenance.get("latency", {}).get("speedup")
+        return None if speedup is None else float(speedup)
+
+    @property
+    def removed(self) -> float:
+        """Removed share of the dense model's parameters."""
+        from ddp_vllm.pages.summary import removed_parameters
+
+        removed = removed_parameters(self)
+        return removed / (self.num_parameters + removed)
+
+    def __repr__(self) -> str:
+        """Return one line; the fields would fill a screen for every layer."""
+        ratio = f", perplexity {self.perplexity}" if self.perplexity else ""
+        return (
+            f"Checkpoint({str(self.folder)!r}, {self.num_parameters:,} parameters, {self.removed:.1%} removed{ratio})"
+        )
+
+    @property
     def layers(self) -> tuple[LayerWidths, ...]:
         """The kept widths of each decoder layer."""
         return self.widths.layers

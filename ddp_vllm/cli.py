@@ -3,9 +3,11 @@
 Neither this module nor the `cli.py` of another package imports torch, transformers or vLLM before a command runs.
 """
 
+import difflib
 import importlib
 import importlib.metadata
 import io
+import logging
 import os
 import re
 import sys
@@ -16,7 +18,7 @@ import click
 
 from ddp_vllm import __version__
 from ddp_vllm.api import COMMANDS
-from ddp_vllm.errors import DdpError, TrainingError, printable
+from ddp_vllm.errors import DdpError, SettingError, TrainingError, printable
 
 
 def remedy(package: str) -> str:
@@ -44,6 +46,24 @@ def echo(text: object, *, err: bool = False) -> None:
     click.echo(printable(str(text)), err=err)
 
 
+def quiet_libraries() -> None:
+    """Keep libraries from logging, when they are imported, what no user can act on."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _as_options(message: str, command: click.Command | None) -> str:
+    """Return a message on settings in which those that are options of the command are written as options."""
+    for option in command.params if command else ():
+        name = option.name or ""
+        if isinstance(option, click.Option) and f"--{name.replace('_', '-')}" in option.opts:
+            flag = f"--{name.replace('_', '-')}"
+            message = re.sub(rf"^{name} (?=is |requires |has )", f"{flag} ", message)
+            if "_" in name and "recipe" not in message:
+                message = re.sub(rf"(?<![\w'\"./\[-]){name}(?![\w'\"./\]=-]| =)", flag, message)
+    return message
+
+
 class _Lazy(click.Group):
     """A group whose commands are imported when they are used."""
 
@@ -52,6 +72,13 @@ class _Lazy(click.Group):
             if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
                 stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for missing characters
         return super().main(*args, **kwargs)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
+            raise SettingError(f"there is no command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -76,7 +103,10 @@ class _Lazy(click.Group):
             # the first process prints errors for all, but any process may run out of memory alone
             if rank == "0" or isinstance(error, TrainingError):
                 who = "ddp-vllm" if rank == "0" else f"ddp-vllm (process {rank})"
-                echo(f"{who}: {_one_line(str(error))}", err=True)
+                message = str(error)
+                if isinstance(error, SettingError) and ctx.invoked_subcommand:
+                    message = _as_options(message, self.get_command(ctx, ctx.invoked_subcommand))
+                echo(f"{who}: {_one_line(message)}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as stopped:
             echo(f"\nddp-vllm: {stopped if str(stopped) else 'stopped'}", err=True)
@@ -110,5 +140,6 @@ def main(debug: bool) -> None:
     vllm serve ./pruned
 
     Exit codes: 0 done, 1 other, 2 setting, 3 model, 4 text, 5 output, 6 training, 7 checkpoint, 8 serving,
-    130 Ctrl-C.
+    9 limit, 130 Ctrl-C.
     """
+    quiet_libraries()

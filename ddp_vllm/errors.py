@@ -7,7 +7,8 @@ DdpError                    1
 ├── OutputError             5   the output folder exists, or cannot be written
 ├── TrainingError           6   the loss is not a number, or memory ran out
 ├── CheckpointError         7   a pruned checkpoint whose widths, tensors or files disagree
-└── ServingError            8   vLLM missing, a server that died, a port in use
+├── ServingError            8   vLLM missing, a server that died, a port in use
+└── LimitError              9   a model misses a limit on its quality that the user set
 
 A message is one line: the value, its place, the fault and the remedy.
 Only `ddp_vllm.cli` turns errors into exit codes.
@@ -78,6 +79,12 @@ class ServingError(DdpError):
     """vLLM cannot be started, or stopped answering."""
 
     exit_code = 8
+
+
+class LimitError(DdpError):
+    """A model misses a limit on its quality that the user set; its results were written."""
+
+    exit_code = 9
 
 
 def is_of_a_library(error: BaseException) -> bool:

@@ -5,7 +5,9 @@ The field gives the option its name, type and default; the first sentence of the
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ recipe_option = click.option(
 output_option = click.option(
     "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write the model to."
 )
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print the results as JSON; other lines go to stderr."
+)
+quiet_option = click.option("--quiet", is_flag=True, help="Print no progress and no results, only errors.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing pruned model.")
 
 
@@ -131,6 +137,13 @@ def settings_options(
         return command
 
     return add
+
+
+@contextmanager
+def lines_to_stderr(as_json: bool) -> Iterator[None]:
+    """Send whatever the block prints to stderr, so that stdout holds nothing but JSON."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        yield
 
 
 def given(settings: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # on some network file systems; filelock itself handles ENOSYS
 RUN_METRICS, RUN_STATE = "metrics.jsonl", "state.safetensors"  # in the folder of a run
 LARGEST_METRICS = 1 << 34  # bytes
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
@@ -60,8 +61,12 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
     if output.name.startswith("."):
         raise OutputError(f"{output} begins with a dot, as the names of temporary folders do; choose another name")
     parent = next(folder for folder in output.absolute().parents if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{output} cannot be written: {parent} is not a folder you may write to; choose another one")
+    try:
+        tempfile.TemporaryFile(dir=parent).close()  # os.access trusts root, whom some mounts refuse
+    except OSError:
+        raise OutputError(
+            f"{output} cannot be written: {parent} is not a folder you may write to; choose another one"
+        ) from None
     if not output.exists():
         return
     if not overwrite:
@@ -256,7 +261,7 @@ def writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "make room there, or choose another output"
+        remedy = "make room there, or choose another output" if error.errno in FULL else "choose another output"
         raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
 
 

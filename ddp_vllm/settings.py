@@ -2,17 +2,21 @@
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp_vllm.errors import SettingError, is_utf8
+
+SETTINGS_HEADING = "Settings:"
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 def setting(
@@ -80,6 +84,22 @@ def field_docs(settings: type) -> dict[str, str]:
     return docs
 
 
+def documents(settings: type) -> Callable[[Verb], Verb]:
+    """Return a decorator that adds the fields of a dataclass to a function's docstring, for `help`."""
+
+    def add(function: Verb) -> Verb:
+        docs = field_docs(settings)
+        lines = [SETTINGS_HEADING]
+        for field in dataclasses.fields(settings):
+            kind = getattr(field.type, "__name__", str(field.type))
+            default = "" if field.default in ("", dataclasses.MISSING) else f" = {field.default!r}"
+            lines.append(f"    {field.name}: {kind}{default}\n        {docs.get(field.name, '').partition('. ')[0]}")
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n" + "\n".join(lines)
+        return function
+
+    return add
+
+
 def read_settings(
     base: Path | Mapping[str, Any] | None,
     given: Mapping[str, Any],
@@ -135,4 +155,6 @@ def check_known(where: str, values: Mapping[str, Any], kind: type) -> None:
     """Refuse names that are not fields of a dataclass. Raises: SettingError."""
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := set(values) - known:
-        raise SettingError(f"{where} sets {min(unknown)!r}, which is unknown; known: {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(str(min(unknown)), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+        raise SettingError(f"{where} sets {min(unknown)!r}, which is unknown; {hint}")

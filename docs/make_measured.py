@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.pages.pictures import render
+from ddp_vllm.pages.pictures import STYLE
 from ddp_vllm.results import ratio_text
 
 ROOT = Path(__file__).parent.parent
@@ -28,19 +29,26 @@ BASE = "masks"  # the row that others are compared with
 CONTROL = "dense trained"  # the row of the dense model trained on the same text
 TEXTS = {"wikitext2.txt": "WikiText-2", "c4.jsonl": "C4", "python.txt": "Python", "chats-heldout.jsonl": "chats"}
 LABELS = {
-    "masks": "masks only",
+    "masks": "ddp-vllm, masks only",
     "joint": "ddp-vllm",
-    "joint W8A8": "then W8A8",
-    "joint equal shares": "equal shares",
-    "dense W8A8": "W8A8",
-    "fisher trained": "Fisher",
+    "joint W8A8": "ddp-vllm,\nthen W8A8",
+    "joint equal shares": "ddp-vllm, equal shares",
+    "dense W8A8": "W8A8 alone",
+    "fisher trained": "Fisher scores",
     "depth trained": "whole layers",
     "wanda-sp trained": "Wanda-SP",
     "paper": "the paper's search",
 }
 """Names of rows in the chart."""
-OFFSETS = {"joint": (0, -11), "joint W8A8": (0, -11), "paper": (0, -11), "joint equal shares": (-47, -2)}
-"""Offsets of names from their points, where (0, 5) would cover another name."""
+OFFSETS = {
+    "joint": (0, -14), "joint W8A8": (0, -26), "paper": (0, -14), "joint equal shares": (-88, -3), "masks": (10, 8),
+}  # fmt: skip
+"""Offsets of names from their points, where (0, 7) would cover another name."""
+COLORS = {  # of the page on which the chart stands: background, text, ddp-vllm, other methods
+    "": ("white", "#1f2328", "#0b57d0", "#6e7781"),
+    "-dark": ("#0d1117", "#e6edf3", "#6cb6ff", "#9aa4af"),
+}
+MODEL_NAMES = {"smollm2-135m": "SmolLM2-135M"}
 Result = Mapping[str, Any]
 
 
@@ -55,10 +63,16 @@ def fill_tables(page: str) -> str:
 
 
 def write_chart(folder: Path, model: str) -> None:
-    """Write the README's chart into a folder, if the speeds were measured."""
-    if (RESULTS / "speed" / f"{model}-steps.json").exists():
-        drawn = render(partial(draw_chart, model=model), name="quality-over-speed", title="", caption="", height=2.8)
-        (folder / "quality-over-speed.png").write_bytes(drawn.png)
+    """Write the README's chart for light and dark pages into a folder, if the speeds were measured."""
+    if not (RESULTS / "speed" / f"{model}-steps.json").exists():
+        return
+    for suffix, (background, text, *_) in COLORS.items():
+        names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        page = {"figure.facecolor": background, "axes.facecolor": background}
+        with matplotlib.rc_context(STYLE | dict.fromkeys(names, text) | page | {"font.size": 10}):
+            figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+            draw_chart(figure, model=model, suffix=suffix)
+            figure.savefig(folder / f"quality-over-speed{suffix}.png", dpi=160, metadata={"Software": None})
 
 
 def table(name: str, model: str) -> Iterator[str]:
@@ -143,21 +157,27 @@ def study_pages(name: str, model: str) -> Iterator[str]:
         yield f"### {row.capitalize()}\n\n{finding}\n\n" + "\n".join(lines) + "\n"
 
 
-def draw_chart(figure: Figure, *, model: str) -> None:
+def draw_chart(figure: Figure, *, model: str, suffix: str) -> None:
     """Draw each row of the table `speed` as a point: perplexity over the dense model's, over the speed."""
-    axes, rows = figure.add_subplot(), read("speed", model)
-    label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=7)
-    axes.plot(1.0, 1.0, "s", color="0.5", markersize=4)
-    label("dense", (1.0, 1.0), xytext=(0, 5))
+    axes, rows, (_, text, ours, others) = figure.add_subplot(), read("speed", model), COLORS[suffix]
+    label = partial(axes.annotate, textcoords="offset points", ha="center", fontsize=10)
+    axes.plot(1.0, 1.0, "s", color=others, markersize=6)
+    label("dense", (1.0, 1.0), xytext=(0, 7))
     for row, verdict in read_speeds("speed", model).items():
         logs = [math.log(text["pruned"] / text["dense"]) for each in rows[row] for text in each["texts"].values()]
         ratio, x = math.exp(statistics.fmean(logs)), verdict["ratio"]
         own = row.startswith(("joint", "masks"))
-        style: Any = {"fmt": "o", "color": "black"} if own else {"fmt": "s", "color": "0.5"}
+        style: Any = {"fmt": "o", "color": ours} if own else {"fmt": "s", "color": others}
         reach = [[x - verdict["low"]], [verdict["high"] - x]]
-        axes.errorbar(x, ratio, xerr=reach, markersize=4, elinewidth=0.8, **style)
-        label(LABELS.get(row, row), (x, ratio), xytext=OFFSETS.get(row, (0, 5)))
-    axes.margins(x=0.1, y=0.12)
+        axes.errorbar(x, ratio, xerr=reach, markersize=6, elinewidth=1.2, **style)
+        bold = "bold" if row == "joint" else "normal"
+        color = ours if own else text
+        label(LABELS.get(row, row), (x, ratio), xytext=OFFSETS.get(row, (0, 7)), color=color, weight=bold)
+    axes.margins(x=0.12, y=0.14)
+    arrow: Any = {"arrowstyle": "-|>", "color": text, "linewidth": 1.5}
+    axes.annotate("", (0.97, 0.66), (0.84, 0.86), xycoords="axes fraction", arrowprops=arrow)
+    axes.text(0.84, 0.88, "better", transform=axes.transAxes, ha="center")
+    axes.set_title(f"{MODEL_NAMES.get(model, model)} in vLLM on two CPU cores", loc="left", fontsize=11)
     axes.set_xlabel("decode speed, × the dense model's")
     axes.set_ylabel("perplexity, × the dense model's")
 

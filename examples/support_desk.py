@@ -3,7 +3,8 @@
     python examples/support_desk.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data tickets.jsonl --output ./desk
 
 tickets.jsonl has one conversation per line: `messages` with `role` and `content`, or `conversations` with `from` and
-`value`. The last ten lines are set aside. No model is trained on them; both models answer their first questions.
+`value`. The last ten conversations with a user's turn are set aside. No model is trained on them; both models answer
+their first questions.
 
 A real run takes the default of 1,000 steps of 16 × 2,048 tokens and a GPU. To see how it works on two CPU cores, pass
 --steps 60 --batch-size 1 --seq-len 1024.
@@ -26,12 +27,14 @@ def main(model: str, data: Path, output: Path, speedup: float | None, **settings
     # 1. Set ten conversations aside. The rest is the training text, because text like the traffic that the model will
     #    serve matters more than any other setting.
     lines = [line for line in data.read_text(encoding="utf-8").split("\n") if line]
-    if len(lines) < 2 * NUM_QUESTIONS:
-        raise SystemExit(f"{data} has {len(lines)} lines; at least {2 * NUM_QUESTIONS} are required")
+    questions = {number: question for number, line in enumerate(lines) if (question := first_question(line))}
+    if len(questions) < 2 * NUM_QUESTIONS:
+        raise SystemExit(f"{data} has {len(questions)} questions of users; at least {2 * NUM_QUESTIONS} are required")
+    asked = dict(list(questions.items())[-NUM_QUESTIONS:])
     training_text = output.with_name(f"{output.name}-training.jsonl")
     training_text.parent.mkdir(parents=True, exist_ok=True)
-    training_text.write_text("\n".join(lines[:-NUM_QUESTIONS]) + "\n", encoding="utf-8")
-    questions = [first_question(json.loads(line)) for line in lines[-NUM_QUESTIONS:]]
+    kept = [line for number, line in enumerate(lines) if number not in asked]
+    training_text.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
     # 2. Prune. A target speedup costs less quality than a sparsity at equal speed, but it requires vLLM here,
     #    which times the model first. The loss covers only the assistant's turns. If this call is interrupted, the same
@@ -44,20 +47,21 @@ def main(model: str, data: Path, output: Path, speedup: float | None, **settings
     print(f"perplexity on held-out tickets: dense {quality['dense']:.2f}, pruned {quality['pruned']:.2f}")
 
     # 3. Read the answers. Perplexity does not show everything: a pruned model repeats itself sooner, for example.
-    answers = {name: ask(folder, questions) for name, folder in (("dense", model), ("pruned", str(output)))}
-    for number, question in enumerate(questions):
+    asked_texts = list(asked.values())
+    answers = {name: ask(folder, asked_texts) for name, folder in (("dense", model), ("pruned", str(output)))}
+    for number, question in enumerate(asked_texts):
         print(f"\n{number + 1}. {' '.join(question.split())[:200]}")
         for name, texts in answers.items():
             print(f"   {name:6}  {' '.join(texts[number].split())}")
     print(f"\nserve it: vllm serve {output}\nread more: {output / 'report.html'}")
 
 
-def first_question(row: dict[str, Any]) -> str:
-    """Return the first thing a user says in a conversation, or the beginning of another text."""
-    for turn in row.get("messages") or row.get("conversations") or ():
-        if turn.get("role", turn.get("from")) in ("user", "human"):
-            return str(turn.get("content", turn.get("value")))
-    return str(row.get("instruction") or row.get("prompt") or row["text"])[:200]
+def first_question(line: str) -> str | None:
+    """Return the first message of a user in a conversation, or None if there is none."""
+    row = json.loads(line)
+    turns = row.get("messages") or row.get("conversations") or ()
+    asked = (turn for turn in turns if turn.get("role", turn.get("from")) in ("user", "human"))
+    return next((str(text) for turn in asked if (text := turn.get("content", turn.get("value")))), None)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The command line: verbs load when used, errors are one line and a documented exit code."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -9,13 +10,17 @@ import tomllib
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import Result
 from commands import assert_refused, invoke
+from safetensors.numpy import save_file
 
 from ddp_vllm import cli, errors
 from ddp_vllm.api import COMMANDS
 from ddp_vllm.errors import DdpError, ModelError, TrainingError
+
+ROOT = Path(__file__).parents[1]
 
 
 def _error_classes() -> list[type[DdpError]]:
@@ -132,6 +137,98 @@ def test_what_a_file_or_a_name_causes_is_one_line(error: Exception, monkeypatch:
 def test_what_a_message_quotes_is_not_obeyed_by_the_terminal() -> None:
     result = invoke("inspect", "evil\x1b]0;name")
     assert result.exit_code == 7 and "\x1b" not in result.stderr and "\\x1b]0;name" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prnue", "x"], "there is no command 'prnue'; did you mean prune?"),
+        (["zzz"], "there is no command 'zzz'; known: prune, "),
+        (["prune", "a/b", "--sparsity", "1.2", "-o", "o"], "--sparsity is 1.2; it must lie"),
+        (["prune", "a/b", "--sparsity", "0.2", "--heldout-blocks", "0", "-o", "o"], "--heldout-blocks is 0; it must"),
+        (["prune", "a/b", "--attention-sparsity", "0.2", "-o", "o"], "sparsity is missing; "),
+        (["prune", "a/b", "--recipe", "wrong.toml", "-o", "o"], "sets 'sparsty', which is unknown; did you mean spar"),
+    ],
+)  # fmt: skip
+def test_messages_name_what_was_meant(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.toml").write_text("sparsty = 0.2\n")
+    assert_refused(invoke(*words), 2, message)
+
+
+def test_basic_options_come_first() -> None:
+    text = invoke("prune", "-h").stdout
+    first, second = text.partition("Basic:")[2].partition("Budget:")[::2]
+    assert re.findall(r"^  (?:-o, )?(--[\w-]+)", first, re.MULTILINE) == [
+        *("--data", "--sparsity", "--speedup", "--minutes", "--output")
+    ]
+    assert "ddp-vllm prune MODEL --speedup 1.25" in text and "--target-params" in second
+
+
+WRONG = {  # words of a command -> exit code, and a part of the message
+    "prune ./gone --sparsity 0.2 -o o": (3, "neither a folder nor a hub name"),
+    "prune owner/name --sparsity 0.2 -o o": (3, "HF_HUB_OFFLINE is set"),
+    "prune dense --sparsity 0.2 --data gone.jsonl -o o": (4, "is not a file"),
+    "prune dense --sparsity 0.2 --data bad.jsonl -o o": (4, "line 1: not JSON"),
+    "prune dense --sparsity 0.2 --data good.jsonl --text-column b -o o": (4, "has no column 'b'; it has a"),
+    "prune dense --sparsity 0.2 --data good.jsonl,x.docx -o o": (4, "unknown ending '.docx'"),
+    "prune dense --sparsity 0.2 --data good.jsonl --watch gone.txt -o o": (4, "is not a file"),
+    "prune dense --sparsity 0.2 -o o": (4, "HF_HUB_OFFLINE is set); give a .txt"),
+    "prune dense --sparsity 0.2 --data good.jsonl -o /proc/o": (5, "not a folder you may write to"),
+    "prune dense --sparsity 0.2 --profile p.json --data good.jsonl -o o": (2, "no effect without a speedup"),
+    "prune dense --speedup 1.2 --profile p.json --data good.jsonl -o o": (2, "is not a file"),
+    "prune dense --sparsity 0.2 --speedup 1.25 -o o": (2, "give one of them"),
+    "prune bare --sparsity 0.2 --data good.jsonl -o o": (3, "has no tokenizer"),
+    "prune ./gone --sparsity 0.2 --dry-run -o o": (3, "neither a folder nor a hub name"),
+    "apply dense --masks gone -o o": (7, "is not a file"),
+    "recover ./gone -o o": (7, "is missing"),
+    "quantize ./gone --scheme W8A8 -o o": (7, "is missing"),
+    "eval ./gone": (3, "is not the folder of a model"),
+    "eval dense": (4, "HF_HUB_OFFLINE is set); pass --rows"),
+    "eval dense --text gone.jsonl": (4, "is not a file"),
+    "bench steps --dense ./gone --pruned ./gone": (3, "is missing"),
+    "bench sharegpt --dense ./gone --pruned ./gone": (3, "is not the folder of a model"),
+    "profile ./gone": (3, "is not the folder of a model"),
+}
+
+
+def test_wrong_input_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """With an empty cache and no network: one line, its exit code, and neither torch nor transformers."""
+    names = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
+    layer = {name: [8, 8] for name in names} | {"input_layernorm": [8], "post_attention_layernorm": [8]}
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": [4, 8], "lm_head.weight": [4, 8], "model.norm.weight": [8]}
+    sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
+    config = dict(zip(sizes, (8, 1, 1, 8, 8, 4), strict=True)) | {"model_type": "llama", "num_hidden_layers": 1}
+    for name in ("dense", "bare"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+    (tmp_path / "dense" / "tokenizer.json").write_text("{}")
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    (tmp_path / "good.jsonl").write_text('{"a": "text"}\n')
+    (tmp_path / "x.docx").write_text("x")
+    code = (
+        "import json, sys\n"
+        "from click.testing import CliRunner\n"
+        "from ddp_vllm.cli import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    result = CliRunner().invoke(main, words.split())\n"
+        "    heavy = sorted({'torch', 'transformers', 'datasets', 'vllm'} & sys.modules.keys())\n"
+        "    print(json.dumps([result.exit_code, result.stderr, heavy]))\n"
+    )
+    packages = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
+    changed = {"DDP_VLLM_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    changed |= {"HF_DATASETS_CACHE": str(tmp_path / "rows"), "PYTHONPATH": os.pathsep.join(map(str, packages))}
+    command = [sys.executable, "-c", code, json.dumps([*WRONG])]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | changed)
+    assert result.returncode == 0, result.stderr
+    for (words, (expected, part)), line in zip(WRONG.items(), result.stdout.splitlines(), strict=True):
+        exit_code, stderr, heavy = json.loads(line)
+        assert (exit_code, stderr.count("\n"), heavy) == (expected, 1, []) and part in stderr, (words, line)
 
 
 def test_no_verb_prints_by_another_way() -> None:

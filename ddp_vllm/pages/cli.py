@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from ddp_vllm.cli import echo
+from ddp_vllm.errors import LimitError
 from ddp_vllm.folder import read
 from ddp_vllm.folder import verify as verify_folder
-from ddp_vllm.options import list_option
+from ddp_vllm.options import json_option, list_option
 from ddp_vllm.pages import verbs
 
 
@@ -62,19 +63,25 @@ def report(folder: Path, output: Path | None) -> None:
     help="Name the fastest model whose perplexity is at most this many times the dense model's.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
-def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, **options: Any) -> None:
+@json_option
+def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, as_json: bool, **options: Any) -> None:
     """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
 
     \b
     ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
 
-    Results of bench and eval are found in each folder and its eval folder, or passed with --results.
+    Results of bench and eval are found in each folder and its eval folder, or passed with --results. The exit code is 9
+    if no model is within --tolerance.
     """
     comparison = verbs.compare(folders, output=output, tolerance=tolerance, **options)
-    if tolerance is not None:
-        from ddp_vllm.pages.compare import choice
+    from ddp_vllm.pages.compare import choice, records, within
 
+    if as_json:
+        echo(json.dumps(records(comparison, tolerance)))
+    elif tolerance is not None:
         echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
     for note, command in comparison.notes.items():
         echo(f"{note}: {command}" if command else note, err=True)
-    echo(f"{output} and {output.with_suffix('.md')}")
+    echo(f"{output} and {output.with_suffix('.md')}", err=as_json)
+    if tolerance is not None and not within(comparison, tolerance):
+        raise LimitError(f"{choice(comparison, tolerance)}; train for longer with ddp-vllm recover, or remove less")

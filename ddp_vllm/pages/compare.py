@@ -263,18 +263,37 @@ def _draw_heldout(comparison: Comparison) -> Picture | None:
 
 def choice(comparison: Comparison, tolerance: float) -> str:
     """Return the fastest model whose held-out perplexity is at most this many times the dense model's, in words."""
-    within = [entry for entry in comparison.pruned if entry.heldout and entry.heldout[0] <= tolerance]
-    if not within:
+    best = fastest(comparison, tolerance)
+    if best is None:
         return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
-
-    def by_speed(entry: Entry) -> tuple[float, float]:
-        return (_speedup(entry) or (0.0,))[0], -float(entry.facts.parameters or 0)
-
-    best = max(within, key=by_speed)
     assert best.heldout
     speed = _speedup(best)
     gain = f", {with_interval(*speed)} as fast" if speed else ""
     return f"{best.facts.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
+
+
+def within(comparison: Comparison, tolerance: float) -> list[Entry]:
+    """Return the models whose held-out perplexity is at most this many times the dense model's."""
+    return [entry for entry in comparison.pruned if entry.heldout and entry.heldout[0] <= tolerance]
+
+
+def fastest(comparison: Comparison, tolerance: float) -> Entry | None:
+    """Return the fastest model within a tolerance, by its measured or else its predicted speed; None without any."""
+
+    def by_speed(entry: Entry) -> tuple[float, float]:
+        return (_speedup(entry) or (0.0,))[0], -float(entry.facts.parameters or 0)
+
+    return max(within(comparison, tolerance), key=by_speed, default=None)
+
+
+def records(comparison: Comparison, tolerance: float | None) -> dict[str, Any]:
+    """Return what `compare --json` prints: the facts of each model, its two ratios with intervals, and the choice."""
+    best = None if tolerance is None else fastest(comparison, tolerance)
+    models = [
+        {"facts": entry.facts.to_json(), "heldout_ratio": entry.heldout, "speedup": _speedup(entry)}
+        for entry in comparison.pruned
+    ]
+    return {"models": models, "chosen": best.facts.name if best else None, "notes": comparison.notes}
 
 
 def provenance(comparison: Comparison) -> list[str]:

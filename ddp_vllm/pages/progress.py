@@ -7,6 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+BAR = 12  # characters
+AROUND = 40  # characters of phase, steps, times and the spaces between columns
+
 
 class StepProgress:
     """Shows a run's steps; silent away from the main process."""
@@ -19,19 +22,19 @@ class StepProgress:
         self.lines = not console.is_terminal and shown
         self.bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
+            BarColumn(BAR),
+            TextColumn("{task.fields[text]}"),  # last: a narrow terminal shows its beginning only
             console=console,
             disable=not shown or not console.is_terminal,
         )
 
     def __enter__(self) -> Any:
         self.bar.start()
-        self.task = self.bar.add_task("", total=self.num_steps, text="")
-        self.began, self.first = time.perf_counter(), 0
+        self.task = self.bar.add_task("", total=self.num_steps, text="", start=False)
+        self.began, self.first = 0.0, 0
         return self.report
 
     def __exit__(self, *_: object) -> None:
@@ -43,12 +46,15 @@ class StepProgress:
         phase, details = self.phase(metrics)
         divergence = f"kl {metrics['kl']:.3f} " if "kl" in metrics else ""
         text = f"loss {metrics['loss']:.3f} {divergence}{details}{metrics['tokens'] / metrics['seconds']:,.0f} tok/s"
-        self.bar.update(self.task, completed=step, description=phase, text=text)
-        self.first = self.first or step
+        room = max(0, self.console.width - AROUND - BAR - 2 * len(str(self.num_steps)))
+        self.bar.update(self.task, completed=step, description=phase, text=text[:room])
+        if not self.first:  # the clock starts after the first step, which loads kernels
+            self.first, self.began = step, time.perf_counter() - metrics["seconds"]
+            self.bar.start_task(self.task)
         every = max(1, self.num_steps // 40)
-        if self.lines and (step % every == 0 or step == self.num_steps):
+        if self.lines and (step % every == 0 or step in (self.first, self.num_steps)):
             spent = time.perf_counter() - self.began
             left = spent / (step - self.first + 1) * (self.num_steps - step)
             self.console.print(
-                f"{phase} {step}/{self.num_steps} {text}, {left:.0f} s left", highlight=False, soft_wrap=True
+                f"{phase} {step}/{self.num_steps}, {left:.0f} s left: {text}", highlight=False, soft_wrap=True
             )

@@ -17,6 +17,7 @@ from ddp_vllm.pages import pictures
 from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather, kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
 from ddp_vllm.pages.summary import answers, dense_name, lead, sections
+from ddp_vllm.provenance import bare_name
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
 REPORT_FILE, PICTURE_FOLDER = "report.html", "report"
@@ -44,7 +45,7 @@ def page_of(checkpoint: Checkpoint, drawn: Sequence[Picture]) -> Page:
     learned = f"{dense}; masks learned on {learned_on}"
     version = provenance.get("ddp_vllm", "of an unknown version")
     return Page(
-        title=f"{checkpoint.folder.resolve().name}: what was removed",
+        title=f"{bare_name(dense)}, pruned: {checkpoint.folder.resolve().name}",
         lead=[*lead(checkpoint), ("dense model", dense if "converted" in provenance else learned)],
         sections=[*_answers(provenance), *tables, *shown, widths, *_recipes(provenance)],
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
@@ -111,7 +112,7 @@ def _heads(metrics: Metrics) -> Picture:
         partial(pictures.draw_heatmaps, values={"scale": gates_LU}, unit_label=unit, together=together),
         name="heads",
         title=title,
-        caption=f"Crossed out: removed. The darker, the larger the scale of the kept unit.{lines}",
+        caption=f"Crossed out: removed. The bar shows which shade is which scale of a kept unit.{lines}",
         height=pictures.height_of_map(units),
     )
 
@@ -136,7 +137,7 @@ def _experts(metrics: Metrics) -> Picture:
         partial(pictures.draw_heatmaps, values=panels, unit_label="expert"),
         name="experts",
         title="Width of each expert",
-        caption=f"The darker, the wider; crossed out: removed.{use if len(panels) > 1 else ''}",
+        caption=f"The bar shows which shade is which width; crossed out: removed.{use if len(panels) > 1 else ''}",
         height=pictures.height_of_map(widths_LE.shape[1]) * len(panels),
     )
 

@@ -24,6 +24,7 @@ Size = tuple[str, int, int]
 Statement = tuple[str, str]
 """(topic, statement)."""
 MODELS = ("dense", "pruned", "recovered")  # the stages of a checkpoint, in order
+SMALL_LOSS, MEDIUM_LOSS = 1.05, 1.2  # ratios of perplexity; rules of thumb, not measured on answers
 CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
 _UNITS: dict[str, Callable[[LayerWidths], int]] = {
@@ -61,11 +62,14 @@ def dense_name(checkpoint: Checkpoint) -> str:
 
 
 def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
-    """Yield the main statements: the removed share, the quality, the speed, and how the weights were trained."""
+    """Yield the main statements: a verdict, the removed share, the quality, the speed, how the weights were trained."""
     provenance = checkpoint.provenance
-    _, dense, left = footprint(checkpoint)[0]
-    yield "removed", f"{1 - left / dense:.1%} of the parameters"
+    parameters, _, cache = footprint(checkpoint)
     quality = provenance.get("perplexity")
+    if quality:
+        yield "verdict", verdict(quality)
+    shares = [f"{1 - left / dense:.1%} of the {name}" for name, dense, left in (parameters, cache) if dense]
+    yield "removed", " and ".join(shares)
     if not quality:
         yield "held-out perplexity", "not measured; ddp-vllm eval --text FILE measures it"
     else:
@@ -79,6 +83,21 @@ def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
         where = f"{Workload(**latency['workload'])}; {measured_on(latency)}"
         yield "predicted", f"{speed} the dense model's speed ({where})"
     yield "weights", weight_training(provenance)
+
+
+def verdict(quality: Mapping[str, Any]) -> str:
+    """Return the ratio of perplexity with what it means and what to do next."""
+    last = next(who for who in reversed(MODELS) if who in quality)
+    ratio = quality[last] / quality["dense"]
+    if ratio < 1:
+        meaning = "no loss on this kind of text; check it on other text: ddp-vllm eval FOLDER --text FILE"
+    elif ratio <= SMALL_LOSS:
+        meaning = "a small loss; check it on text of your own: ddp-vllm eval FOLDER --text FILE"
+    elif ratio <= MEDIUM_LOSS:
+        meaning = "answers may change; read those in report.html, and evaluate tasks before you serve it"
+    else:
+        meaning = "a large loss; train for longer (ddp-vllm recover FOLDER --minutes 60 -o NEW), or remove less"
+    return f"{ratio:.2f} times the dense model's perplexity: {meaning}"
 
 
 def details(checkpoint: Checkpoint) -> Iterator[Statement]:
@@ -95,8 +114,6 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     if quantized := checkpoint.config.get("quantization_config"):
         form = quantized.get("format", "an unnamed format")
         yield "quantization", f"weights in {form} of compressed-tensors; all figures were measured before quantization"
-    if text_hash := provenance.get("learned_from", {}).get("text"):
-        yield "text", f"training and held-out tokens have the SHA-256 {text_hash}"
     yield from (("note", note) for note in routing_notes(checkpoint))
 
 
@@ -110,6 +127,10 @@ def sections(checkpoint: Checkpoint) -> Iterator[Section]:
         yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that no weight was trained on")
     known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
     yield Section(heading="Details", table=known)
+    if text_hash := provenance.get("learned_from", {}).get("text"):
+        rows = [("training and held-out tokens", f"SHA-256 {text_hash}")]
+        table = Table(headings=["of", "checksum"], rows=rows, is_text=True)
+        yield Section(heading="Checksums", table=table, folded=True)
     yield Section(heading="Widths, layer by layer", table=width_table(checkpoint), folded=True)
 
 

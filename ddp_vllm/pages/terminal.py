@@ -29,11 +29,13 @@ class SafeConsole(Console):
 
 
 def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
-    """Print the widths layer by layer, the sizes and all statements."""
-    console.print(_widths(checkpoint))
+    """Print the main statements, the sizes, the widths layer by layer and all other statements."""
+    for label, statement in lead(checkpoint):
+        _print_line(console, label, statement)
     for label, dense, left in sizes(checkpoint):
         _print_line(console, label, f"{left:>15,} of {dense:>15,}   {1 - left / dense:6.1%} removed")
-    for label, statement in (*lead(checkpoint), *details(checkpoint)):
+    console.print(_widths(checkpoint))
+    for label, statement in details(checkpoint):
         _print_line(console, label, statement)
 
 

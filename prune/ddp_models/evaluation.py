@@ -1,7 +1,7 @@
 """Evaluates the dense, pruned and recovered model: perplexity on held-out text, and answers to ten fixed prompts."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,19 @@ class Evaluation:
     """The losses, the agreement with the first model and the samples of one model after the other."""
 
     def __init__(
-        self, texts: Mapping[str, torch.Tensor], tokenizer: Any, loss_masks: Mapping[str, torch.Tensor] | None = None
+        self,
+        texts: Mapping[str, torch.Tensor],
+        tokenizer: Any,
+        loss_masks: Mapping[str, torch.Tensor] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Choose the texts.
 
         texts: blocks by the name of the text, int64 [num_blocks, seq_len].
         loss_masks: bool, shaped as `texts`: the tokens to evaluate; None: all of them.
+        say: prints a line before the evaluation of a model, which takes minutes on a CPU.
         """
-        self.texts, self.tokenizer = texts, tokenizer
+        self.texts, self.tokenizer, self.say = texts, tokenizer, say
         masks = loss_masks or {name: torch.ones_like(blocks, dtype=torch.bool) for name, blocks in texts.items()}
         self.loss_masks = {name: mask[:, 1:] for name, mask in masks.items()}  # of predicted tokens
         self.block_tokens: dict[str, list[int]] = {name: mask.sum(1).tolist() for name, mask in self.loss_masks.items()}
@@ -55,6 +60,8 @@ class Evaluation:
 
     def evaluate(self, who: str, model: Any) -> None:
         """Compute the losses and samples of a model, in its dtype and with the attention that serving uses."""
+        num_blocks = sum(map(len, self.texts.values()))
+        self.say(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
         checkpoint_layers(model, False)
         if not model.config.to_dict().get("attn_logit_softcapping"):
             model.set_attn_implementation("sdpa")

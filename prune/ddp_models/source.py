@@ -23,12 +23,14 @@ from ddp_vllm.families import (
     warn_of_foreign_code,
 )
 from ddp_vllm.formats import check_states_no_widths
+from ddp_vllm.hub.reach import hub_fault
 from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json", "merges*")
 FORMATS = ("BF16", "F16", "F32")
 AGAIN = "download the model again, or update transformers"
 COPIES = ["consolidated*", "original/*"]  # further copies of the weights, in the publisher's own format
@@ -49,7 +51,37 @@ class Source:
 
 
 def open_source(model: str, *, load: bool = True) -> Source:
-    """Find the dense model, check from its headers that it can be pruned, and prepare transformers for its family.
+    """Find the dense model, check it as `read_source`, and prepare transformers for its family. Raises: ModelError."""
+    source = read_source(model, load=load)
+    _prepare_transformers(source.config)
+    warn_of_foreign_code(model, source.config)
+    return source
+
+
+def check_model(model: str) -> None:
+    """Refuse a model that cannot be pruned, before torch is imported. A hub model must be cached or within reach.
+
+    Raises: ModelError.
+    """
+    if Path(model).is_dir():
+        source = read_source(model)
+        if not any(any(source.folder.glob(pattern)) for pattern in TOKENIZERS):
+            raise ModelError(f"{model} has no tokenizer; put tokenizer.json into the model's folder")
+        return
+    _check_hub_name(model)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError as error:
+        raise ModelError(f"{model} is neither a folder nor a hub name ({error}); check the path") from error
+    if not is_cached and (fault := hub_fault()):
+        raise ModelError(f"{model} is not a folder and cannot be downloaded ({fault}); check name and network")
+
+
+def read_source(model: str, *, load: bool = True) -> Source:
+    """Find the dense model and check from its headers that it can be pruned, without torch for a local folder.
 
     load: whether the model will be loaded; otherwise only the headers of a hub model's weights are downloaded.
     Raises: ModelError if the folder is unknown, or its weights are unreadable, incomplete or of an unsupported family.
@@ -71,8 +103,6 @@ def open_source(model: str, *, load: bool = True) -> Source:
     except WidthsError as error:
         fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # config.json states the dense widths
         raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
-    _prepare_transformers(config)
-    warn_of_foreign_code(model, config)
     return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
 
 
@@ -192,9 +222,13 @@ def _check_names(folder: Path, shapes: Mapping[str, list[int]]) -> None:
         )
 
 
-def _download(model: str, weights: Sequence[str]) -> Path:
+def _check_hub_name(model: str) -> None:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ModelError(f"{model} is neither a folder nor a hub name (owner/name); check the path")
+
+
+def _download(model: str, weights: Sequence[str]) -> Path:
+    _check_hub_name(model)
     from huggingface_hub import snapshot_download
 
     with _downloading(model):

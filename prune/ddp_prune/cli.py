@@ -3,6 +3,8 @@
 Every field of a `Recipe` is an option of `prune`, except those in `INSTEAD`.
 """
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,18 @@ from ddp_prune.recipe import Recipe
 from ddp_vllm.cli import echo
 from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import read_provenance
-from ddp_vllm.options import Grouped, given, output_option, overwrite_option, recipe_option, settings_options
-from ddp_vllm.pages.summary import trained_together
+from ddp_vllm.options import (
+    Grouped,
+    given,
+    json_option,
+    lines_to_stderr,
+    output_option,
+    overwrite_option,
+    quiet_option,
+    recipe_option,
+    settings_options,
+)
+from ddp_vllm.pages.summary import summary, trained_together
 
 TARGETS = {  # budget -> help text of its option
     "params": "Parameters of the whole model after pruning, for example 5.5B. Replaces --sparsity.",
@@ -29,12 +41,13 @@ INSTEAD = {  # field -> the options in its place: an argument, one per budget, a
 SIZES = {"sparsity", "speedup"}  # may have several values
 LISTS = {"data", "watch"}  # text with commas
 HEADINGS = {  # heading -> its fields and options; the last heading has all others
+    "Basic": ("sparsity", "speedup", "data", "minutes", "output"),
     "Budget": (
-        *("sparsity", "attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes", "speedup"),
+        *("attention_sparsity", "target", "target_params", "target_flops", "target_kv_bytes"),
         *("budget", "scope", "context_length", "concurrency", "phase", "profile", "other_machine"),
     ),
     "Shape": ("whole_experts", "head_unit", "max_head_counts", "align", "tp"),
-    "Text": ("data", "text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
+    "Text": ("text_column", "seq_len", "batch_size", "heldout_blocks", "seed", "learn_from", "watch"),
     "Run": (),
 }
 
@@ -71,6 +84,8 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
 @click.option(
     "--dry-run", is_flag=True, help="Print what would be removed and the estimated memory and time, then exit."
 )
+@json_option
+@quiet_option
 @click.option("--on", help="With --dry-run: estimate for these GPUs, for example h100-80gb or 2xh100-80gb.")
 def prune(
     model: str,
@@ -79,10 +94,15 @@ def prune(
     tracker: str | None,
     overwrite: bool,
     dry_run: bool,
+    as_json: bool,
+    quiet: bool,
     on: str | None,
     **settings: Any,
 ) -> None:
     """Prune MODEL and write the smaller checkpoint.
+
+    \b
+    ddp-vllm prune MODEL --speedup 1.25 --data my_chats.jsonl --minutes 60 -o ./pruned
 
     MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel on text; units whose
     gates close are removed. The remaining weights are distilled from the dense model at the same time, and for longer
@@ -90,17 +110,23 @@ def prune(
     folder each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm
     prune …
     """
-    settings = _with_target(given(settings))
+    settings, is_main = _with_target(given(settings)), os.environ.get("RANK", "0") == "0"  # of several processes
     if dry_run:
-        plan = verbs.plan(model, output=output, recipe=recipe_file, on=on, **settings)
-        if os.environ.get("RANK", "0") == "0":  # one of several processes
-            echo("\n".join(plan.lines))
+        with lines_to_stderr(as_json):
+            plan = verbs.plan(
+                model, output=output, recipe=recipe_file, on=on, verbose=is_main and not quiet, **settings
+            )
+        if is_main:
+            echo(json.dumps(dataclasses.asdict(plan)) if as_json else "\n".join(plan.lines))
         end_command()
         return
     if on:
         raise SettingError("on estimates for other GPUs and trains nothing; add --dry-run")
     settings |= {"overwrite": overwrite, "tracker": tracker}
-    verbs.prune_sizes(model, output=output, recipe=recipe_file, verbose=True, **settings)
+    with lines_to_stderr(as_json):
+        pruned = verbs.prune_sizes(model, output=output, recipe=recipe_file, verbose=not quiet, **settings)
+    if as_json and is_main:
+        echo(json.dumps([summary(checkpoint) for checkpoint in pruned]))
     end_command()
 
 

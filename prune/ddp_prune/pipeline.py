@@ -22,6 +22,7 @@ from ddp_text.rows import sources_of
 from ddp_training.loop import NO_FAMILY, FamilyCheckpoints
 from ddp_training.processes import (
     broadcast_from_main,
+    describe_device,
     finish_run,
     main_process_first,
     make_accelerator,
@@ -65,6 +66,9 @@ def prune(
     for folder in [*folders, family] if family else folders:
         check_run_folders(folder)
     accelerator = make_accelerator(output, tracker)
+    show_line = partial(console.print, markup=False, soft_wrap=True)
+    say: Callable[[str], None] = show_line if accelerator.is_main_process else lambda _: None
+    say(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
@@ -76,8 +80,6 @@ def prune(
     shapes = source.shapes
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [suited_pools(recipe, source, shapes, profile)[1] for recipe in recipes]
-    show_line = partial(console.print, markup=False, soft_wrap=True)
-    say: Callable[[str], None] = show_line if accelerator.is_main_process else lambda _: None
     earlier = earlier_run(first, folders[0], accelerator, in_family=done > 0)
     mode = resolve_training_mode(first, source, earlier, accelerator, say)
     recipes = settle(recipes, earlier, mode, source, pools[-1], head_unit_of(first, source), accelerator, say)

@@ -1,6 +1,6 @@
 """The dry run, `prune --dry-run`: what a run would remove, and the memory and time it would take. Text is not read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ddp_prune.sizing import Devices, describe, estimate, parse_cards, sized_mod
 from ddp_prune.timing import seconds_a_step, settle
 from ddp_training.batches import sequences_at_once
 from ddp_training.memory import USABLE, fit_activations, free_memory, gigabytes, pass_bytes
-from ddp_training.processes import make_accelerator
+from ddp_training.processes import describe_device, make_accelerator
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -41,8 +41,12 @@ class Plan:
     """Time of training and of recovery; None if memory is too short to measure it."""
 
 
-def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan:
+def plan(
+    recipes: Sequence[Recipe], output: Path, on: str | None = None, say: Callable[[str], None] = lambda _: None
+) -> Plan:
     """Describe what `prune` would do. Raises: as `prune` before it loads the model.
+
+    say: prints a line before steps are timed, which takes minutes on a CPU.
 
     on: cards as `sizing.parse_cards` reads them; memory and time are then estimated for these, not for this machine,
         and the weights of a hub model are not downloaded.
@@ -69,6 +73,7 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan
         seconds = taken.seconds + 60 * last.recover_minutes * len(recipes)
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak_bytes, seconds=seconds)
     accelerator = make_accelerator(output, None)
+    say(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
     earlier = earlier_run(first, folders_of(recipes, output)[0], accelerator, in_family=len(recipes) > 1)
     mode = resolve_training_mode(first, source, earlier, accelerator, lines.append)
@@ -84,6 +89,7 @@ def plan(recipes: Sequence[Recipe], output: Path, on: str | None = None) -> Plan
     if needed > USABLE * free_memory(accelerator):
         lines.append("time: not measured, because memory is short")
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed)
+    say("timing steps on random tokens")
     seconds = seconds_a_step(runs[-1], source, head_unit, pools, accelerator)
     num_trials, steps = trial_steps(runs[-1]), sum(run.steps.last - run.steps.first for run in runs)
     trials = f" and trials of the learning rate that take as long as {num_trials}" * bool(num_trials)

@@ -39,8 +39,13 @@ class Found(NamedTuple):
     """Rate -> the same after its trial."""
 
     def __str__(self) -> str:
-        changes = ", ".join(f"{loss - self.dense:+.2f} at {rate:g}" for rate, loss in sorted(self.losses.items()))
-        return f"learning rate {self.rate:g}: held-out loss after {TRIAL_STEPS} steps of the dense model is {changes}"
+        changes = ", ".join(f"{change(loss, self.dense)} at {rate:g}" for rate, loss in sorted(self.losses.items()))
+        return f"learning rate {self.rate:g}: {TRIAL_STEPS} steps changed the dense model's held-out loss by {changes}"
+
+
+def change(loss: float, dense: float) -> str:
+    """Write the change of a loss with its sign; one that rounds to nothing has none."""
+    return f"{round(loss - dense, 2) + 0.0:+.2f}" if math.isfinite(loss) else "no number"
 
 
 def trial_steps(run: Run) -> int:
@@ -79,12 +84,15 @@ def run_trials(
     heldout: torch.Tensor,
     eta: float,
     seed: int,
+    say: Callable[[str], None],
 ) -> Found:
     """Find the learning rate of a run, and leave the weights as they were.
 
     model: the dense model, whose `weights` are trained. heldout: int64 [num_blocks, seq_len]. eta: weight of the KL.
+    say: prints a line before and after each trial.
     """
     accelerator = batches.accelerator
+    rates = RATES["lora" if weights.adapted else "weights"]
 
     def backward(step: int) -> None:
         for numbers in batches.step(step):
@@ -98,7 +106,9 @@ def run_trials(
             for step in range(TRIAL_STEPS):
                 backward(step)
                 weights.move(rate, weights.join(), step_seed(seed, step))
-            return heldout_loss()
+            loss = heldout_loss()
+            say(f"learning rate {rate:g}, trial {rates.index(rate)} of {len(rates) - FIRST}: {change(loss, dense)}")
+            return loss
         except TrainingError:  # a gradient is not a number
             return math.inf
         finally:
@@ -114,7 +124,9 @@ def run_trials(
         )
         return broadcast_from_main(accelerator, total / len(blocks))
 
-    return find_rate(RATES["lora" if weights.adapted else "weights"], heldout_loss(), trial)
+    say(f"finding the learning rate: at most {len(rates) - FIRST} trials of {TRIAL_STEPS} steps of the dense model")
+    dense = heldout_loss()
+    return find_rate(rates, dense, trial)
 
 
 def _loss(

@@ -138,6 +138,9 @@ class Recipe(TrainingSettings):
             object.__setattr__(self, "budget", "latency")
         super().__post_init__()
         self._check_size()
+        for name in ("profile", "other_machine") if self.budget != "latency" else ():
+            if getattr(self, name):
+                raise SettingError(f"{name} has no effect without a speedup; leave it out")
         alm_conflicts = (
             self.polish or self.align > 1 or self.tp > 1 or self.attention_sparsity == 0 or self.max_head_counts
         )

@@ -142,7 +142,7 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
     recipe, source, accelerator = run.recipe, inputs.source, inputs.accelerator
     gated, weights = load_trained(run, source, inputs.head_unit, accelerator)
     joint = Joint(weights, inputs.blocks.heldout) if weights else None
-    evaluation = Evaluation({recipe.data: inputs.blocks.heldout, **inputs.watched}, inputs.tokenizer)
+    evaluation = Evaluation({recipe.data: inputs.blocks.heldout, **inputs.watched}, inputs.tokenizer, say=inputs.say)
     evaluation.evaluate("dense", gated.model)
     if not math.isfinite(dense := evaluation.perplexity(recipe.data)["dense"]):
         raise ModelError(
@@ -226,7 +226,7 @@ def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], N
         method = "lora" if joint.weights.adapted else "full"
         return {"highest": highest_rate(method, trainer.gated.sizes.hidden_size)}
     found = run_trials(
-        model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation, recipe.seed
+        model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation, recipe.seed, say
     )
     say(str(found))
     return {

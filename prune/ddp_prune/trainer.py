@@ -153,11 +153,14 @@ class Trainer:
         """Return which gates are open, bool [L, U]."""
         return self.gates.support
 
+    def begin(self) -> None:
+        """Find the learning rate of the weights, unless that was done before."""
+        if self.weights and not self.rate:
+            self.rate = self.find_rate()
+
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
         recipe, gates = self.recipe, self.gates
-        if self.weights and not self.rate:
-            self.rate = self.find_rate()
         if step >= self.run.steps.search and not self.polishing:
             self.round()
         if self.narrow:

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import ddp_vllm
+from ddp_models.source import check_model
 from ddp_prune.recipe import Recipe, RecipeKeywords, load_recipes
 from ddp_prune.run import schedule
+from ddp_text.rows import check_sources
 from ddp_training.settings import TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.errors import SettingError
+from ddp_vllm.errors import CheckpointError, SettingError, line_printer
+from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
+from ddp_vllm.settings import documents
 
 if TYPE_CHECKING:
     from ddp_prune.plan import Plan
 
 
+@documents(Recipe)
 def prune(
     model: str | Path,
     *,
@@ -46,6 +51,7 @@ def prune(
     return prune_sizes(model, output=output, recipe=recipe, **asked, **settings)[0]
 
 
+@documents(Recipe)
 def prune_sizes(
     model: str | Path,
     *,
@@ -65,6 +71,7 @@ def prune_sizes(
     resumes = output.is_dir() and (recipes[0].recover_minutes or len(recipes) > 1 or is_unfinished(output))
     if not resumes:
         check_output(output, overwrite=overwrite)
+    _check_inputs(recipes[0])
     from ddp_prune import pipeline
     from ddp_vllm.pages.terminal import SafeConsole
     from ddp_vllm.pages.written import show
@@ -94,12 +101,14 @@ def _recovered(recipe: Recipe, checkpoint: Checkpoint, tracker: str | None, verb
     )  # fmt: skip
 
 
+@documents(Recipe)
 def plan(
     model: str | Path,
     *,
     output: str | Path = "pruned",
     recipe: str | Path | Recipe | None = None,
     on: str | None = None,
+    verbose: bool = False,
     **settings: Unpack[RecipeKeywords],
 ) -> "Plan":
     """Return what `prune` would remove and the memory and time it would take; nothing is written.
@@ -107,11 +116,13 @@ def plan(
     The result has `lines`, which `prune --dry-run` prints, and the numbers `removed`, `peak_bytes` and `seconds`.
 
     on: GPUs such as `h100-80gb` or `2xh100-80gb`, for which memory and time are estimated instead of for this machine.
+    verbose: print what takes time.
     """
     recipes = _recipes(model, recipe, settings)
+    check_model(str(model))
     from ddp_prune import plan as planning
 
-    return planning.plan(recipes, Path(output), on)
+    return planning.plan(recipes, Path(output), on, line_printer(verbose))
 
 
 def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Mapping[str, Any]) -> list[Recipe]:
@@ -120,6 +131,16 @@ def _recipes(model: str | Path, recipe: str | Path | Recipe | None, settings: Ma
     recipes = load_recipes(base, {**settings, "model": model})
     schedule(recipes)
     return recipes
+
+
+def _check_inputs(recipe: Recipe) -> None:
+    """Refuse a missing model, text or profile before torch is imported. Raises: ModelError, TextError, SettingError."""
+    check_model(recipe.model)
+    check_sources(recipe.data, recipe.text_column)
+    if recipe.watch:
+        check_sources(recipe.watch, recipe.text_column)
+    if recipe.profile and not Path(recipe.profile).is_file():
+        raise SettingError(f"profile is {recipe.profile}, which is not a file; give one that ddp-vllm profile wrote")
 
 
 def apply(
@@ -132,6 +153,9 @@ def apply(
     """
     output = Path(output)
     check_output(output, overwrite=overwrite)
+    if not Path(masks).is_file():
+        raise CheckpointError(f"{masks} is not a file; give the {MASKS_FILE} of a pruned folder")
+    check_model(str(model))
     from ddp_prune.export import apply_masks
 
     return apply_masks(str(model), Path(masks), output, tp=tp, align=align, overwrite=overwrite)

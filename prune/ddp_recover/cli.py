@@ -1,5 +1,7 @@
 """The verbs recover and quantize. torch is imported when one of them runs, not before."""
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,18 @@ from ddp_prune.cli import HEADINGS, LISTS, end_command, tracker_option
 from ddp_recover import verbs
 from ddp_recover.recipe import INHERITED, RecoveryRecipe
 from ddp_vllm.cli import echo
-from ddp_vllm.options import Grouped, given, output_option, overwrite_option, recipe_option, settings_options
+from ddp_vllm.options import (
+    Grouped,
+    given,
+    json_option,
+    lines_to_stderr,
+    output_option,
+    overwrite_option,
+    quiet_option,
+    recipe_option,
+    settings_options,
+)
+from ddp_vllm.pages.summary import summary
 
 
 @click.command(cls=Grouped, headings=HEADINGS)
@@ -19,12 +32,16 @@ from ddp_vllm.options import Grouped, given, output_option, overwrite_option, re
 @tracker_option
 @output_option
 @overwrite_option
+@json_option
+@quiet_option
 def recover(
     model: str,
     output: Path,
     recipe_file: Path | None,
     tracker: str | None,
     overwrite: bool,
+    as_json: bool,
+    quiet: bool,
     **settings: Any,
 ) -> None:
     """Train the weights of the pruned MODEL on the dense model's output and write the better model.
@@ -33,7 +50,10 @@ def recover(
     passed. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm recover …
     """
     options = given(settings) | {"overwrite": overwrite, "tracker": tracker}
-    verbs.recover(model, output=output, recipe=recipe_file, verbose=True, **options)
+    with lines_to_stderr(as_json):
+        recovered = verbs.recover(model, output=output, recipe=recipe_file, verbose=not quiet, **options)
+    if as_json and os.environ.get("RANK", "0") == "0":
+        echo(json.dumps(summary(recovered)))
     end_command()
 
 

@@ -13,7 +13,7 @@ from ddp_models.source import Source, open_pruned, open_source
 from ddp_text.blocks import check_vocabulary, load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.memory import explained
-from ddp_training.processes import make_accelerator
+from ddp_training.processes import describe_device, make_accelerator
 from ddp_vllm.checkpoint import read_checkpoint, read_config
 from ddp_vllm.errors import ModelError, SettingError, TextError
 from ddp_vllm.evaluations import FIDELITY_FORMAT
@@ -75,14 +75,16 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     texts = {name: _load_text(name, settings, tokenizer, dense.config["vocab_size"], say) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
-    device = make_accelerator(output, None).device
+    accelerator = make_accelerator(output, None)
+    device = accelerator.device
+    say(describe_device(accelerator))
     too_large = (
         f"{settings.model}, its dense model and a block of {settings.max_length:,} tokens do not fit into the "
         "memory of the device; free it of other processes, or lower --max-length"
     )
     with explained(too_large):
         for who, each in (("dense", dense), ("pruned", source)):
-            say(f"evaluating {each.folder.name}")
+            say(f"evaluating {each.folder.name} on {sum(map(len, blocks.values())):,} sequences")
             evaluation.evaluate_texts(who, load_model(each, settings.dtype, device))
     results: dict[str, Any] = {
         "format": FIDELITY_FORMAT,

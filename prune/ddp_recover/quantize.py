@@ -22,6 +22,7 @@ from ddp_vllm.masks import MASKS_FILE, METRICS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
+from ddp_vllm.pages.summary import trained_together
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 
 UNQUANTIZED = "lm_head"  # the output head keeps its dtype, like the embedding it may be tied to
@@ -99,7 +100,10 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
     layers = f"layer{'s' * (len(numbers) > 1)} {layers}"
     remedy = "--align does not change the size of heads, so leave the model unquantized"
     if all(name.startswith("mlp.") for _, name, *_ in odd):
-        remedy = f"run ddp-vllm apply or prune with --align {block} first"
+        remedy = f"prune the dense model again with --align {block}"
+        provenance = checkpoint.provenance
+        if not (trained_together(provenance) or "recovery" in provenance):  # `apply` would lose trained weights
+            remedy = f"run ddp-vllm apply with --align {block} first"
     if SCHEMES[scheme].is_strict:
         layer, name, outputs, inputs = odd[0]
         raise SettingError(

@@ -40,6 +40,7 @@ from ddp_training.loop import take_steps
 from ddp_training.memory import explained, fit_attention, fits, state_bytes
 from ddp_training.processes import (
     broadcast_from_main,
+    describe_device,
     finish_run,
     local_part,
     main_process_first,
@@ -124,6 +125,7 @@ def recover(
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
     say: Say = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
+    say(describe_device(accelerator))
     too_large = (
         f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
         "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
@@ -283,7 +285,7 @@ def _train(
     recipe: RecoveryRecipe, models: Models, weights: TrainedWeights, text: Text, run: RunState, console: Console
 ) -> tuple[Evaluation, Transform]:
     """Train the pruned model; return the evaluation of all three models, and the updated weights."""
-    evaluation = Evaluation(text.heldout, models.tokenizer)
+    evaluation = Evaluation(text.heldout, models.tokenizer, say=run.say)
     evaluation.evaluate("dense", models.teacher)
     if warning := bos_warning(models.teacher, recipe.model, models.tokenizer, text.heldout[recipe.data]):
         run.say(warning)

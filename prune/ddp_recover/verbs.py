@@ -4,20 +4,25 @@ Each function imports what it needs when it is called, so that importing this mo
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
 
-from ddp_recover.recipe import RecoveryKeywords, load_recovery
+from ddp_models.source import check_model
+from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe, load_recovery
+from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import line_printer
+from ddp_vllm.errors import SettingError, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.model_facts import describe_model
 from ddp_vllm.output import check_output, clear, is_unfinished
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
-from ddp_vllm.settings import plain
+from ddp_vllm.settings import documents, plain
 
 
+@documents(RecoveryRecipe)
 def recover(
     model: str | Path,
     *,
@@ -41,6 +46,10 @@ def recover(
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     pruned_with = provenance.get("recipe", {}) | dense
     found = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
+    check_model(found.teacher)
+    check_sources(found.data, found.text_column)
+    if found.watch:
+        check_sources(found.watch, found.text_column)
     from ddp_recover.recover import recover_alone
     from ddp_vllm.pages.terminal import SafeConsole
 
@@ -56,6 +65,13 @@ def quantize(
     scheme: `W8A8` (8-bit integers), `FP8_DYNAMIC` or `W4A16` (4-bit weights), as llm-compressor names them. verbose:
     print which layers have widths that vLLM's faster kernels do not support. The other arguments are those of `prune`.
     """
+    check_output(Path(output), overwrite=overwrite)
+    read_checkpoint(Path(model), dense=True)
+    if find_spec("llmcompressor") is None:
+        raise SettingError(
+            "llm-compressor is not installed; install it in a separate environment, because it replaces packages of "
+            'vLLM\'s: python -m venv quantize && quantize/bin/pip install ".[prune,quantize]" in a clone of ddp-vllm'
+        )
     from ddp_recover import quantize as quantizing
 
     quantizing.quantize(Path(model), scheme, Path(output), overwrite=overwrite, say=line_printer(verbose))
@@ -75,10 +91,14 @@ def evaluate_text(
     texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the model's. settings:
     any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has the results of each text.
     """
+    names = [texts] if isinstance(texts, str | Path) else texts
+    for name in names:
+        check_sources(str(name))
+    for each in filter(None, (model, settings.get("against"))):
+        describe_model(str(each))
+    folder = Path(output) if output else default_output(str(model))
     from ddp_recover.fidelity import FidelitySettings, compare_on_text
 
-    folder = Path(output) if output else default_output(str(model))
-    names = [texts] if isinstance(texts, str | Path) else texts
     chosen = FidelitySettings(model=str(model), texts=tuple(map(str, names)), **plain(settings))
     chosen.check()
     with results_folder(folder):

@@ -45,6 +45,9 @@ class WeightTrainer:
         """Plain data that a saved run requires in addition to the tensors."""
         return {}
 
+    def begin(self) -> None:
+        """Do nothing: the first step requires nothing."""
+
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
         recipe = self.recipe

@@ -5,7 +5,6 @@ name is a dataset of the hub, which is streamed. JSON is read here and not by `d
 gives every message the keys of all others and changes values of mixed types.
 """
 
-import errno
 import glob
 import gzip
 import json
@@ -22,14 +21,14 @@ from ddp_text.conversations import COLUMNS
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import TextError, reading
 from ddp_vllm.hub.fetch import array_entries
+from ddp_vllm.hub.reach import hub_fault
 from ddp_vllm.manifest import sha256
-from ddp_vllm.output import atomic_file
+from ddp_vllm.output import FULL, atomic_file
 from ddp_vllm.provenance import split_sources
 
 READERS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
 KINDS = f".txt/.jsonl/.json/.parquet (plain or {', '.join(COMPRESSIONS)})"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ROWS_PER_BATCH = 32  # of a Parquet file or a hub dataset
 BOM = b"\xef\xbb\xbf"
 
@@ -74,15 +73,10 @@ def open_rows(name: str, column: str = "") -> Rows:
     """
     path = Path(name)
     with reading_text(name):
-        kind = _kind(path)
-        if not (path.exists() or kind):
-            return _hub_rows(name, column)
-        if not path.is_file():
-            raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
-        if path.stat().st_size == 0:
-            raise TextError(f"{path} is empty; give a file with text")
+        kind = _kind_of_file(path)
         if kind is None:
-            raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
+            _check_hub(name)
+            return _hub_rows(name, column)
         file = _decompressed(path)
         if kind == "json":
             return _json_rows(name, file)
@@ -90,6 +84,52 @@ def open_rows(name: str, column: str = "") -> Rows:
             return _parquet_rows(name, path, file, column)
         text = {column or "text": file.read_text(encoding="utf-8")}
         return Rows(name=name, num_rows=1, read=lambda _: iter([(0, text)]))
+
+
+def check_sources(data: str, column: str = "") -> None:
+    """Refuse text that is missing or has no format that is read, before torch is imported and a model is loaded.
+
+    The first row of a file of JSON Lines is read too. An unreachable hub is no error here if tokens are cached: they
+    may be those of this text. Raises: TextError.
+    """
+    for name in dict.fromkeys(sources_of(data)):
+        path = Path(name)
+        with reading_text(name):
+            kind = _kind_of_file(path)
+            if kind is None and not any((cache_folder() / "tokens").glob("*.tokens")):
+                _check_hub(name)
+            if kind == "json" and path.suffix == ".jsonl":
+                with open(path, "rb") as lines:
+                    first = next((line for line in lines if line.strip(BOM + b" \t\r\n")), b"").removeprefix(BOM)
+                if not first.lstrip().startswith((b"[", b"{")) or b"}" in first:  # not one value over several lines
+                    row = _parse_line(first, f"{name}, line 1")
+                    if isinstance(row, dict) and column and column not in row:
+                        raise TextError(f"{name}, line 1 has no column {column!r}; it has {', '.join(map(str, row))}")
+
+
+def _kind_of_file(path: Path) -> str | None:
+    """Return how a file is read, or None for a dataset of the hub. Raises: TextError."""
+    kind = _kind(path)
+    if not (path.exists() or kind):
+        return None
+    if not path.is_file():
+        raise TextError(f"{path} is not a file; give a {KINDS} file or a hub dataset")
+    with open(path, "rb") as file:
+        is_empty = not file.read(1)  # which fails for some files whose size is 0
+    if is_empty:
+        raise TextError(f"{path} is empty; give a file with text")
+    if kind is None:
+        raise TextError(f"{path} has an unknown ending {path.suffix!r}; give a {KINDS} file")
+    return kind
+
+
+def _check_hub(name: str) -> None:
+    """Refuse a dataset if the hub cannot be reached. Raises: TextError."""
+    if fault := hub_fault():
+        raise TextError(
+            f"{name} is no file here, and the hub's dataset of that name cannot be read ({fault}); give a {KINDS} file "
+            "with --data"
+        )
 
 
 @contextmanager
@@ -104,7 +144,7 @@ def reading_text(data: str) -> Iterator[None]:
         except Exception as error:
             cause: BaseException | None = error
             while cause:
-                if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+                if isinstance(cause, OSError) and cause.errno in FULL:
                     raise unwritable_cache(cache_folder(), cause) from error
                 cause = cause.__cause__ or cause.__context__
             raise

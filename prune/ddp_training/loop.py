@@ -44,6 +44,9 @@ class Learner(Protocol):
     def extra(self) -> dict[str, Any]:
         """Plain data that a saved run requires in addition to the tensors."""
 
+    def begin(self) -> None:
+        """Do what precedes the first step and is not part of its time; called before every step."""
+
     def step(self, step: int) -> dict[str, float]:
         """Do one optimizer step and return its metrics. Raises: TrainingError if the loss is not a number."""
 
@@ -115,8 +118,9 @@ def _resume(learner: Learner, accelerator: Accelerator, state: RunState, family:
 
 def _timed_step(learner: Learner, step: int, settings: Settings, state: RunState) -> dict[str, float]:
     """Take one step and return its metrics with its seconds and tokens. Raises: TrainingError with a remedy."""
-    began = time.perf_counter()
     try:
+        learner.begin()
+        began = time.perf_counter()
         metrics = learner.step(step)
     except (TrainingError, torch.OutOfMemoryError) as error:
         reason, remedy = str(error), learner.remedy(step)

@@ -37,6 +37,14 @@ def make_accelerator(output: Path, tracker: str | None) -> Accelerator:
     return Accelerator(cpu=on_cpu, log_with=tracker, project_dir=str(output.parent), kwargs_handlers=[timeout])
 
 
+def describe_device(accelerator: Accelerator) -> str:
+    """Return a line that names the device, and says when no GPU was found."""
+    if accelerator.device.type == "cpu":
+        return f"device: CPU, {torch.get_num_threads()} threads: torch {torch.__version__} found no GPU; this is slow"
+    gib = torch.cuda.get_device_properties(accelerator.device).total_memory / 2**30
+    return f"device: {accelerator.num_processes} × {torch.cuda.get_device_name(accelerator.device)}, {gib:.0f} GiB each"
+
+
 def start_tracker(accelerator: Accelerator, project: str, settings: Settings) -> None:
     """Open the accelerator's tracker, if it has one, with settings as flat values, as trackers require."""
     values: dict[str, Any] = {}

@@ -179,7 +179,11 @@ def test_a_family_of_sizes_draws_its_curve_and_says_which_to_take(tmp_path: Path
     assert "| held-out perplexity, dense → own | – | 20.00 → 20.00 | 20.00 → 20.00 | 20.00 → 20.00 |" in page
     assert "1.50× [1.49, 1.51] as fast, predicted; held-out perplexity 1.6" in page
     result = invoke(*arguments, "1.01", "--overwrite")
-    assert "none has a held-out perplexity of at most 1.01 times" in result.output
+    assert result.exit_code == 9 and "none has a held-out perplexity of at most 1.01 times" in result.stdout
+    assert result.stderr.endswith("; train for longer with ddp-vllm recover, or remove less\n")
+    found = json.loads(passed(invoke(*arguments, "1.2", "--overwrite", "--json")).stdout)
+    assert found["chosen"] == "speedup-1.25" and len(found["models"]) == 3
+    assert found["models"][0]["speedup"] == pytest.approx([1.1, 1.09, 1.11], abs=0.005)
     shown = invoke("inspect", sizes[0])
     assert "1.10× [1.09, 1.11] the dense model's speed (decode, 8 sequences of 1,024 tokens;" in " ".join(
         shown.output.split()

@@ -228,6 +228,7 @@ def test_a_watched_text_with_a_token_that_the_model_does_not_know(
     ],
 )
 def test_blocks_that_a_budget_cannot_keep_name_their_cause(
-    options: list[str], words: list[str], tiny_model: Path, tmp_path: Path
+    options: list[str], words: list[str], tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    assert_refused(invoke("prune", tiny_model, "-o", tmp_path / "out", *options), 2, *words)
+    command = ["prune", tiny_model, "--data", tiny_text, "-o", tmp_path / "out"]
+    assert_refused(invoke(*command, *options), 2, *words)

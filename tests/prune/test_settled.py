@@ -18,7 +18,7 @@ from ddp_models.source import open_source
 from ddp_prune import mode, timing
 from ddp_prune.budget import suited_pools
 from ddp_prune.mode import MODES, Earlier, mode_bytes, resolve_training_mode
-from ddp_prune.rate import RATES, find_rate
+from ddp_prune.rate import RATES, change, find_rate
 from ddp_prune.recipe import load_recipe
 from ddp_prune.run import Run
 from ddp_prune.timing import fit_minutes
@@ -130,7 +130,13 @@ def test_the_highest_rate_below_a_harmful_one_is_taken(losses: list[float], chos
     tried = dict(zip(RATES["weights"][1:], losses, strict=True))
     found = find_rate(RATES["weights"], 3.0, tried.__getitem__)
     assert found.rate == chosen and len(found.losses) == num_trials
-    assert f"learning rate {chosen:g}: held-out loss" in str(found)
+    assert f"learning rate {chosen:g}: 10 steps changed the dense model's held-out loss by " in str(found)
+
+
+def test_a_change_that_rounds_to_nothing_is_none() -> None:
+    assert [change(loss, 3.0) for loss in (2.999, 3.0, 3.2, 2.8, math.nan)] == [
+        *("+0.00", "+0.00", "+0.20", "-0.20", "no number")
+    ]
 
 
 @pytest.mark.parametrize(

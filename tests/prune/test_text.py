@@ -351,6 +351,12 @@ def test_a_missing_name_of_a_source_is_refused(data: str, load: Callable[..., An
         load(data)
 
 
+@pytest.fixture(autouse=True)
+def within_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here asks the hub itself."""
+    monkeypatch.setattr("ddp_text.rows.hub_fault", lambda: "")
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Real streaming, of the local file hub.jsonl under any hub name; the names that were asked for."""

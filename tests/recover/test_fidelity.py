@@ -75,6 +75,11 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, text:
     (file,) = (pruned / "eval").glob("text_*.json")
     found = json.loads(file.read_text())["texts"]
     assert found[chats.name]["tokens"] <= found[text.name]["tokens"] and found[text.name]["sha256"]
+    gated = ["eval", pruned, "--max-length", "16", "--text", text, "-o", tmp_path / "gated", "--max-ratio"]
+    missed = invoke(*gated, "0.01", "--json")
+    assert missed.exit_code == 9 and json.loads(missed.stdout)["texts"].keys() == {text.name}
+    assert "above --max-ratio 0.01; train for longer" in missed.stderr
+    assert (met := passed(invoke(*gated, "1e9", "--quiet"))).output == "", met.output
     (plain, _) = text_table(collect([pruned])).rows
     assert plain[0] == text.name and "×" in str(plain[2])
     same = api.evaluate_text(str(tiny_model), str(text), against=str(tiny_model), output=tmp_path, max_length=16)

@@ -1,0 +1,134 @@
+"""Every example runs as its user runs it: a process of its own, in a folder of its own, on tiny random models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VLLM_SETTINGS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SIZES = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "initializer_range": 0.2,
+}  # fmt: skip
+SMALL = ["--steps", "4", "--batch-size", "2", "--seq-len", "32"]
+
+
+def turn(role: str, number: int) -> dict[str, str]:
+    return {"role": role, "content": f"ticket {number}: " + f"the {role} number {number * 7} writes again. " * 6}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations, some of the last without a turn of a user, as in ShareGPT."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    roles = [["assistant"] if number in (55, 59) else ["user", "assistant"] for number in range(60)]
+    rows = [{"messages": [turn(role, number) for role in names]} for number, names in enumerate(roles)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def save(folder: Path, config: LlamaConfig | MixtralConfig, text: Path) -> Path:
+    """Write a random model with a tokenizer that llama.cpp knows and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special, alphabet = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train([str(text)], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1], chat_template=CHATML
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Path:
+    return save(tmp_path_factory.mktemp("model") / "dense", LlamaConfig(**SIZES, intermediate_size=128), chats)
+
+
+def run(folder: Path, *words: object) -> str:
+    """Run an example in `folder` and return its stdout."""
+    commands = folder / "bin"
+    commands.mkdir(exist_ok=True)
+    script = commands / "ddp-vllm"  # as pip installs it
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ddp_vllm "$@"\n')
+    script.chmod(0o755)
+    packages = [ROOT, ROOT / "prune", ROOT / "plugins", ROOT / "benchmarks"]
+    environment = os.environ | VLLM_SETTINGS | {
+        "PYTHONPATH": os.pathsep.join(map(str, packages)), "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+        "DDP_VLLM_CACHE": str(folder / "cache"), "VLLM_CACHE_ROOT": str(folder / "vllm"), "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    result = subprocess.run([*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def python(folder: Path, name: str, *words: object) -> str:
+    return run(folder, sys.executable, EXAMPLES / name, *words)
+
+
+def test_support_desk_asks_only_what_users_asked(dense: Path, chats: Path, tmp_path: Path) -> None:
+    printed = python(tmp_path, "support_desk.py", "--model", dense, "--data", chats, "--output", "desk", *SMALL)
+    assert "10. ticket 58: the user" in printed and "1. ticket 48: the user" in printed
+    assert len((tmp_path / "desk-training.jsonl").read_text().splitlines()) == 50
+    assert (tmp_path / "desk" / "report.html").exists()
+
+
+def test_choose_a_size(dense: Path, chats: Path, tmp_path: Path) -> None:
+    words = ["--model", dense, "--data", chats, "--output", "sizes", "--sizes", "0.2,0.4", "--tolerance", "100"]
+    printed = python(tmp_path, "choose_a_size.py", *words, *SMALL)
+    assert "chosen: sizes/sparsity-0.4" in printed and (tmp_path / "sizes.html").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--whole-experts"]], ids=["channels", "experts"])
+def test_mixture(more: list[str], chats: Path, tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZES, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
+    model = save(tmp_path / "dense", config, chats)
+    printed = python(tmp_path, "mixture.py", "--model", model, "--data", chats, "--output", "small", *SMALL, *more)
+    assert ("layer 1: 3 of 4 experts, 32 to 32 channels" in printed) == bool(more) and "layer 1: " in printed
+
+
+def test_export_gguf(dense: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    printed = python(tmp_path, "export_gguf.py", "--model", dense, "--output", "model.gguf")
+    assert printed.endswith("llama-server -m model.gguf\n") and (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.vllm
+def test_chat(dense: Path, tmp_path: Path) -> None:
+    words = ["--model", dense, "--question", "the", "--max-model-len", "128", "--max-tokens", "4"]
+    words += ["--gpu-memory-utilization", "0.3"]  # other tests run at the same time
+    assert python(tmp_path, "chat.py", *words).strip()
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+def test_speedrun(dense: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = {"STEPS": "4", "SMALL": "--batch-size 2 --seq-len 32", "TEST_LINES": "20", "RECOVER_MINUTES": "0.02"}
+    for name, value in ({"MODEL": str(dense), "CHATS": str(chats)} | short).items():
+        monkeypatch.setenv(name, value)
+    printed = run(tmp_path, "bash", EXAMPLES / "speedrun.sh")
+    assert "=== 8. Serve it" in printed and (tmp_path / "speedrun" / "recovered.gguf").exists()
+
+
+def test_every_example_runs_here() -> None:
+    code = Path(__file__).read_text(encoding="utf-8")
+    for example in EXAMPLES.iterdir():
+        assert example.name.startswith("__") or f'"{example.name}"' in code, example
