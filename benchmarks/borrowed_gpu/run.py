@@ -129,7 +129,8 @@ def all_of_a_gpu(model: str, data: str, out: Path) -> list[Step]:
     fewer = ["--num-prompts", 4, "--pairs", 2, "--", "--enforce-eager", "--dtype", "float32"] if DRY else []
     bench = [*vllm, "bench", "sharegpt", "--overwrite", "-o", "{out}"]
     step_cost = [sys.executable, REPO / "benchmarks/lab/step_cost.py", model, "--device", device]
-    step_cost += ["--batch-size", size[0], "--seq-len", size[1], "--one-at-a-time", *["--rounds", 2] * DRY]
+    step_cost += ["--batch-size", size[0], "--seq-len", size[1], "--one-at-a-time"]
+    step_cost += ["--rounds", 2, "--cases", "forward;distilled step;LoRA step"] if DRY else []
     return [
         Step(name="probe", words=script("probe.py", "{out}")),
         Step(name="tests", words=pytest()),
