@@ -165,20 +165,18 @@ class Runner:
         packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks"]
         packages += [self.home / name for name in ("site", "vllm", "vllm_site") if (self.home / name).exists()]
         before = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
-        return os.environ | {
-            "PYTHONPATH": os.pathsep.join([*map(str, packages), *before]), "PYTHONUNBUFFERED": "1",
-            "PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "true", "MPLBACKEND": "Agg",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1",
-            "LEASE_WORK": str(self.home / "work"), "LEASE_ENDS": str(ends),
-        } | self.isolated()  # fmt: skip
+        facts = {"LEASE_WORK": str(self.home / "work"), "LEASE_ENDS": str(ends), "PYTHONUNBUFFERED": "1"}
+        return os.environ | facts | {"PYTHONPATH": os.pathsep.join([*map(str, packages), *before])} | self.isolated()
 
     def isolated(self) -> dict[str, str]:
         """Return what keeps a borrowed machine's steps away from the network and in one folder."""
         if self.call == "gpu":
             return {}
         caches = {"DDP_VLLM_CACHE": "cache", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm_cache"}
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        return offline | {name: str(self.home / folder) for name, folder in caches.items()}
+        return {name: str(self.home / folder) for name, folder in caches.items()} | {
+            "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "MPLBACKEND": "Agg",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        }  # fmt: skip
 
     def left(self) -> float:
         return self.ends - time.monotonic() - STOPPING
