@@ -19,6 +19,7 @@ import torch
 DRY = bool(os.environ.get("LEASE_DRY"))
 DEVICE = "cpu" if DRY else "cuda"
 WORK = Path(os.environ.get("LEASE_WORK", "lease-work"))
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # several engines, one after the other in a process
 ENDS = float(os.environ.get("LEASE_ENDS", "inf"))  # of the wall clock, in seconds
 
 

@@ -129,7 +129,8 @@ def all_of_a_gpu(model: str, data: str, out: Path) -> list[Step]:
     fewer = ["--num-prompts", 4, "--pairs", 2, "--", "--enforce-eager", "--dtype", "float32"] if DRY else []
     bench = [*vllm, "bench", "sharegpt", "--overwrite", "-o", "{out}"]
     step_cost = [sys.executable, REPO / "benchmarks/lab/step_cost.py", model, "--device", device]
-    step_cost += ["--batch-size", size[0], "--seq-len", size[1], "--one-at-a-time", *["--rounds", 2] * DRY]
+    step_cost += ["--batch-size", size[0], "--seq-len", size[1], "--one-at-a-time"]
+    step_cost += ["--rounds", 2, "--cases", "forward;distilled step;LoRA step"] if DRY else []
     return [
         Step(name="probe", words=script("probe.py", "{out}")),
         Step(name="tests", words=pytest()),
@@ -164,20 +165,18 @@ class Runner:
         packages = [REPO, REPO / "prune", REPO / "plugins", REPO / "benchmarks"]
         packages += [self.home / name for name in ("site", "vllm", "vllm_site") if (self.home / name).exists()]
         before = [path for path in [os.environ.get("PYTHONPATH", "")] if path]
-        return os.environ | {
-            "PYTHONPATH": os.pathsep.join([*map(str, packages), *before]), "PYTHONUNBUFFERED": "1",
-            "PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "true", "MPLBACKEND": "Agg",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1",
-            "LEASE_WORK": str(self.home / "work"), "LEASE_ENDS": str(ends),
-        } | self.isolated()  # fmt: skip
+        facts = {"LEASE_WORK": str(self.home / "work"), "LEASE_ENDS": str(ends), "PYTHONUNBUFFERED": "1"}
+        return os.environ | facts | {"PYTHONPATH": os.pathsep.join([*map(str, packages), *before])} | self.isolated()
 
     def isolated(self) -> dict[str, str]:
         """Return what keeps a borrowed machine's steps away from the network and in one folder."""
         if self.call == "gpu":
             return {}
         caches = {"DDP_VLLM_CACHE": "cache", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm_cache"}
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        return offline | {name: str(self.home / folder) for name, folder in caches.items()}
+        return {name: str(self.home / folder) for name, folder in caches.items()} | {
+            "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "MPLBACKEND": "Agg",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        }  # fmt: skip
 
     def left(self) -> float:
         return self.ends - time.monotonic() - STOPPING

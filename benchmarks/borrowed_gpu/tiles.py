@@ -69,7 +69,7 @@ class Layer:
     def run(self, batch: Batch, tiles: Tiles) -> torch.Tensor:
         x, weights, ids = batch
         experts = self.w13, self.w2, self.table, self.layout.max_width
-        return moe_kernel.ragged_moe(x, *experts, weights, ids, None, tiles)
+        return moe_kernel.ragged_moe(x, *experts, weights, ids, None, tiles=tiles)
 
     def expected(self, batch: Batch) -> torch.Tensor:
         """Return the result in float32, expert by expert."""

@@ -96,7 +96,7 @@ class Bench:
         from accelerate import Accelerator
 
         recipe = Recipe(
-            model=self.arguments.model, sparsity=0.2, steps=100_000, polish=0.0, distillation=distillation,
+            model=self.arguments.model, sparsity=0.5, steps=100_000, polish=0.0, distillation=distillation,
             batch_size=self.arguments.batch_size, seq_len=self.arguments.seq_len,
             micro_batch_size=self.arguments.batch_size,
         )  # fmt: skip
