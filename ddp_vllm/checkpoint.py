@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ddp_vllm.costs import prices
 from ddp_vllm.errors import CheckpointError, ModelError
 from ddp_vllm.families import dense_layers, dimensions_of, family_of, pruned_config, warn_of_foreign_code
 from ddp_vllm.formats import check_states_no_widths
@@ -55,10 +56,10 @@ class Checkpoint:
 
     @property
     def removed(self) -> float:
-        """Removed share of the dense model's parameters."""
-        from ddp_vllm.pages.summary import removed_parameters
-
-        removed = removed_parameters(self)
+        """Removed share of the dense model's parameters; norms and output biases of removed blocks are not counted."""
+        pairs = zip(dense_layers(self.config), self.layers, strict=True)
+        costs = prices("params", self.config, self.shapes, 1)
+        removed = sum(price.of(dense) - price.of(kept) for price, (dense, kept) in zip(costs, pairs, strict=True))
         return removed / (self.num_parameters + removed)
 
     def __repr__(self) -> str:

@@ -86,6 +86,7 @@ def python(folder: Path, name: str, *words: object) -> str:
 
 def test_support_desk_asks_only_what_users_asked(dense: Path, chats: Path, tmp_path: Path) -> None:
     printed = python(tmp_path, "support_desk.py", "--model", dense, "--data", chats, "--output", "desk", *SMALL)
+    assert f"bench sharegpt --dense {dense} --pruned desk\n" in printed  # unwrapped
     assert "10. ticket 58: the user" in printed and "1. ticket 48: the user" in printed
     assert len((tmp_path / "desk-training.jsonl").read_text().splitlines()) == 50
     assert (tmp_path / "desk" / "report.html").exists()

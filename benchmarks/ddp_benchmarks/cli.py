@@ -18,7 +18,6 @@ from ddp_vllm.cli import echo
 from ddp_vllm.errors import LimitError, SettingError
 from ddp_vllm.latency import PHASES, Workload
 from ddp_vllm.options import json_option, lines_to_stderr, list_option, quiet_option
-from ddp_vllm.pages.terminal import SafeConsole
 
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the output file.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the results as one line of JSON at the end.")
@@ -323,7 +322,7 @@ def eval(
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.tables import print_quality
+    from ddp_benchmarks.tables import plain_console, print_quality
     from ddp_benchmarks.tasks import choose_tasks
     from ddp_vllm.evaluations import against_output, default_output
     from ddp_vllm.results import results_folder
@@ -348,7 +347,7 @@ def eval(
         folder = chosen or default_output(each)
         settings.append(EvalSettings(model=each, tasks=names, model_args=tuple(pairs), output=folder, **options))
         settings[-1].check()
-    console = SafeConsole(stderr=as_json, quiet=quiet, soft_wrap=True, highlight=False)
+    console = plain_console(as_json=as_json, quiet=quiet)
     with ExitStack() as stack:
         for one in settings:
             stack.enter_context(results_folder(one.output))
@@ -377,12 +376,13 @@ def _evaluate_text(
     """
     if max_ratio is not None and not 0 < max_ratio < math.inf:
         raise SettingError(f"--max-ratio {max_ratio:g} is not a factor; give a number above 0, such as 1.1")
+    from ddp_benchmarks.tables import plain_console
     from ddp_vllm import evaluate_text
     from ddp_vllm.evaluations import default_output, fidelity, perplexity_ratio
     from ddp_vllm.results import with_interval
 
     chosen = {name: options[name] for name in ("dtype", "max_length", "tokens")}
-    console, missed = SafeConsole(stderr=as_json, quiet=quiet, soft_wrap=True, highlight=False), list[str]()
+    console, missed = plain_console(as_json=as_json, quiet=quiet), list[str]()
     with lines_to_stderr(as_json):
         found = evaluate_text(
             model, texts, output=output, against=against or "", verbose=not quiet, **chosen

@@ -42,13 +42,15 @@ _FACTS = (  # fact, heading, divisor, decimals
 )
 
 
-def plain_console() -> Console:
+def plain_console(*, as_json: bool = False, quiet: bool = False) -> Console:
     """Return a console that prints names and errors unchanged: neither [brackets] nor :colons: are markup.
 
-    Outside of a terminal tables are FILE_WIDTH wide.
+    Outside of a terminal tables are FILE_WIDTH wide. as_json: print to stderr. quiet: print nothing.
     """
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH
-    return SafeConsole(highlight=False, markup=False, emoji=False, width=width, soft_wrap=True)
+    return SafeConsole(
+        highlight=False, markup=False, emoji=False, width=width, soft_wrap=True, stderr=as_json, quiet=quiet
+    )
 
 
 def print_report(results: Mapping[str, Any], console: Console) -> None:

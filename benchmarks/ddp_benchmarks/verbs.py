@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from ddp_benchmarks.keywords import BenchKeywords, EvalKeywords, ProfileKeywords, StepKeywords
 from ddp_vllm.errors import line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.latency import Profile, Workload, read_profile
@@ -17,7 +18,7 @@ def profile(
     output: str | Path = "machine.json",
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[ProfileKeywords],
 ) -> Profile:
     """Measure in vLLM how long a step of a model takes here by the widths of its layers, for `prune(speedup=…)`.
 
@@ -26,9 +27,10 @@ def profile(
     """
     from ddp_benchmarks.profile import ProfileSettings, run_profile
 
-    for name in {"concurrency", "context_length"} & settings.keys():
-        settings[name] = (settings[name],) if isinstance(settings[name], int) else tuple(settings[name])
-    chosen, file = ProfileSettings(model=str(model), **settings), Path(output)
+    values: dict[str, Any] = {**settings}
+    for name in {"concurrency", "context_length"} & values.keys():
+        values[name] = (values[name],) if isinstance(values[name], int) else tuple(values[name])
+    chosen, file = ProfileSettings(model=str(model), **values), Path(output)
     run_profile(chosen, file, overwrite=overwrite, say=line_printer(verbose))
     return read_profile(file)
 
@@ -40,7 +42,7 @@ def bench(
     output: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[BenchKeywords],
 ) -> dict[str, Any]:
     """Replay ShareGPT prompts through real vLLM, with the dense model and the pruned ones in turn.
 
@@ -50,9 +52,10 @@ def bench(
     """
     from ddp_benchmarks.sharegpt import Settings, results_file, run_benchmark
 
-    if settings.get("dataset"):
-        settings["dataset"] = Path(settings["dataset"])
-    chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **settings)
+    values: dict[str, Any] = {**settings}
+    if values.get("dataset"):
+        values["dataset"] = Path(values["dataset"])
+    chosen = Settings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), **values)
     file = results_file(chosen, Path(output) if output else None, overwrite=overwrite)
     return dict(run_benchmark(chosen, file, say=line_printer(verbose)))
 
@@ -67,7 +70,7 @@ def bench_steps(
     output: str | Path | None = None,
     overwrite: bool = False,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[StepKeywords],
 ) -> dict[str, Any]:
     """Compare a step of vLLM's engine on the dense model and the pruned ones, which run at once and take turns.
 
@@ -84,7 +87,8 @@ def bench_steps(
     if output:
         check_file(Path(output), overwrite=overwrite)
     workload = Workload(phase=phase, batch=concurrency, context=context_length)
-    chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **settings)
+    values: dict[str, Any] = {**settings}
+    chosen = StepSettings(dense=str(dense), pruned=tuple(map(str, _several(pruned))), workload=workload, **values)
     provenances = [read_checkpoint(Path(each)).provenance if is_pruned(Path(each)) else {} for each in chosen.pruned]
     predictions = [each.get("latency", {}) for each in provenances]
     found = compare_steps(chosen, say=line_printer(verbose))
@@ -102,7 +106,7 @@ def evaluate(
     tasks: str = "paper",
     output: str | Path | None = None,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[EvalKeywords],
 ) -> dict[str, Any]:
     """Evaluate a pruned or dense model on the paper's tasks through lm-eval, and return lm-eval's results.
 
@@ -114,8 +118,9 @@ def evaluate(
     from ddp_benchmarks.tasks import choose_tasks
 
     folder = Path(output) if output else default_output(str(model))
-    rows = tuple(map(Path, _several(settings.pop("rows", ()))))
-    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, rows=rows, **settings)
+    values: dict[str, Any] = {**settings}
+    values["rows"] = tuple(map(Path, _several(values.get("rows", ()))))
+    chosen = evaluating.EvalSettings(model=str(model), tasks=choose_tasks(tasks), output=folder, **values)
     chosen.check()
     with results_folder(folder):
         return dict(evaluating.evaluate(chosen, say=line_printer(verbose)))

@@ -74,10 +74,10 @@ def model_card(
     base = base_model or (dense if is_hub_name(dense) else None)
     texts = (checkpoint.provenance.get("recovery") or checkpoint.provenance).get("texts") or []
     datasets = [text.partition(":")[0] for text in dict.fromkeys(texts) if is_hub_name(text.partition(":")[0])]
+    more: dict[str, Any] = _index(checkpoint, name) | ({"base_model_relation": "finetune"} if base else {})
     data = ModelCardData(
         library_name="transformers", tags=["ddp", "pruning", "vllm"], pipeline_tag="text-generation",
-        license=license_name, base_model=base, datasets=datasets or None, **_index(checkpoint, name),
-        **({"base_model_relation": "finetune"} if base else {}),
+        license=license_name, base_model=base, datasets=datasets or None, **more,
     )  # fmt: skip
     page = Page(title=name, lead=[*lead(checkpoint)], sections=[*sections(checkpoint)], footer=[])
     text = TEXT.format(

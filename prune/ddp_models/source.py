@@ -58,14 +58,14 @@ def open_source(model: str, *, load: bool = True) -> Source:
     return source
 
 
-def check_model(model: str) -> None:
+def check_model(model: str, *, with_tokenizer: bool = True) -> None:
     """Refuse a model that cannot be pruned, before torch is imported. A hub model must be cached or within reach.
 
-    Raises: ModelError.
+    with_tokenizer: whether the model's own tokenizer is read. Raises: ModelError.
     """
     if Path(model).is_dir():
         source = read_source(model)
-        if not any(any(source.folder.glob(pattern)) for pattern in TOKENIZERS):
+        if with_tokenizer and not any(any(source.folder.glob(pattern)) for pattern in TOKENIZERS):
             raise ModelError(f"{model} has no tokenizer; put tokenizer.json into the model's folder")
         return
     _check_hub_name(model)

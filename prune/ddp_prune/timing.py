@@ -116,6 +116,7 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
             copied = run.train == "weights" and recipe.distillation > 0
             dense = load_teacher(source, recipe, accelerator, model) if copied else None
             trainer.train_weights(weights, dense, lambda: {"highest": 0.0})
+        trainer.begin()
         seconds = list[float]()
         for size, step in ((1, 0), (1, 1), (2, 1)) if share > at_once else ((1, 0), (1, 1)):  # all on other blocks
             batches.size = size * tried.batch_size

@@ -1,7 +1,7 @@
 """Compares a model with the dense one on text of the user: perplexity, KL divergence and top-1 agreement."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from ddp_models.evaluation import Evaluation
 from ddp_models.loading import load_model
 from ddp_models.source import Source, open_pruned, open_source
+from ddp_recover.fidelity_settings import FidelitySettings
 from ddp_text.blocks import check_vocabulary, load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.memory import explained
@@ -26,34 +27,6 @@ from ddp_vllm.provenance import bare_name, local_provenance
 from ddp_vllm.results import write_new_results
 
 MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks
-
-
-@dataclass(frozen=True, kw_only=True)
-class FidelitySettings:
-    """Settings of a comparison."""
-
-    model: str
-    texts: tuple[str, ...]
-    """Files or hub datasets, as for `prune`. In conversations only the assistant's turns are evaluated."""
-    against: str = ""
-    """The model to compare with; "": the dense model that a pruned folder was made from."""
-    max_length: int = 2048
-    """Tokens per block, which is the longest context."""
-    tokens: int = 16_384
-    """Tokens of each text, of which `texts` may evaluate only some."""
-    dtype: str = "auto"
-
-    def check(self) -> None:
-        """Refuse settings out of range. Raises: SettingError."""
-        if self.max_length < 16:
-            raise SettingError(f"--max-length {self.max_length} is below 16")
-        if self.tokens < self.max_length:
-            raise SettingError(f"--tokens {self.tokens:,} is below --max-length {self.max_length:,}")
-        if not self.texts:
-            raise SettingError("--text names no text; give a file or a hub dataset")
-        names = list(map(bare_name, self.texts))
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise SettingError(f"two texts are called {repeated}; rename one, or results cannot tell them apart")
 
 
 def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[str], None]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ddp_models.source import check_model
+from ddp_recover.fidelity_settings import FidelitySettings
 from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe, load_recovery
 from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import SettingError, line_printer
+from ddp_vllm.errors import CheckpointError, SettingError, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model
@@ -46,7 +47,9 @@ def recover(
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     pruned_with = provenance.get("recipe", {}) | dense
     found = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
-    check_model(found.teacher)
+    if not provenance:
+        raise CheckpointError(f"{folder} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
+    check_model(found.teacher, with_tokenizer=False)
     check_sources(found.data, found.text_column)
     if found.watch:
         check_sources(found.watch, found.text_column)
@@ -91,15 +94,15 @@ def evaluate_text(
     texts: files or hub datasets, as `prune` takes them. output: a folder, by default `eval` in the model's. settings:
     any field of `FidelitySettings` (`against`, `max_length`, …). `["texts"]` has the results of each text.
     """
-    names = [texts] if isinstance(texts, str | Path) else texts
-    for name in names:
-        check_sources(str(name))
-    for each in filter(None, (model, settings.get("against"))):
-        describe_model(str(each))
     folder = Path(output) if output else default_output(str(model))
-    from ddp_recover.fidelity import FidelitySettings, compare_on_text
-
+    names = [texts] if isinstance(texts, str | Path) else texts
     chosen = FidelitySettings(model=str(model), texts=tuple(map(str, names)), **plain(settings))
     chosen.check()
+    for each in filter(None, (chosen.model, chosen.against)):
+        describe_model(each)
+    for name in chosen.texts:
+        check_sources(name)
+    from ddp_recover.fidelity import compare_on_text
+
     with results_folder(folder):
         return compare_on_text(chosen, folder, say=line_printer(verbose))

@@ -1,7 +1,6 @@
 """The verbs as functions, and the examples, on a tiny model."""
 
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {"steps": 6, "batch_size": 2, "seq_len": 16, "train": "masks"}
 
 
@@ -92,9 +91,9 @@ main(sys.argv[1:])
 """
 
 
-def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
+def test_the_pages_need_no_extra(pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path) -> None:
     """With none of the packages that extras bring; other verbs say which extra they need."""
-    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for packages in project["optional-dependencies"].values() for each in packages]
     packages = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in extras}
 
@@ -106,26 +105,6 @@ def test_the_pages_need_no_extra(pruned: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     result = run("report", pruned, "-o", tmp_path / "page")
     assert result.returncode == 0 and (tmp_path / "page" / "report.html").exists(), result.stderr
-    result = run("prune", "model", "--sparsity", "0.2", "-o", "out")
+    result = run("prune", tiny_model, "--data", tiny_text, "--sparsity", "0.2", "-o", "out")
     remedy = 'is not installed; pip install ".[prune]" in a clone of ddp-vllm\n'
     assert result.returncode == 1 and result.stderr.endswith(remedy)
-
-
-def test_the_examples_run(
-    tiny_model: Path, tiny_experts: Path, tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def run(name: str, *arguments: object) -> str:
-        monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return capsys.readouterr().out
-
-    small = ("--steps", 6, "--batch-size", 2, "--seq-len", 16)
-    pruned, sizes = tmp_path / "pruned", tmp_path / "sizes"
-    said = run("support_desk.py", "--model", tiny_model, "--data", tiny_text, "--output", pruned, *small)
-    assert f"bench sharegpt --dense {tiny_model} --pruned {pruned}\n" in said  # unwrapped
-    assert "\n10. " in said and "report.html" in said
-    said = run("choose_a_size.py", "--model", tiny_model, "--data", tiny_text, "--output", sizes, *small)
-    assert "parameters, perplexity ×" in said and sizes.with_suffix(".html").exists()
-    said = run("mixture.py", "--model", tiny_experts, "--data", tiny_text, "--output", tmp_path / "mixture", *small)
-    assert "layer 1: " in said and "perplexity on held-out text: dense" in said

@@ -31,7 +31,13 @@ TAKEN: dict[str, str] = {  # options of prune: a value other than the default; w
     "minutes": "0.2 --seq-len 16 --batch-size 2 --train masks",
     "other_machine": " --budget latency --profile PROFILE --context-length 1024",
 }  # fmt: skip
-UNTRIED = ("--output", "--dry-run", "--shard")  # in all other cases; the last one takes several processes
+UNTRIED = (
+    "--output",
+    "--dry-run",
+    "--shard",
+    "--json",
+    "--quiet",
+)  # in all other cases; the last one takes several processes
 
 
 def test_every_option_of_prune_is_tried() -> None:
@@ -67,7 +73,7 @@ SETTINGS: dict[str, tuple[list[str], list[str]]] = {  # options, words of the re
     "two targets": (["--target-params", "50K", "--target-flops", "1G"], ["params", "flops", "give one"]),
     "target of another budget": (["--target-params", "50K", "--budget", "flops"], ["params", "flops", "give one"]),
     "two sizes": (["--target-params", "many"], ["sparsity and target are given"]),
-    "sequences too long": (["--seq-len", "2049"], ["seq_len is 2049", "takes 2,048", "lower --seq-len"]),
+    "sequences too long": (["--seq-len", "2049"], ["--seq-len is 2049", "takes 2,048", "lower --seq-len"]),
     "tracker unknown": (["--tracker", "clipboard"], ["'clipboard'", "installed"]),
     "a budget in every expert": (["--scope", "expert"], ["scope is 'expert'", "not a mixture of experts"]),
     "whole experts of a dense model": (["--whole-experts"], ["not a mixture of experts", "no whole experts"]),

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path, Path], list[str]], int, tuple[str
     "no teacher": (lambda p, d, t: [str(p), "--teacher", "nowhere/at/all"], 3, ("nowhere/at/all",)),
     "no masks file": (lambda p, d, t: [maskless(p, t), "--teacher", str(d), "--data", str(p)], 7, ("ddp_masks",)),
     "a dense model": (lambda p, d, t: [str(d)], 7, ("not a pruned checkpoint",)),
-    "a rate below 0": (lambda p, d, t: [str(p), "--learning-rate", "-1"], 2, ("learning_rate",)),
+    "a rate below 0": (lambda p, d, t: [str(p), "--learning-rate", "-1"], 2, ("--learning-rate is -1",)),
 }  # fmt: skip
 
 
