@@ -322,7 +322,7 @@ def eval(
     """
     from ddp_benchmarks.evaluate import EvalSettings, evaluate
     from ddp_benchmarks.processes import terminable
-    from ddp_benchmarks.tables import print_quality, plain_console
+    from ddp_benchmarks.tables import plain_console, print_quality
     from ddp_benchmarks.tasks import choose_tasks
     from ddp_vllm.evaluations import against_output, default_output
     from ddp_vllm.results import results_folder
