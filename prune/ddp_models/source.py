@@ -26,7 +26,7 @@ from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub.reach import hub_fault
 from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
-from ddp_vllm.remote_code.tensors import LAYERS, dense_type
+from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -90,7 +90,8 @@ def read_source(model: str, *, load: bool = True) -> Source:
     folder = Path(model) if is_local else _download(model, WEIGHTS if load else ())
     config = read_config(folder)
     try:
-        check_states_no_widths(config)
+        if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):  # which `family_of` refuses
+            check_states_no_widths(config)
         family, sizes = family_of(config), dimensions_of(config)
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: C
 
     say: prints a line on the layers that a kernel runs more slowly, if there are any.
     Raises: CheckpointError if the model is quantized already; SettingError for another scheme, for routed experts, and
-        for widths that no kernel supports; OutputError as `atomic_folder`; ModuleNotFoundError without llm-compressor;
+        for widths that no kernel supports; OutputError as `atomic_folder`; SettingError without llm-compressor;
         DdpError if llm-compressor fails.
     """
     if scheme not in SCHEMES:
@@ -61,6 +62,11 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: C
     checkpoint = _open(folder)
     if note := kernel_note(checkpoint, scheme):
         say(note)
+    if find_spec("llmcompressor") is None:
+        raise SettingError(
+            "llm-compressor is not installed; install it in a separate environment, because it replaces packages that "
+            'vLLM requires: python -m venv quantize && quantize/bin/pip install ".[prune,quantize]" in a clone'
+        )
     with atomic_folder(output, overwrite=overwrite) as new, tempfile.TemporaryDirectory(dir=new) as work:
         _compress(checkpoint, scheme, Path(work))
         _write(checkpoint, Path(work), new, output)

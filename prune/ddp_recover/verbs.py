@@ -4,7 +4,6 @@ Each function imports what it needs when it is called, so that importing this mo
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,7 +12,7 @@ from ddp_recover.fidelity_settings import FidelitySettings
 from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe, load_recovery
 from ddp_text.rows import check_sources
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
-from ddp_vllm.errors import CheckpointError, SettingError, line_printer
+from ddp_vllm.errors import CheckpointError, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model
@@ -70,11 +69,6 @@ def quantize(
     """
     check_output(Path(output), overwrite=overwrite)
     read_checkpoint(Path(model), dense=True)
-    if find_spec("llmcompressor") is None:
-        raise SettingError(
-            "llm-compressor is not installed; install it in a separate environment, because it replaces packages of "
-            'vLLM\'s: python -m venv quantize && quantize/bin/pip install ".[prune,quantize]" in a clone of ddp-vllm'
-        )
     from ddp_recover import quantize as quantizing
 
     quantizing.quantize(Path(model), scheme, Path(output), overwrite=overwrite, say=line_printer(verbose))

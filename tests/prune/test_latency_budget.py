@@ -139,7 +139,7 @@ def test_the_exact_choice_is_the_best_of_all() -> None:
     [
         ({"speedup": 3.0}, "2.78 is the most"),
         ({"speedup": 2.7}, "where the least that can be kept is"),
-        ({"speedup": 1.3, "sparsity": 0.2}, "no sparsity or target"),
+        ({"speedup": 1.3, "sparsity": 0.2}, "both state how much to remove"),
         ({"speedup": 0.9}, "above 1"),
         ({"scope": "layer"}, "leave scope out"),
     ],

@@ -139,6 +139,7 @@ def test_estimates_for_other_gpus_download_no_weights(
     headers = SafetensorsRepoMetadata(
         metadata=None, sharded=False, weight_map={}, files_metadata={"model.safetensors": file}
     )
+    monkeypatch.setattr("ddp_models.source.hub_fault", lambda: "")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _: headers)
     (folder / "model.safetensors").unlink()
