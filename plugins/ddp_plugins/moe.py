@@ -21,7 +21,7 @@ from vllm.version import __version__ as vllm_version
 
 from ddp_plugins.limits import CheckedAdapters, plain_config
 from ddp_plugins.loading import CheckedLoading
-from ddp_plugins.moe_layer import COMPRESSED, ONLINE, RaggedExpertsConfig, unsupported
+from ddp_plugins.moe_layer import ONLINE, RaggedExpertsConfig, unsupported
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import ModelWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -49,7 +49,7 @@ def check_settings(vllm_config: VllmConfig) -> None:
     Raises: SettingError, naming the setting and what works.
     """
     quantization, lora, parallel = vllm_config.quant_config, vllm_config.lora_config, vllm_config.parallel_config
-    if quantization is not None and quantization.get_name() not in (ONLINE, COMPRESSED):
+    if quantization is not None and quantization.get_name() != ONLINE:
         raise unsupported(f"quantization={quantization.get_name()}")
     if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
         raise SettingError(
@@ -92,24 +92,21 @@ class NonUniformExperts(CheckedAdapters, CheckedLoading):
         check_settings(vllm_config)
         with ragged_experts(vllm_config, config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        self.expect_weights(vllm_config, widths, (name for name, _ in self.expert_projections()))
+        self.expect_weights(vllm_config, widths, self.expert_projections())
 
-    def expert_projections(self) -> Iterator[tuple[str, RoutedExperts]]:
-        """Yield the names on disk of the projections of this rank's kept experts, and the module they are part of."""
+    def expert_projections(self) -> Iterator[str]:
+        """Yield the names on disk of the projections of this rank's kept experts."""
         for name, module in self.named_modules():
             if isinstance(module, RoutedExperts):
                 on_disk = name.rpartition(".")[0]
                 for expert, width in enumerate(module.quant_method.widths):
                     if width and module.expert_map_manager.is_local_expert(expert):
                         for part in (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name):
-                            yield f"{on_disk}.{expert}.{part}", module
+                            yield f"{on_disk}.{expert}.{part}"
 
     def needed_names(self) -> Iterator[str]:
         """Yield the names on disk of all tensors of this rank: for these models vLLM reports no missing tensor."""
-        for projection, experts in self.expert_projections():
-            yield f"{projection}.weight"
-            if experts.quant_method.scales == "checkpoint":
-                yield f"{projection}.weight_scale"
+        yield from (f"{name}.weight" for name in self.expert_projections())
         seen: set[int] = set()  # a tied head is the embedding, and not on disk
         for module_name, module in self.named_modules():
             if isinstance(module, RoutedExperts):
@@ -117,6 +114,8 @@ class NonUniformExperts(CheckedAdapters, CheckedLoading):
             parent, _, last = module_name.rpartition(".")
             own = {name: value for name, value in module.named_parameters(recurse=False) if id(value) not in seen}
             seen.update(map(id, own.values()))
+            if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
+                own = {name: value for name, value in own.items() if name in ("weight", "bias")}  # vLLM adds the scales
             for name in own:
                 for part in FUSED.get(last, (last,)):
                     yield ".".join(filter(None, (parent, part, name)))

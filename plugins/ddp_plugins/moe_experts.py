@@ -114,49 +114,35 @@ def pack_expert(
         w2[rows] = down_Hw.t()
 
 
-def empty_scales(layout: ExpertLayout, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ones: the scales of w13, `[2, S]`, and of w2, `[E, H]`, whose rows are ordered as `layout.order`."""
-    return torch.ones(2, layout.num_rows), torch.ones(layout.num_experts, hidden_size)
-
-
-def pack_scales(layout: ExpertLayout, scales: torch.Tensor, expert: int, shard: str, scale: torch.Tensor) -> None:
-    """Copy the scales of one matrix.
-
-    scales: those of w13 or of w2. shard: w1 (gate), w3 (up) or w2 (down). scale: one number, or one per output.
-    """
-    if not layout.widths[expert]:
-        return
-    start = layout.offsets[expert]
-    rows = slice(start, start + layout.widths[expert])
-    part = scales[layout.order.index(expert)] if shard == "w2" else scales[{"w1": 0, "w3": 1}[shard], rows]
-    part.copy_(scale.flatten())
-
-
 def quantize_weights(
     layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor, *, per_tensor: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round packed weights to the nearest FP8 number; return them and their scales, in the order of `empty_scales`.
+    """Round packed weights to the nearest FP8 number; return w13, w2 and the float32 scales of their outputs.
 
+    The scales of w13 are `[2, S]`, those of w2 `[E, H]` with rows in the order of `ExpertLayout.order`.
     per_tensor: all outputs of one expert's matrix have the same scale.
     """
     quantized = empty_weights(layout, w2.shape[1], FP8, w2.device)
-    scales = tuple(scale.to(w2.device) for scale in empty_scales(layout, w2.shape[1]))
+    # stated, because vLLM sets another default dtype while it loads
+    w13_scale = torch.ones(2, layout.num_rows, dtype=torch.float32, device=w2.device)
+    w2_scale = torch.ones(layout.num_experts, w2.shape[1], dtype=torch.float32, device=w2.device)
     top = torch.finfo(FP8).max
-    for expert in layout.order:
+    for position, expert in enumerate(layout.order):
         rows = slice(layout.offsets[expert], layout.offsets[expert] + layout.widths[expert])
-        for shard, which, axis in (("w1", (0, rows), 1), ("w3", (1, rows), 1), ("w2", (rows,), 0)):
-            is_down = shard == "w2"
-            matrix = (w2 if is_down else w13)[which].float()
+        for weight, fp8, scales, axis in (
+            (w13[0, rows], quantized[0][0, rows], w13_scale[0, rows], 1),
+            (w13[1, rows], quantized[0][1, rows], w13_scale[1, rows], 1),
+            (w2[rows], quantized[1][rows], w2_scale[position], 0),
+        ):
+            matrix = weight.float()
             largest = matrix.abs().amax(None if per_tensor else axis, keepdim=True)
             scale = (largest / top).clamp_min(torch.finfo(torch.float32).tiny)
-            quantized[is_down][which] = (matrix / scale).clamp_(-top, top).to(FP8)
-            pack_scales(layout, scales[is_down], expert, shard, scale)
-    return *quantized, *scales
+            fp8.copy_((matrix / scale).clamp_(-top, top))
+            scales.copy_(scale.flatten())
+    return *quantized, w13_scale, w2_scale
 
 
-def finish_weights(
-    layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor, w13_scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Prepare the packed weights for `ragged_moe`; call it once, after loading all experts.
 
     Returns the same tensors on a GPU, copies in huge pages on a CPU. Padding rows are set to zero, because vLLM
@@ -165,8 +151,6 @@ def finish_weights(
     for start, width, padded in zip(layout.offsets, layout.widths, layout.padded, strict=True):
         w13[:, start + width : start + padded] = 0
         w2[start + width : start + padded] = 0
-        if w13_scale is not None:
-            w13_scale[:, start + width : start + padded] = 0
     return moe_cpu.finish_weights(w13, w2) if w13.device.type == "cpu" else (w13, w2)
 
 
@@ -187,7 +171,7 @@ def ragged_moe(
     topk_weights_TK: float32.
     topk_ids_TK: int32 or int64; an id of -1 adds nothing.
     expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's own.
-    scales: of w13 and w2 in FP8, as in `empty_scales`.
+    scales: of w13 and w2 in FP8, as from `quantize_weights`.
     Matrix products and the sum over K are computed in float32. As in vLLM's own kernels, the terms of the sum over K
     are rounded to x's dtype; the kernel of `moe_cpu_rows` does not round them.
     """

@@ -18,8 +18,6 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym, kFp8StaticTensorSym
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
@@ -28,20 +26,18 @@ from ddp_plugins.moe_experts import (
     FP8,
     ROW_ALIGNMENT,
     ExpertLayout,
-    empty_scales,
     empty_weights,
     finish_weights,
     pack_expert,
-    pack_scales,
     quantize_weights,
 )
 from ddp_plugins.padding import share_channels
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
 
-ONLINE, COMPRESSED = "online", "compressed-tensors"  # vLLM's names: quantized by vLLM while it loads; in the checkpoint
-Scales = Literal["tensor", "channel", "checkpoint"]
-"""FP8 weights: a scale per matrix or per output, computed when the weights are loaded; or scales of the checkpoint."""
+ONLINE = "online"  # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
+Scales = Literal["tensor", "channel"]
+"""FP8 weights have a scale per matrix or per output."""
 
 
 class RaggedExpertsMethod(FusedMoEMethodBase):
@@ -52,7 +48,7 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.widths = widths
         self.scales = scales
-        self.uses_meta_device = scales in ("tensor", "channel")  # vLLM's sign for weights quantized while they load
+        self.uses_meta_device = scales is not None  # vLLM's sign for weights quantized while they load
 
     def create_weights(
         self,
@@ -71,9 +67,8 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         assert len(shares) == num_experts
         self.shares = dict(zip(local, enumerate(shares), strict=True))
         self.layout = ExpertLayout.of([len(share) for share in shares])
-        dtype = FP8 if self.scales == "checkpoint" else params_dtype
         self.dtype = params_dtype
-        w13, w2 = empty_weights(self.layout, hidden_size, dtype, "meta" if self.uses_meta_device else None)
+        w13, w2 = empty_weights(self.layout, hidden_size, params_dtype, "meta" if self.uses_meta_device else None)
         layout_3E = self.layout.table(torch.empty(0).device)
         set_weight_attrs(layout_3E, {"weight_loader_numel": 0})
         layer.register_buffer("layout_3E", layout_3E, persistent=False)
@@ -83,15 +78,11 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             num_loaded = weight.numel() // max(1, self.layout.num_rows) * sum(self.layout.widths)
             set_weight_attrs(parameter, {"weight_loader": self._load, "weight_loader_numel": num_loaded})
             layer.register_parameter(name, parameter)
-        if self.scales == "checkpoint":
-            w13_scale, w2_scale = empty_scales(self.layout, hidden_size)
-            num_loaded = {"w13": 2 * sum(self.layout.widths), "w2": len(self.layout.order) * hidden_size}
-            for name, scale in (("w13", w13_scale), ("w2", w2_scale)):
-                parameter = nn.Parameter(scale, requires_grad=False)
-                attributes = {"weight_loader": self._load_scale, "weight_loader_numel": num_loaded[name]}
-                set_weight_attrs(parameter, attributes)
-                layer.register_parameter(f"{name}_weight_scale", parameter)
         if self.uses_meta_device:
+            from vllm.model_executor.model_loader.reload.layerwise import (
+                initialize_online_processing,
+            )  # not in old vLLM
+
             initialize_online_processing(layer)  # vLLM allocates, loads and processes the layer when it has all tensors
 
     def _load(
@@ -116,24 +107,6 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         pack_expert(self.layout, param.data, param.data, local_id, **{matrix: part})  # param is w13 or w2
         return True if return_success else None
 
-    def _load_scale(
-        self,
-        param: nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool | None:
-        """As `_load`, for the scales of one matrix: one number, or one per output."""
-        if expert_id not in self.shares:
-            return False if return_success else None
-        local_id, share = self.shares[expert_id]
-        if loaded_weight.numel() > 1 and shard_id != "w2":
-            loaded_weight = loaded_weight.narrow(0, share.start, len(share))
-        pack_scales(self.layout, param.data, local_id, shard_id, loaded_weight)
-        return True if return_success else None
-
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         if self.uses_meta_device:
@@ -142,15 +115,14 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             w13, w2, *scales = quantize_weights(self.layout, w13, w2, per_tensor=self.scales == "tensor")
             for name, scale in zip(("w13", "w2"), scales, strict=True):
                 layer.register_parameter(f"{name}_weight_scale", nn.Parameter(scale, requires_grad=False))
-        w13_scale, w2_scale = self._scales_of(layer)
-        w13, w2 = finish_weights(self.layout, w13, w2, w13_scale)
+        w13, w2 = finish_weights(self.layout, w13, w2)
         layer.w13_weight.data, layer.w2_weight.data = w13, w2  # vLLM's replace_parameter would copy out of huge pages
         if w2.device.type == "cuda":
             from ddp_plugins.moe_kernel import warm_up  # Triton is not installed with every CPU version of torch
 
             num_slots = self.moe.experts_per_token
             shared = (w13, w2, layer.layout_3E, self.layout.max_width, num_slots, layer.expert_map)
-            warm_up(*shared, (w13_scale, w2_scale), self.dtype)
+            warm_up(*shared, self._scales_of(layer), self.dtype)
 
     def _scales_of(self, layer: RoutedExperts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return (layer.w13_weight_scale.data, layer.w2_weight_scale.data) if self.scales else (None, None)
@@ -187,8 +159,7 @@ def unsupported(stated: str) -> SettingError:
     """Return the error for a number format. stated: what the user asked for."""
     return SettingError(
         f"{stated}: experts of different widths are served unquantized or in FP8 with one scale per matrix or output; "
-        "serve the unquantized export with --quantization fp8_per_channel (or fp8_per_tensor), or a folder of "
-        "ddp-vllm quantize --scheme FP8_DYNAMIC"
+        "serve the unquantized export with --quantization fp8_per_channel or fp8_per_tensor"
     )
 
 
@@ -215,20 +186,15 @@ class RaggedExpertsConfig(QuantizationConfig):
         config: Any = self.vllms
         if config is None:
             return None
-        scales: Scales
-        if config.get_name() == ONLINE:
-            if (resolved := config.resolve_quant_method_cls(type(layer), prefix)) is None:
-                return None
-            formats = {kFp8StaticTensorSym: "tensor", kFp8StaticChannelSym: "channel"}
-            stated, scales = str(resolved[3]), formats.get(resolved[3].weight)
-        else:
-            config._add_fused_moe_to_target_scheme_map()  # as in vLLM's method for experts
-            if (scheme := config.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")) is None:
-                return None
-            weights = scheme["weights"]
-            is_fp8 = (weights.type, weights.num_bits, weights.symmetric) == ("float", 8, True)
-            stated = f"{weights.num_bits} bits, {weights.type}, {weights.strategy}"
-            scales = "checkpoint" if is_fp8 and weights.strategy in ("tensor", "channel") else None
+        from vllm.model_executor.layers.quantization.utils.quant_utils import (  # an older vLLM lacks them
+            kFp8StaticChannelSym,
+            kFp8StaticTensorSym,
+        )
+
+        if (resolved := config.resolve_quant_method_cls(type(layer), prefix)) is None:
+            return None
+        formats: dict[Any, Scales] = {kFp8StaticTensorSym: "tensor", kFp8StaticChannelSym: "channel"}
+        stated, scales = str(resolved[3]), formats.get(resolved[3].weight)
         if scales is None:
             raise unsupported(f"{prefix} quantized as {stated}")
         if not current_platform.is_cpu() and not current_platform.has_device_capability(89):
