@@ -135,7 +135,7 @@ def quantize_weights(
             (w2[rows], quantized[1][rows], w2_scale[position], 0),
         ):
             matrix = weight.float()
-            largest = matrix.abs().amax(None if per_tensor else axis, keepdim=True)
+            largest = matrix.abs().amax((0, 1) if per_tensor else axis, keepdim=True)
             scale = (largest / top).clamp_min(torch.finfo(torch.float32).tiny)
             fp8.copy_((matrix / scale).clamp_(-top, top))
             scales.copy_(scale.flatten())

@@ -19,7 +19,7 @@ def round_to_fp8(matrix: torch.Tensor, *, per_tensor: bool) -> torch.Tensor:
     """
     if not matrix.numel():
         return matrix.double()
-    largest = matrix.float().abs().amax(None if per_tensor else 1, keepdim=True)
+    largest = matrix.float().abs().amax((0, 1) if per_tensor else 1, keepdim=True)
     scale = largest / torch.finfo(torch.float8_e4m3fn).max
     return (matrix.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
 
