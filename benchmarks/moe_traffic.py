@@ -2,6 +2,7 @@
 
     python benchmarks/moe_traffic.py
     python benchmarks/moe_traffic.py --cards h200 --shapes qwen3-30b-a3b --tokens 256,384
+    python benchmarks/moe_traffic.py --weights fp8 --tokens 1,8,32,128 --sparsity 0,40
 
 A model, not a measurement. Exact are the tiles, bytes and operations of every launch, which follow from the kernel's
 loops and from random routing. Estimated are the card's numbers (`Card`) and how tiles share them (`simulate`): a tile
@@ -10,8 +11,9 @@ of a multiprocessor share its tensor cores. Weights come from HBM for an expert'
 
 The bound is the larger of two times: the kept weights of the chosen experts, inputs and outputs through HBM once, or
 the kept operations. Per workload it prints the time over the bound and, where the installed vLLM has tuned tiles for
-the shape and card, how many times faster that is than vLLM's kernel on the dense experts. A change of the kernel is
-judged by both. The last line is JSON.
+the shape and card, how many times faster that is than vLLM's kernel on the dense experts in bfloat16. A change of the
+kernel is judged by both. With FP8 weights the inputs stay bfloat16; the time of converting weights in registers is not
+modeled. The last line is JSON.
 """
 
 import json
@@ -31,6 +33,7 @@ from ddp_plugins.moe_few import MOST_PAIRS
 from ddp_plugins.moe_kernel import Tiles, choose_tiles
 
 ITEM = 2  # bytes of a bfloat16 number
+WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 POPULARITY = 0.5  # as in bench kernel
 
 
@@ -85,12 +88,13 @@ class Product:
 
 def list_product(
     experts: Iterable[tuple[int, int, int]], pairs: int, columns: int, depth: int, matrices: int, *, programs: int,
-    stages: int,
+    stages: int, item: int = ITEM,
 ) -> Product:  # fmt: skip
     """List the tiles of a product.
 
     experts: per expert, widest first, its pairs, its columns and the length of its inner sum.
     matrices: weights that share the tile's rows: 2 in `gate_up`, which writes nothing worth counting; `down` has 1.
+    item: bytes of a weight.
     """
     found: list[tuple[float, ...]] = []
     for count, width, length in experts:
@@ -101,7 +105,8 @@ def list_product(
                 written = rows * weights if matrices == 1 else 0
                 steps = -(-length // depth)
                 found.append((
-                    steps, ITEM * (length * (rows + weights) + written), ITEM * length * weights * (first == 0),
+                    steps, ITEM * (length * rows + written) + item * length * weights,
+                    item * length * weights * (first == 0),
                     2 * steps * depth * pairs * matrices * columns,
                 ))  # fmt: skip
     steps, l2_bytes, hbm_bytes, operations = np.array(found, float).reshape(-1, 4).T
@@ -168,13 +173,13 @@ def draw_counts(shape: Shape, num_tokens: int, seed: int) -> np.ndarray:
 
 
 def predict(
-    shape: Shape, num_tokens: int, widths: Sequence[int], counts: np.ndarray, card: Card, tiles: Tiles
+    shape: Shape, num_tokens: int, widths: Sequence[int], counts: np.ndarray, card: Card, tiles: Tiles, item: int = ITEM
 ) -> dict[str, float]:
     """Return microseconds and waste of our kernel: bytes from L2 and issued operations over the kept ones."""
     hidden, num_pairs = shape.hidden_size, num_tokens * shape.num_experts_per_tok
     padded = [-(-width // ROW_ALIGNMENT) * ROW_ALIGNMENT for width in widths]
     order = sorted((expert for expert in range(len(padded)) if padded[expert]), key=lambda expert: -padded[expert])
-    running = {"programs": tiles.programs, "stages": tiles.stages}
+    running = {"programs": tiles.programs, "stages": tiles.stages, "item": item}
     gate_up = list_product(
         [(int(counts[e]), padded[e], hidden) for e in order], tiles.pairs, tiles.columns, tiles.depth, 2, **running
     )
@@ -196,12 +201,14 @@ def predict(
     }  # fmt: skip
 
 
-def bound(shape: Shape, num_tokens: int, widths: Sequence[int], counts: np.ndarray, card: Card) -> float:
+def bound(
+    shape: Shape, num_tokens: int, widths: Sequence[int], counts: np.ndarray, card: Card, item: int = ITEM
+) -> float:
     """Return the least microseconds that any kernel takes."""
     channels = np.array(widths)
-    read = 3 * channels[counts > 0].sum() + 2 * num_tokens
+    read = item * 3 * channels[counts > 0].sum() + ITEM * 2 * num_tokens
     computed = 6 * shape.hidden_size * float(counts @ channels)
-    return 1e6 * max(ITEM * shape.hidden_size * read / card.hbm, computed / card.flops)
+    return 1e6 * max(shape.hidden_size * read / card.hbm, computed / card.flops)
 
 
 def vllm_tiles(shape: Shape, num_tokens: int, card: Card) -> dict[str, int] | None:
@@ -247,9 +254,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers, default="1,4,8,32,64,128,256,384,512,1024,2048,4096")
     parser.add_argument("--sparsity", type=numbers, default="0,20,40,60", help="percent removed")
     parser.add_argument("--align", type=int, default=1, help="widths are rounded to multiples, as by prune --align")
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="number format of our experts' weights")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    rows = []
+    rows, dtype = [], WEIGHTS[args.weights]
     for card_name, name, tokens in product(args.cards.split(","), args.shapes.split(","), args.tokens):
         card, shape = CARDS[card_name], SHAPES[name]
         counts = draw_counts(shape, tokens, args.seed)
@@ -258,9 +266,9 @@ def main() -> None:
         cells = []
         for sparsity in args.sparsity:
             widths = [round(width / args.align) * args.align for width in draw_widths(shape, sparsity, 0)]
-            tiles = choose_tiles(tokens * shape.num_experts_per_tok, shape.num_experts, torch.bfloat16, 9)
-            row = predict(shape, tokens, widths, counts, card, tiles)
-            row["over_bound"] = row["us"] / bound(shape, tokens, widths, counts, card)
+            tiles = choose_tiles(tokens * shape.num_experts_per_tok, shape.num_experts, dtype, 9)
+            row = predict(shape, tokens, widths, counts, card, tiles, dtype.itemsize)
+            row["over_bound"] = row["us"] / bound(shape, tokens, widths, counts, card, dtype.itemsize)
             row |= {"over_vllm_dense": dense / row["us"]} if dense else {}
             row = {key: round(value, 3) for key, value in row.items()}
             rows.append({"card": card_name, "shape": name, "tokens": tokens, "removed": sparsity} | row)

@@ -283,8 +283,8 @@ def check_routing(config: Mapping[str, Any]) -> None:
         )
     if config.get("quantization_config"):
         raise WidthsError(
-            "the mixture of experts is quantized; experts of different widths are supported in bfloat16, float16 and "
-            "float32: use the unquantized checkpoint"
+            "the mixture of experts is quantized; use the unquantized checkpoint: vLLM makes FP8 of it with "
+            "--quantization fp8_per_channel"
         )
 
 

@@ -21,7 +21,7 @@ from vllm.version import __version__ as vllm_version
 
 from ddp_plugins.limits import CheckedAdapters, plain_config
 from ddp_plugins.loading import CheckedLoading
-from ddp_plugins.moe_layer import RaggedExpertsConfig
+from ddp_plugins.moe_layer import ONLINE, RaggedExpertsConfig, unsupported
 from ddp_vllm.errors import SettingError
 from ddp_vllm.remote_code.widths import ModelWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -49,11 +49,8 @@ def check_settings(vllm_config: VllmConfig) -> None:
     Raises: SettingError, naming the setting and what works.
     """
     quantization, lora, parallel = vllm_config.quant_config, vllm_config.lora_config, vllm_config.parallel_config
-    if quantization is not None:
-        raise SettingError(
-            f"quantization={quantization.get_name()}: experts of different widths are served in bfloat16, float16 or "
-            "float32 only; serve an unquantized export, without --quantization"
-        )
+    if quantization is not None and quantization.get_name() != ONLINE:
+        raise unsupported(f"quantization={quantization.get_name()}")
     if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
         raise SettingError(
             "LoRA adapters cannot be served on routed experts of different widths; pass "
@@ -77,11 +74,12 @@ def check_settings(vllm_config: VllmConfig) -> None:
 @contextmanager
 def ragged_experts(vllm_config: VllmConfig, config: Mapping[str, Any]) -> Iterator[None]:
     """Build a stock model with our method for its routed experts. config: the model's fields."""
-    vllm_config.quant_config = RaggedExpertsConfig.from_config(config)
+    vllms = vllm_config.quant_config
+    vllm_config.quant_config = RaggedExpertsConfig.from_config(config, vllms)
     try:
         yield
     finally:
-        vllm_config.quant_config = None
+        vllm_config.quant_config = vllms
 
 
 class NonUniformExperts(CheckedAdapters, CheckedLoading):
@@ -116,6 +114,8 @@ class NonUniformExperts(CheckedAdapters, CheckedLoading):
             parent, _, last = module_name.rpartition(".")
             own = {name: value for name, value in module.named_parameters(recurse=False) if id(value) not in seen}
             seen.update(map(id, own.values()))
+            if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
+                own = {name: value for name, value in own.items() if name in ("weight", "bias")}  # vLLM adds the scales
             for name in own:
                 for part in FUSED.get(last, (last,)):
                     yield ".".join(filter(None, (parent, part, name)))

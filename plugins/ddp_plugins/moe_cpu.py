@@ -34,8 +34,12 @@ def loop_over_experts(
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. The sum over K is float32, rounded once."""
+    """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. The sum over K is float32, rounded once.
+
+    FP8 weights are dequantized to float32, expert by expert, at every call.
+    """
     ids_TK = topk_ids_TK if expert_map is None else torch.where(topk_ids_TK < 0, -1, expert_map[topk_ids_TK])
     positions_TK = torch.where(ids_TK < 0, -1, layout_3E[0, ids_TK])  # reading at -1 is harmless: the result is masked
     _, offsets, widths = layout_3E.tolist()
@@ -45,7 +49,11 @@ def loop_over_experts(
             continue
         rows = slice(offsets[position], offsets[position] + widths[position])
         tokens, slots = (positions_TK == position).nonzero(as_tuple=True)
-        x = x_TH[tokens]
-        hidden = F.silu(x @ w13[0, rows].t()) * (x @ w13[1, rows].t())
-        y_TH.index_add_(0, tokens, (hidden @ w2[rows]) * topk_weights_TK[tokens, slots, None])
+        x, gate, up, down = x_TH[tokens], w13[0, rows], w13[1, rows], w2[rows]
+        if scales is not None:
+            gate_scale, up_scale = scales[0][:, rows, None]
+            x, gate, up = x.float(), gate.float() * gate_scale, up.float() * up_scale
+            down = down.float() * scales[1][position]
+        hidden = F.silu(x @ gate.t()) * (x @ up.t())
+        y_TH.index_add_(0, tokens, (hidden @ down) * topk_weights_TK[tokens, slots, None])
     return y_TH.to(x_TH.dtype)

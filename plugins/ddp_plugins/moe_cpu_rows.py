@@ -42,7 +42,9 @@ def serves(w2: torch.Tensor) -> bool:
 
     The first call with a supported dtype and size compiles the kernel.
     """
-    if w2.dtype != torch.bfloat16:
+    if w2.dtype == torch.float8_e4m3fn:
+        _warn_of_loop("FP8 experts are dequantized at every call on a CPU")
+    elif w2.dtype != torch.bfloat16:
         _warn_of_loop(f"the kernel requires torch.bfloat16, and the weights are {w2.dtype}")
     elif w2.shape[1] % HIDDEN_ALIGNMENT:
         _warn_of_loop(f"the kernel requires a hidden size in multiples of {HIDDEN_ALIGNMENT}, and it is {w2.shape[1]}")

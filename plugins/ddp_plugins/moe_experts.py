@@ -5,6 +5,9 @@ has H numbers, whatever the width, and starts aligned. Widths are zero-padded to
 Experts are stored widest first, so that a launch starts its longest work first. An expert of width 0 has no rows and
 adds nothing to the tokens routed to it.
 
+Weights may be FP8 (float8_e4m3fn) with a float32 scale per output of each matrix: per channel of gate and up, per
+hidden unit of down. All kernels multiply FP8 weights by unquantized inputs and then scale the product.
+
 Letters of the shape suffixes: T tokens, H hidden size, K experts per token (top-k), E experts on this rank,
 S rows of all experts together, w the width of one expert.
 """
@@ -18,6 +21,7 @@ import torch
 from ddp_plugins import moe_cpu
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+FP8 = torch.float8_e4m3fn
 ROW_ALIGNMENT = 16  # rows; the smallest tile of a tensor core, and 32 bytes of a bf16 column
 
 
@@ -110,6 +114,34 @@ def pack_expert(
         w2[rows] = down_Hw.t()
 
 
+def quantize_weights(
+    layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor, *, per_tensor: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round packed weights to the nearest FP8 number; return w13, w2 and the float32 scales of their outputs.
+
+    The scales of w13 are `[2, S]`, those of w2 `[E, H]` with rows in the order of `ExpertLayout.order`.
+    per_tensor: all outputs of one expert's matrix have the same scale.
+    """
+    quantized = empty_weights(layout, w2.shape[1], FP8, w2.device)
+    # stated, because vLLM sets another default dtype while it loads
+    w13_scale = torch.ones(2, layout.num_rows, dtype=torch.float32, device=w2.device)
+    w2_scale = torch.ones(layout.num_experts, w2.shape[1], dtype=torch.float32, device=w2.device)
+    top = torch.finfo(FP8).max
+    for position, expert in enumerate(layout.order):
+        rows = slice(layout.offsets[expert], layout.offsets[expert] + layout.widths[expert])
+        for weight, fp8, scales, axis in (
+            (w13[0, rows], quantized[0][0, rows], w13_scale[0, rows], 1),
+            (w13[1, rows], quantized[0][1, rows], w13_scale[1, rows], 1),
+            (w2[rows], quantized[1][rows], w2_scale[position], 0),
+        ):
+            matrix = weight.float()
+            largest = matrix.abs().amax((0, 1) if per_tensor else axis, keepdim=True)
+            scale = (largest / top).clamp_min(torch.finfo(torch.float32).tiny)
+            fp8.copy_((matrix / scale).clamp_(-top, top))
+            scales.copy_(scale.flatten())
+    return *quantized, w13_scale, w2_scale
+
+
 def finish_weights(layout: ExpertLayout, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Prepare the packed weights for `ragged_moe`; call it once, after loading all experts.
 
@@ -130,20 +162,22 @@ def ragged_moe(
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Run the experts of each token: `y_TH` = Σ over its experts of weight · down(silu(gate x) · up x).
 
     x_TH: bf16, fp16 or fp32, rows contiguous.
-    w13, w2: packed, of the same dtype; faster on a CPU after `finish_weights`.
+    w13, w2: packed, of the same dtype or FP8; faster on a CPU after `finish_weights`.
     topk_weights_TK: float32.
     topk_ids_TK: int32 or int64; an id of -1 adds nothing.
     expert_map: int32 `[global experts]`, the id on this rank or -1; None: the ids are this rank's own.
+    scales: of w13 and w2 in FP8, as from `quantize_weights`.
     Matrix products and the sum over K are computed in float32. As in vLLM's own kernels, the terms of the sum over K
     are rounded to x's dtype; the kernel of `moe_cpu_rows` does not round them.
     """
     table = layout.table(x_TH.device)
     return torch.ops.ddp_vllm.ragged_moe(
-        x_TH, w13, w2, table, layout.max_width, topk_weights_TK, topk_ids_TK, expert_map
+        x_TH, w13, w2, table, layout.max_width, topk_weights_TK, topk_ids_TK, expert_map, *scales
     )
 
 
@@ -156,13 +190,18 @@ def _launch(
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None = None,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Check the kernels' assumptions and choose the implementation; arguments as in `ragged_moe`.
 
     layout_3E: `ExpertLayout.table`. max_width: `ExpertLayout.max_width`, known without reading the table.
     """
     assert x_TH.ndim == 2 and x_TH.stride(1) == 1, (x_TH.shape, x_TH.stride())
-    assert w13.dtype == w2.dtype == x_TH.dtype, (w13.dtype, w2.dtype, x_TH.dtype)
+    assert w13.dtype == w2.dtype == (x_TH.dtype if w2_scale is None else FP8), (w13.dtype, w2.dtype, x_TH.dtype)
+    for scale, shape in ((w13_scale, w13.shape[:2]), (w2_scale, (layout_3E.shape[1], w2.shape[1]))):
+        assert (scale is None) == (w13_scale is None)
+        assert scale is None or (scale.dtype == torch.float32 and scale.shape == shape and scale.is_contiguous())
     assert w13.shape == (2, *w2.shape) and x_TH.shape[1] == w2.shape[1], (x_TH.shape, w13.shape, w2.shape)
     assert w13.is_contiguous() and w2.is_contiguous() and layout_3E.is_contiguous()
     assert layout_3E.dtype == torch.int32 and layout_3E.shape[0] == 3, (layout_3E.dtype, layout_3E.shape)
@@ -171,10 +210,15 @@ def _launch(
     assert expert_map is None or expert_map.dtype == torch.int32, expert_map.dtype
     assert {t.device for t in (w13, w2, layout_3E, topk_weights_TK, topk_ids_TK)} == {x_TH.device}
     if x_TH.device.type == "cpu":
+        if w13_scale is not None and w2_scale is not None:
+            scales = (w13_scale, w2_scale)
+            return moe_cpu.loop_over_experts(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map, scales)
         return moe_cpu.choose(w2)(x_TH, w13, w2, layout_3E, topk_weights_TK, topk_ids_TK, expert_map)
     from ddp_plugins import moe_kernel  # Triton is not installed with every CPU version of torch
 
-    return moe_kernel.ragged_moe(x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map)
+    return moe_kernel.ragged_moe(
+        x_TH, w13, w2, layout_3E, max_width, topk_weights_TK, topk_ids_TK, expert_map, w13_scale, w2_scale
+    )
 
 
 def _fake(x_TH: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -51,6 +51,7 @@ def _find_tile(tile, tiles, position, earlier, count, PAIRS: tl.constexpr, COLUM
 def gate_up_few(
     x_ptr,  # [T, H]
     w13_ptr,  # [2, S, H]
+    w13_scale_ptr,  # [2, S] float32, or None where the weights have no scales
     hidden_ptr,  # out: [P, W], rows by pair index
     written_ptr,  # out: [T, NUM_BLOCKS] int32, zeros
     ids_ptr,  # [P] int32 or int64
@@ -87,8 +88,8 @@ def gate_up_few(
         mine, pair, has_row, _, column = _find_tile(tile, tiles, position, earlier, count, PAIRS, COLUMNS, MOST)
         has_column = column < tl.multiple_of(tl.load(width_ptr + mine), 16)
         value = multiply_gate_up(
-            x_ptr, w13_ptr, pair // NUM_SLOTS, has_row, tl.load(offset_ptr + mine) + column, has_column, num_rows,
-            x_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
+            x_ptr, w13_ptr, w13_scale_ptr, pair // NUM_SLOTS, has_row, tl.load(offset_ptr + mine) + column, has_column,
+            num_rows, x_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
         out = hidden_ptr + pair.to(tl.int64)[:, None] * hidden_stride + column[None, :]
         tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
@@ -98,6 +99,7 @@ def gate_up_few(
 def down_few(
     hidden_ptr,  # [P, W]
     w2_ptr,  # [S, H]
+    w2_scale_ptr,  # [E, H] float32, by position, or None
     terms_ptr,  # out: [P, H], rows by pair index
     y_ptr,  # out: [T, H]
     written_ptr,  # [T, NUM_BLOCKS] int32: terms of a token that are written, zeros at first
@@ -135,7 +137,7 @@ def down_few(
         mine, pair, has_row, block, column = _find_tile(tile, tiles, position, earlier, count, PAIRS, COLUMNS, MOST)
         has_column = column < H
         total = multiply_down(
-            hidden_ptr, w2_ptr, pair, has_row, column, has_column, tl.load(offset_ptr + mine),
+            hidden_ptr, w2_ptr, w2_scale_ptr, mine, pair, has_row, column, has_column, tl.load(offset_ptr + mine),
             tl.multiple_of(tl.load(width_ptr + mine), 16), hidden_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
         total *= tl.load(weight_ptr + pair, mask=has_row, other=0.0)[:, None]

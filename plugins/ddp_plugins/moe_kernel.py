@@ -19,7 +19,7 @@ expert. A position is an expert's index in `ExpertLayout.order`.
 # (Triton functions have no Python types)
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from ddp_plugins.moe_experts import FP8
 from ddp_plugins.moe_few import MOST_PAIRS, down_few, gate_up_few
 from ddp_plugins.moe_products import multiply_down, multiply_gate_up, position_of, start_after_the_launch_before
 
@@ -62,6 +63,8 @@ NARROW = Tiles(pairs=16, columns=32, down_columns=32, depth=128, warps=4, stages
 # Only the tensor cores of Hopper and B200 read shared memory; other GPUs need registers for the operands too.
 SOME_IN_REGISTERS = Tiles(pairs=64, columns=64, down_columns=128, depth=32, warps=4, stages=4, programs=2)
 MANY_IN_REGISTERS = Tiles(pairs=128, columns=64, down_columns=128, depth=32, warps=8, stages=4, programs=1)
+# FP8 weights take registers while they are converted, and half of the shared memory.
+FOR_FP8 = {NARROW: replace(NARROW, programs=3), FEW: replace(FEW, down_columns=64, programs=3)}
 # for float32, which only tests use: no tensor cores
 EXACT = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=4, stages=2, programs=4)
 NARROW_PAIRS = 8  # pairs in all up to which NARROW is chosen on Hopper and B200
@@ -75,21 +78,23 @@ OTHER_TILES = ((24, NARROW), (96, SOME_IN_REGISTERS), (math.inf, MANY_IN_REGISTE
 def tiles_of(dtype: torch.dtype, major: int) -> tuple[tuple[float, Tiles], ...]:
     """Return all tiles of a GPU for products of many pairs, each with the pairs per expert up to which it is chosen.
 
-    major: the first number of the GPU's compute capability.
+    dtype: of the weights. major: the first number of the GPU's compute capability.
     """
-    return ((math.inf, EXACT),) if dtype == torch.float32 else HOPPER_TILES if major in (9, 10) else OTHER_TILES
+    if dtype == torch.float32:
+        return ((math.inf, EXACT),)
+    rows = HOPPER_TILES if major in (9, 10) else OTHER_TILES
+    return tuple((limit, FOR_FP8.get(tiles, tiles) if dtype == FP8 else tiles) for limit, tiles in rows)
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, major: int) -> Tiles:
     """Choose tile sizes by the mean number of pairs per expert.
 
     With few pairs per expert, every tile size reads the weights once, and narrow tiles occupy the whole GPU. With many,
-    wide tiles reuse the weights they read. major: as in `tiles_of`.
+    wide tiles reuse the weights they read. dtype, major: as in `tiles_of`.
     """
-    rows = tiles_of(dtype, major)
-    if rows is HOPPER_TILES and num_pairs <= NARROW_PAIRS:
-        return NARROW
-    return next(tiles for limit, tiles in rows if num_pairs <= limit * max(num_experts, 1))
+    if major in (9, 10) and num_pairs <= NARROW_PAIRS and dtype != torch.float32:
+        return FOR_FP8[NARROW] if dtype == FP8 else NARROW
+    return next(tiles for limit, tiles in tiles_of(dtype, major) if num_pairs <= limit * max(num_experts, 1))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # otherwise 1 and multiples of 16 recompile
@@ -155,6 +160,7 @@ def _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS: tl.constexpr, COL
 def gate_up(
     x_ptr,  # [T, H]
     w13_ptr,  # [2, S, H]
+    w13_scale_ptr,  # [2, S] float32, or None where the weights have no scales
     hidden_ptr,  # out: [P, W], rows sorted as `order`; columns beyond an expert's width are not written
     offset_ptr,  # [E] int32, by position
     width_ptr,  # [E] int32, by position
@@ -185,8 +191,8 @@ def gate_up(
         has_column = column < tl.multiple_of(tl.load(width_ptr + position), 16)
         token = tl.load(order_ptr + slot, mask=has_row, other=0) // num_slots
         value = multiply_gate_up(
-            x_ptr, w13_ptr, token, has_row, tl.load(offset_ptr + position) + column, has_column, num_rows, x_stride,
-            H, PAIRS, COLUMNS, DEPTH, UPCAST,
+            x_ptr, w13_ptr, w13_scale_ptr, token, has_row, tl.load(offset_ptr + position) + column, has_column,
+            num_rows, x_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
         out = hidden_ptr + slot.to(tl.int64)[:, None] * hidden_stride + column[None, :]
         tl.store(out, value.to(hidden_ptr.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
@@ -196,6 +202,7 @@ def gate_up(
 def down(
     hidden_ptr,  # [P, W]
     w2_ptr,  # [S, H]
+    w2_scale_ptr,  # [E, H] float32, by position, or None
     terms_ptr,  # out: [P, H], rows by pair index; pairs without an expert on this rank are not written
     weight_ptr,  # [P] float32
     offset_ptr,
@@ -220,8 +227,9 @@ def down(
         position, slot, has_row, column = _find_tile(tile, tiles, ends, first_ptr, count_ptr, PAIRS, COLUMNS)
         has_column = column < H
         total = multiply_down(
-            hidden_ptr, w2_ptr, slot, has_row, column, has_column, tl.load(offset_ptr + position),
-            tl.multiple_of(tl.load(width_ptr + position), 16), hidden_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
+            hidden_ptr, w2_ptr, w2_scale_ptr, position, slot, has_row, column, has_column,
+            tl.load(offset_ptr + position), tl.multiple_of(tl.load(width_ptr + position), 16),
+            hidden_stride, H, PAIRS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
         pair = tl.load(order_ptr + slot, mask=has_row, other=0)
         total *= tl.load(weight_ptr + pair, mask=has_row, other=0.0)[:, None]
@@ -263,6 +271,8 @@ def ragged_moe(
     topk_weights_TK: torch.Tensor,
     topk_ids_TK: torch.Tensor,
     expert_map: torch.Tensor | None,
+    w13_scale_2S: torch.Tensor | None = None,
+    w2_scale_EH: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Return `y_TH`; arguments as in `moe_experts.ragged_moe`. tiles: None for `choose_tiles`."""
@@ -276,7 +286,7 @@ def ragged_moe(
     # topk_ids include the experts of all ranks
     all_experts = num_experts if expert_map is None else len(expert_map)
     major, multiprocessors = _machine(x_TH.device)
-    tiles = tiles or choose_tiles(num_pairs, all_experts, x_TH.dtype, major)
+    tiles = tiles or choose_tiles(num_pairs, all_experts, w2_SH.dtype, major)
     ids, weights = topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     position, offset, width = layout_3E
     mapping = position if expert_map is None else expert_map
@@ -297,12 +307,12 @@ def ragged_moe(
         written = position.new_empty(num_tokens, num_blocks)
         few = constants | {"NUM_SLOTS": num_slots, "NUM_BLOCKS": num_blocks, "HAS_MAP": has_map, "MOST": MOST_PAIRS}
         gate_up_few[gate_up_grid](
-            x_TH, w13_2SH, hidden_PW, written, ids, position, mapping, offset, width, num_pairs,
+            x_TH, w13_2SH, w13_scale_2S, hidden_PW, written, ids, position, mapping, offset, width, num_pairs,
             w2_SH.shape[0], x_TH.stride(0), max_width, COLUMNS=tiles.columns, **few,
         )  # fmt: skip
         down_few[down_grid](
-            hidden_PW, w2_SH, terms_PH, y_TH, written, weights, ids, position, mapping, offset, width, num_pairs,
-            max_width, COLUMNS=tiles.down_columns, **few,
+            hidden_PW, w2_SH, w2_scale_EH, terms_PH, y_TH, written, weights, ids, position, mapping, offset, width,
+            num_pairs, max_width, COLUMNS=tiles.down_columns, **few,
         )  # fmt: skip
         return y_TH
     order, (first, count) = ids.new_empty(num_pairs, dtype=torch.int32), position.new_empty(2, num_experts)
@@ -312,11 +322,11 @@ def ragged_moe(
     )
     constants |= {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts)}
     gate_up[gate_up_grid](
-        x_TH, w13_2SH, hidden_PW, offset, width, order, first, count,
+        x_TH, w13_2SH, w13_scale_2S, hidden_PW, offset, width, order, first, count,
         w2_SH.shape[0], x_TH.stride(0), max_width, num_slots, COLUMNS=tiles.columns, **constants,
     )  # fmt: skip
     down[down_grid](
-        hidden_PW, w2_SH, terms_PH, weights, offset, width, order, first, count, max_width,
+        hidden_PW, w2_SH, w2_scale_EH, terms_PH, weights, offset, width, order, first, count, max_width,
         COLUMNS=tiles.down_columns, **constants,
     )  # fmt: skip
     add_slots[(num_tokens, triton.cdiv(hidden_size, SUM_BLOCK))](
@@ -333,16 +343,21 @@ def warm_up(
     max_width: int,
     num_slots: int,
     expert_map: torch.Tensor | None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    dtype: torch.dtype,
 ) -> None:
-    """Compile the kernels for batches of every size now, so that no later batch waits. num_slots: K."""
+    """Compile the kernels for batches of every size now, so that no later batch waits.
+
+    num_slots: K. scales: of w13 and w2. dtype: of the batches.
+    """
     major, _ = _machine(w2_SH.device)
     every_tiles = {choose_tiles(1, 1, w2_SH.dtype, major), *(tiles for _, tiles in tiles_of(w2_SH.dtype, major))}
     for num_tokens in (1, MOST_PAIRS // num_slots + 1, SORT_BLOCK // num_slots + 1):
-        x_TH = w2_SH.new_zeros(num_tokens, w2_SH.shape[1])
+        x_TH = w2_SH.new_zeros(num_tokens, w2_SH.shape[1], dtype=dtype)
         weights_TK = torch.zeros(num_tokens, num_slots, device=x_TH.device)
         ids_TK = torch.zeros_like(weights_TK, dtype=torch.int32)
         for tiles in every_tiles:
-            ragged_moe(x_TH, w13_2SH, w2_SH, layout_3E, max_width, weights_TK, ids_TK, expert_map, tiles)
+            ragged_moe(x_TH, w13_2SH, w2_SH, layout_3E, max_width, weights_TK, ids_TK, expert_map, *scales, tiles)
 
 
 @cache

@@ -1,13 +1,14 @@
 """Runs routed experts of different widths inside vLLM's own MoE blocks.
 
 vLLM asks a quantization config for the method of each layer. Ours returns a method for routed experts only, with packed
-weights and one kernel call. Router, shared experts, dispatch and all-reduce stay vLLM's.
+weights and one kernel call. Router, shared experts, dispatch and all-reduce stay vLLM's. If vLLM quantizes the model to
+FP8, its own config decides about all other layers, and whether the experts are FP8 too.
 
 Shape letters: S packed rows (channels of all experts on this rank), H hidden size, T tokens, K experts per token.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,20 +20,35 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
-from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert
+from ddp_plugins.moe_experts import (
+    FP8,
+    ROW_ALIGNMENT,
+    ExpertLayout,
+    empty_weights,
+    finish_weights,
+    pack_expert,
+    quantize_weights,
+)
 from ddp_plugins.padding import share_channels
-from ddp_vllm.errors import CheckpointError
+from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
+
+ONLINE = "online"  # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
+Scales = Literal["tensor", "channel"]
+"""FP8 weights have a scale per matrix or per output."""
 
 
 class RaggedExpertsMethod(FusedMoEMethodBase):
     """Stores, loads and runs the routed experts of one layer."""
 
-    def __init__(self, moe: FusedMoEConfig, widths: Sequence[int]) -> None:
-        """widths: kept channels of each of the model's experts, by expert id."""
+    def __init__(self, moe: FusedMoEConfig, widths: Sequence[int], scales: Scales | None = None) -> None:
+        """widths: kept channels of each of the model's experts, by expert id. scales: None for unquantized weights."""
         super().__init__(moe)
         self.widths = widths
+        self.scales = scales
+        self.uses_meta_device = scales is not None  # vLLM's sign for weights quantized while they load
 
     def create_weights(
         self,
@@ -51,8 +67,9 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         assert len(shares) == num_experts
         self.shares = dict(zip(local, enumerate(shares), strict=True))
         self.layout = ExpertLayout.of([len(share) for share in shares])
-        w13, w2 = empty_weights(self.layout, hidden_size, params_dtype)
-        layout_3E = self.layout.table(w2.device)
+        self.dtype = params_dtype
+        w13, w2 = empty_weights(self.layout, hidden_size, params_dtype, "meta" if self.uses_meta_device else None)
+        layout_3E = self.layout.table(torch.empty(0).device)
         set_weight_attrs(layout_3E, {"weight_loader_numel": 0})
         layer.register_buffer("layout_3E", layout_3E, persistent=False)
         for name, weight in (("w13_weight", w13), ("w2_weight", w2)):  # vLLM's loaders look for these names
@@ -61,6 +78,12 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             num_loaded = weight.numel() // max(1, self.layout.num_rows) * sum(self.layout.widths)
             set_weight_attrs(parameter, {"weight_loader": self._load, "weight_loader_numel": num_loaded})
             layer.register_parameter(name, parameter)
+        if self.uses_meta_device:
+            from vllm.model_executor.model_loader.reload.layerwise import (
+                initialize_online_processing,
+            )  # not in old vLLM
+
+            initialize_online_processing(layer)  # vLLM allocates, loads and processes the layer when it has all tensors
 
     def _load(
         self,
@@ -85,13 +108,24 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
         return True if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        w13, w2 = finish_weights(self.layout, layer.w13_weight.data, layer.w2_weight.data)
+        w13, w2 = layer.w13_weight.data, layer.w2_weight.data
+        if self.uses_meta_device:
+            if w2.dtype == FP8:  # vLLM calls again after the last layer
+                return
+            w13, w2, *scales = quantize_weights(self.layout, w13, w2, per_tensor=self.scales == "tensor")
+            for name, scale in zip(("w13", "w2"), scales, strict=True):
+                layer.register_parameter(f"{name}_weight_scale", nn.Parameter(scale, requires_grad=False))
+        w13, w2 = finish_weights(self.layout, w13, w2)
         layer.w13_weight.data, layer.w2_weight.data = w13, w2  # vLLM's replace_parameter would copy out of huge pages
         if w2.device.type == "cuda":
             from ddp_plugins.moe_kernel import warm_up  # Triton is not installed with every CPU version of torch
 
             num_slots = self.moe.experts_per_token
-            warm_up(w13, w2, layer.layout_3E, self.layout.max_width, num_slots, layer.expert_map)
+            shared = (w13, w2, layer.layout_3E, self.layout.max_width, num_slots, layer.expert_map)
+            warm_up(*shared, self._scales_of(layer), self.dtype)
+
+    def _scales_of(self, layer: RoutedExperts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return (layer.w13_weight_scale.data, layer.w2_weight_scale.data) if self.scales else (None, None)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> Any:
         return FUSED_MOE_UNQUANTIZED_CONFIG
@@ -117,22 +151,58 @@ class RaggedExpertsMethod(FusedMoEMethodBase):
             topk_weights,
             topk_ids,
             layer.expert_map,
+            *self._scales_of(layer),
         )
 
 
-class RaggedExpertsConfig(QuantizationConfig):
-    """Returns the method of a layer to vLLM: ours for routed experts, vLLM's unquantized ones for all others."""
+def unsupported(stated: str) -> SettingError:
+    """Return the error for a number format. stated: what the user asked for."""
+    return SettingError(
+        f"{stated}: experts of different widths are served unquantized or in FP8 with one scale per matrix or output; "
+        "serve the unquantized export with --quantization fp8_per_channel or fp8_per_tensor"
+    )
 
-    def __init__(self, layers: Sequence[LayerWidths]) -> None:
+
+class RaggedExpertsConfig(QuantizationConfig):
+    """Returns the method of a layer to vLLM: ours for routed experts, vLLM's for all others."""
+
+    def __init__(self, layers: Sequence[LayerWidths], vllms: QuantizationConfig | None = None) -> None:
+        """vllms: vLLM's own config, which decides about all other layers; None for an unquantized model."""
         super().__init__()
         self.layers = layers
+        self.vllms = vllms
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
             widths = self.layers[extract_layer_index(prefix)].expert_intermediate_sizes
             assert widths is not None  # checked by parse_layers
-            return RaggedExpertsMethod(layer.moe_config, widths)
+            return RaggedExpertsMethod(layer.moe_config, widths, self._scales(layer, prefix))
+        if self.vllms is not None:
+            return self.vllms.get_quant_method(layer, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    def _scales(self, layer: RoutedExperts, prefix: str) -> Scales | None:
+        """Return how the experts of a layer are quantized. Raises: SettingError for formats other than FP8."""
+        config: Any = self.vllms
+        if config is None:
+            return None
+        from vllm.model_executor.layers.quantization.utils.quant_utils import (  # an older vLLM lacks them
+            kFp8StaticChannelSym,
+            kFp8StaticTensorSym,
+        )
+
+        if (resolved := config.resolve_quant_method_cls(type(layer), prefix)) is None:
+            return None
+        formats: dict[Any, Scales] = {kFp8StaticTensorSym: "tensor", kFp8StaticChannelSym: "channel"}
+        stated, scales = str(resolved[3]), formats.get(resolved[3].weight)
+        if scales is None:
+            raise unsupported(f"{prefix} quantized as {stated}")
+        if not current_platform.is_cpu() and not current_platform.has_device_capability(89):
+            raise SettingError(
+                "FP8 experts of different widths require a GPU of compute capability 8.9 or newer (RTX 4090, H100); "
+                "serve them unquantized, without --quantization"
+            )
+        return scales
 
     def get_name(self) -> Any:
         return "ddp_ragged_experts"
@@ -149,6 +219,6 @@ class RaggedExpertsConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "RaggedExpertsConfig":
-        """config: the fields of a pruned model's config."""
-        return cls(parse_layers(config))
+    def from_config(cls, config: Mapping[str, Any], vllms: QuantizationConfig | None = None) -> "RaggedExpertsConfig":
+        """config: the fields of a pruned model's config. vllms: as in `__init__`."""
+        return cls(parse_layers(config), vllms)

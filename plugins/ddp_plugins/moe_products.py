@@ -31,13 +31,13 @@ def position_of(ids, position_ptr, expert_map_ptr, HAS_MAP: tl.constexpr):
 
 @triton.jit
 def _multiply(a, b, sum_, UPCAST: tl.constexpr):
-    """sum + a @ b in float32, without rounding float32 operands.
+    """sum + a @ b in float32, without rounding float32 operands. An FP8 number of `b` is exact in the type of `a`.
 
     UPCAST: for Triton's interpreter, which multiplies the bits of bfloat16 as integers.
     """
     if UPCAST:
         a = a.to(tl.float32)
-        b = b.to(tl.float32)
+    b = b.to(a.dtype)
     return tl.dot(a, b, sum_, input_precision="ieee")
 
 
@@ -45,6 +45,7 @@ def _multiply(a, b, sum_, UPCAST: tl.constexpr):
 def multiply_gate_up(
     x_ptr,  # [T, H]
     w13_ptr,  # [2, S, H]
+    w13_scale_ptr,  # [2, S] float32, or None where the weights have no scales
     token,
     has_row,
     weight_row,  # of each column
@@ -70,6 +71,9 @@ def multiply_gate_up(
         w_mask = has_depth[:, None] & has_column[None, :]
         gate = _multiply(x, tl.load(w_ptrs + start, mask=w_mask, other=0.0), gate, UPCAST)
         up = _multiply(x, tl.load(w_ptrs + up_start + start, mask=w_mask, other=0.0), up, UPCAST)
+    if w13_scale_ptr is not None:
+        gate *= tl.load(w13_scale_ptr + weight_row, mask=has_column, other=0.0)[None, :]
+        up *= tl.load(w13_scale_ptr + num_rows + weight_row, mask=has_column, other=0.0)[None, :]
     return gate * tl.sigmoid(gate) * up
 
 
@@ -77,6 +81,8 @@ def multiply_gate_up(
 def multiply_down(
     hidden_ptr,  # [P, W]
     w2_ptr,  # [S, H]
+    w2_scale_ptr,  # [E, H] float32, by position, or None
+    position,
     row,  # of each pair in `hidden`
     has_row,
     column,
@@ -102,4 +108,6 @@ def multiply_down(
         w = tl.load(w_ptrs, mask=has_depth[:, None] & has_column[None, :], other=0.0)
         total = _multiply(h, w, total, UPCAST)
         w_ptrs += DEPTH * H
+    if w2_scale_ptr is not None:
+        total *= tl.load(w2_scale_ptr + position * H + column, mask=has_column, other=0.0)[None, :]
     return total

@@ -12,6 +12,18 @@ Expert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """gate_wH, up_wH, down_Hw: the matrices as they are in a checkpoint; w may be 0."""
 
 
+def round_to_fp8(matrix: torch.Tensor, *, per_tensor: bool) -> torch.Tensor:
+    """Return the matrix, `[outputs, inputs]`, rounded to float8_e4m3fn times a float32 scale per output, in float64.
+
+    The largest number of an output, or of the matrix, becomes the largest FP8 number.
+    """
+    if not matrix.numel():
+        return matrix.double()
+    largest = matrix.float().abs().amax((0, 1) if per_tensor else 1, keepdim=True)
+    scale = largest / torch.finfo(torch.float8_e4m3fn).max
+    return (matrix.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
+
+
 def ragged_moe_reference(
     x_TH: torch.Tensor, experts: Sequence[Expert], topk_weights_TK: torch.Tensor, topk_ids_TK: torch.Tensor
 ) -> torch.Tensor:

@@ -85,8 +85,8 @@ def _open(folder: Path) -> Checkpoint:
                 f"vllm serve {folder} --quantization fp8_per_tensor"
             )
         raise SettingError(
-            f"{folder} has experts of different widths, which are served unquantized only; prune the dense model with "
-            "--whole-experts, which writes a stock checkpoint"
+            f"{folder} has experts of different widths, which vLLM quantizes when it loads them: "
+            f"vllm serve {folder} --quantization fp8_per_channel"
         )
     return checkpoint
 

@@ -46,16 +46,17 @@ def test_the_modeled_kernel_reads_every_kept_weight_once_and_is_near_its_bound()
     import moe_traffic
 
     shape, card = SHAPES["qwen3-30b-a3b"], moe_traffic.CARDS["h200"]
-    for tokens, most in ((8, 1.3), (384, 1.2)):
+    for tokens, most, dtype in ((8, 1.3, torch.bfloat16), (384, 1.2, torch.bfloat16), (32, 1.5, torch.float8_e4m3fn)):
         widths, counts = draw_widths(shape, 40, 0), moe_traffic.draw_counts(shape, tokens, 1)
         assert counts.sum() == tokens * shape.num_experts_per_tok
         experts = [(int(count), width, 2048) for count, width in zip(counts, widths, strict=True)]
-        launch = moe_traffic.list_product(experts, 16, 64, 64, 2, programs=4, stages=4)
+        item = dtype.itemsize
+        launch = moe_traffic.list_product(experts, 16, 64, 64, 2, programs=4, stages=4, item=item)
         chosen = sum(width for count, width, _ in experts if count)
-        assert launch.hbm_bytes.sum() == 2 * 2 * 2048 * chosen <= launch.l2_bytes.sum()
-        tiles = moe_traffic.choose_tiles(tokens * 8, 128, torch.bfloat16, 9)
-        predicted = moe_traffic.predict(shape, tokens, widths, counts, card, tiles)
-        assert 1 < predicted["us"] / moe_traffic.bound(shape, tokens, widths, counts, card) < most
+        assert launch.hbm_bytes.sum() == item * 2 * 2048 * chosen <= launch.l2_bytes.sum()
+        tiles = moe_traffic.choose_tiles(tokens * 8, 128, dtype, 9)
+        predicted = moe_traffic.predict(shape, tokens, widths, counts, card, tiles, item)
+        assert 1 < predicted["us"] / moe_traffic.bound(shape, tokens, widths, counts, card, item) < most
 
 
 @pytest.mark.parametrize(

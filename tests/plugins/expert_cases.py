@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert
-from ddp_plugins.moe_reference import Expert, ragged_moe_reference
+from ddp_plugins.moe_experts import ExpertLayout, empty_weights, finish_weights, pack_expert, quantize_weights
+from ddp_plugins.moe_reference import Expert, ragged_moe_reference, round_to_fp8
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # of the norm of the exact result
 
@@ -60,6 +61,8 @@ class Problem:
     ids: torch.Tensor
     expert_map: torch.Tensor | None
     exact: torch.Tensor
+    scales: Any = (None, None)
+    """Of w13 and w2, which then are FP8."""
 
     def finished(self) -> tuple[torch.Tensor, torch.Tensor]:
         return finish_weights(self.layout, self.w13, self.w2)
@@ -74,7 +77,8 @@ class Problem:
         assert error <= TOLERANCE[self.x.dtype] * size, f"error {error:.2e} for a result of {size:.2e}"
 
 
-def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Problem:
+def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, fp8: str = "") -> Problem:
+    """fp8: tensor or channel quantizes the experts with one scale per matrix or per output."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -89,6 +93,10 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> 
     w13, w2 = empty_weights(layout, hidden, dtype, device)
     for number, matrices in enumerate(experts):
         pack_expert(layout, w13, w2, number, *matrices)
+    scales: Any = (None, None)
+    if fp8:
+        w13, w2, *scales = quantize_weights(layout, w13, w2, per_tensor=fp8 == "tensor")
+        experts = [tuple(round_to_fp8(m, per_tensor=fp8 == "tensor") for m in matrices) for matrices in experts]
     scores = normal(case.num_tokens, len(widths))
     if case.only:
         scores[:, list(case.only)] += 100
@@ -114,6 +122,7 @@ def draw(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> 
         ids=ids.to(device),
         expert_map=expert_map,
         exact=exact,
+        scales=tuple(scales),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_plugins import moe_kernel
-from ddp_plugins.moe_kernel import FEW, MANY, MANY_IN_REGISTERS, NARROW, SOME, SOME_IN_REGISTERS, Tiles
+from ddp_plugins.moe_kernel import FEW, FOR_FP8, MANY, MANY_IN_REGISTERS, NARROW, SOME, SOME_IN_REGISTERS, Tiles
 
 # several tiles even of small experts
 SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1, programs=1)
@@ -20,7 +20,8 @@ SMALL = Tiles(pairs=16, columns=32, down_columns=32, depth=32, warps=1, stages=1
 def run(problem: Problem, tiles: Tiles | None = None) -> torch.Tensor:
     experts = (problem.w13, problem.w2, problem.layout.table(problem.x.device), problem.layout.max_width)
     with poisoned():
-        return moe_kernel.ragged_moe(problem.x, *experts, problem.weights, problem.ids, problem.expert_map, tiles)
+        batch = (problem.weights, problem.ids, problem.expert_map, *problem.scales)
+        return moe_kernel.ragged_moe(problem.x, *experts, *batch, tiles)
 
 
 @pytest.fixture(params=["sorted", "few"])
@@ -32,9 +33,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("fp8", ["", "channel"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_case(name: str) -> None:
-    problem = draw(CASES[name], torch.float32)
+def test_every_case(name: str, fp8: str) -> None:
+    problem = draw(CASES[name], torch.float32, fp8=fp8)
     problem.check(run(problem, SMALL))
 
 
@@ -57,20 +59,30 @@ def test_every_tile_size(tiles: Tiles | None) -> None:
     problem.check(run(problem, tiles))
 
 
-def test_warming_up_launches_every_tile_and_both_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = draw(CASES["widths 0, 1 and no block multiple"], torch.bfloat16)
+@pytest.mark.parametrize("fp8", ["tensor", "channel"])
+@pytest.mark.parametrize("tiles", [*FOR_FP8.values(), SOME, None], ids=str)
+def test_tile_sizes_of_fp8_weights(tiles: Tiles | None, fp8: str) -> None:
+    problem = draw(CASES["tokens and channels past the widest tiles"], torch.bfloat16, fp8=fp8)
+    problem.check(run(problem, tiles))
+
+
+@pytest.mark.parametrize("fp8", ["", "tensor"])
+def test_warming_up_launches_every_tile_and_both_sorts(fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = draw(CASES["widths 0, 1 and no block multiple"], torch.bfloat16, fp8=fp8)
     launched: list[tuple[Tiles | None, bool]] = []
     real = moe_kernel.ragged_moe
 
     def note(*arguments: Any) -> torch.Tensor:
-        launched.append((arguments[8], arguments[6].numel() > moe_kernel.SORT_BLOCK))
+        launched.append((arguments[10], arguments[6].numel() > moe_kernel.SORT_BLOCK))
         return real(*arguments)
 
     monkeypatch.setattr(moe_kernel, "ragged_moe", note)
     monkeypatch.setattr(moe_kernel, "SORT_BLOCK", 16)  # the interpreter is slow
     layout, num_slots = problem.layout, problem.ids.shape[1]
-    moe_kernel.warm_up(problem.w13, problem.w2, layout.table(problem.x.device), layout.max_width, num_slots, None)
-    assert set(launched) == {(tiles, wide) for tiles in (NARROW, FEW, SOME, MANY) for wide in (False, True)}
+    experts = (problem.w13, problem.w2, layout.table(problem.x.device), layout.max_width)
+    moe_kernel.warm_up(*experts, num_slots, None, problem.scales, torch.bfloat16)
+    few = (FOR_FP8[NARROW], FOR_FP8[FEW]) if fp8 else (NARROW, FEW)
+    assert set(launched) == {(tiles, wide) for tiles in (*few, SOME, MANY) for wide in (False, True)}
 
 
 def test_32_bit_ids_and_more_pairs_than_the_sort_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from quantized import ROWS_OF_INT8, state_quantization
 from serving import UPDATES, VLLM, Serve, assert_same, assert_same_outputs, job
-from tiny_experts import FAMILIES, SIZES, make_expert_checkpoint, ragged_layers
-from tiny_models import edit_config, edit_weights, make_adapter
+from tiny_experts import FAMILIES, NUM_EXPERTS, SIZES, make_expert_checkpoint, ragged_layers
+from tiny_models import PROMPTS, edit_config, edit_weights, load_model, make_adapter, score
 
 from ddp_plugins import moe_cpu_rows
+from ddp_plugins.moe_reference import round_to_fp8
 
 pytestmark = pytest.mark.vllm
 ROUTERS = "model_executor/layers/fused_moe/router"
@@ -39,6 +42,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "traced": {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}},
 }
 UPDATED = ("qwen3_moe", "mixtral")  # which names its experts otherwise, and ties embedding and head
+FP8 = {  # vLLM's FP8 for linear layers rounds activations too; on CPUs without AMX it has no kernel per tensor
+    "a scale per matrix": {
+        "dtype": "float16",
+        "quantization": "online",
+        "quantization_config": {"moe": "fp8_per_tensor"},
+    },
+    "a scale per output": {
+        "dtype": "float16",
+        "quantization": "online",
+        "quantization_config": {"moe": "fp8_per_channel"},
+    },
+    "linear layers too": {"dtype": "bfloat16", "quantization": "fp8_per_channel"},
+}
 BFLOAT16 = "qwen3_moe in bfloat16"  # the CPU's own kernel, where it suits the processor
 # adapters of qwen2_moe, the modules that vLLM is told to adapt, and what the user reads if others are among them
 ADAPTED = r".*(self_attn|shared_expert)\.\w+_proj"
@@ -62,10 +78,15 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {  # how to break a checkpo
         {},
         rf"tensor {EXPERT}.gate_proj.weight is missing",
     ),
-    "quantized while it is loaded": (
+    "quantized to 8-bit integers": (
         lambda folder: None,
-        {"quantization": "fp8", "dtype": "bfloat16"},
-        r"quantization=.*: experts of different widths are served in bfloat16, float16 or float32 only",
+        {"quantization": "int8_per_channel_weight_only", "dtype": "bfloat16"},
+        r"experts quantized as int8_per_channel_static: .* --quantization fp8_per_channel or fp8_per_tensor",
+    ),
+    "quantized before it is loaded": (
+        lambda folder: state_quantization(folder, ROWS_OF_INT8),
+        {"dtype": "bfloat16"},
+        r"the mixture of experts is quantized; .* --quantization fp8_per_channel",
     ),
     "adapters": (
         lambda folder: None,
@@ -94,6 +115,8 @@ def one_process(
     for name in UPDATED:
         jobs[name]["updates"] = UPDATES
     jobs[BFLOAT16] = {**job(models["qwen3_moe"][0], dtype="bfloat16"), "updates": UPDATES}
+    for name, options in FP8.items():
+        jobs[name] = {**job(models["qwen3_moe"][0], **options), "updates": UPDATES}
     jobs |= {name: job(models["mixtral"][0], **options) for name, options in WAYS.items()}
     for name, (_, targets, _) in ADAPTERS.items():
         options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
@@ -133,6 +156,28 @@ def test_bfloat16_is_near_and_stays_the_same_when_updated(one_process: Any, mode
     if moe_cpu_rows.kernel():
         padded = sum(-(-width // 16) * 16 for widths in ragged_layers("qwen3_moe") for width in widths or ())
         assert result["expert_bytes"] == [padded * 3 * SIZES["hidden_size"] * 2]
+
+
+@served
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_experts_compute_what_their_rounded_weights_compute(name: str, one_process: Any, models: Any) -> None:
+    """The same after an update. The folder stays unquantized."""
+    result, folder = one_process[name], models["qwen3_moe"][0]
+    assert "error" not in result, result
+    for update in UPDATES:
+        assert_same_outputs(result["updated"][update], result["outputs"])
+    rows = sum(-(-width // 16) * 16 for widths in ragged_layers("qwen3_moe") for width in widths or ())
+    scales = 2 * rows + 2 * NUM_EXPERTS * SIZES["hidden_size"]  # of two layers with experts
+    assert result["expert_bytes"] == [rows * 3 * SIZES["hidden_size"] + 4 * scales]
+    if name == "linear layers too":
+        return
+    model = load_model(folder)
+    for module_name, module in model.named_modules():
+        if ".experts." in module_name and isinstance(module, torch.nn.Linear):
+            weight = module.weight.data.half()
+            module.weight.data = round_to_fp8(weight, per_tensor=name == "a scale per matrix").float()
+    for prompt, output in zip(PROMPTS, result["outputs"], strict=True):
+        assert output["logprobs"] == pytest.approx(score(model, prompt, output["tokens"]), abs=0.05)
 
 
 @served

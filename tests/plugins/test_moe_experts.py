@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_plugins import moe_cpu_rows
-from ddp_plugins.moe_experts import ROW_ALIGNMENT, ExpertLayout, empty_weights, finish_weights, pack_expert, ragged_moe
+from ddp_plugins.moe_experts import (
+    ROW_ALIGNMENT,
+    ExpertLayout,
+    empty_weights,
+    finish_weights,
+    pack_expert,
+    quantize_weights,
+    ragged_moe,
+)
 from ddp_vllm import huge_pages
 
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WIDTHS = st.lists(st.integers(0, 200), max_size=12)
 
 
@@ -41,14 +50,25 @@ def test_rows_that_pad_an_expert_end_as_zeros() -> None:
     assert w13[:, :32].sum() + w13[:, 48:].sum() == 2 * 4 * 36 and w2[:32].sum() + w2[48:].sum() == 4 * 36
 
 
+@pytest.mark.parametrize("fp8", ["", "tensor", "channel"], ids=["unquantized", "a scale per matrix", "per output"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_loop_over_experts(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_over_experts(name: str, dtype: torch.dtype, fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cpu_rows, "serves", lambda _: False)
-    problem = draw(CASES[name], dtype)
+    problem = draw(CASES[name], dtype, fp8=fp8)
+    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales)
     with poisoned():
-        y = ragged_moe(problem.x, *problem.finished(), problem.layout, problem.weights, problem.ids, problem.expert_map)
+        y = ragged_moe(problem.x, *problem.finished(), problem.layout, *batch)
     problem.check(y)
+
+
+@pytest.mark.parametrize("fp8", ["tensor", "channel"])
+def test_fp8_is_near_the_unquantized_experts_and_zeros_stay_zeros(fp8: str) -> None:
+    problem = draw(CASES["widths 0, 1 and no block multiple"], torch.float32, fp8=fp8)
+    plain = draw(CASES["widths 0, 1 and no block multiple"], torch.float32)
+    assert 0.01 < (problem.exact - plain.exact).norm() / plain.exact.norm() < 0.06
+    zeros = quantize_weights(plain.layout, plain.w13 * 0, plain.w2 * 0, per_tensor=fp8 == "tensor")
+    assert all(not weight.float().any() for weight in zeros[:2]) and all(s.isfinite().all() for s in zeros[2:])
 
 
 def test_the_loop_takes_32_bit_ids_and_an_expert_chosen_twice() -> None:
@@ -70,9 +90,13 @@ def test_finished_weights_are_copies_of_the_packed_ones(page: int, monkeypatch: 
     assert all(not len(finished) for finished in draw(CASES["all experts gone"], torch.float32).finished()[1:])
 
 
-def test_the_operator_keeps_its_promises_to_the_compiler() -> None:
-    problem = draw(CASES["experts of another rank"], torch.float32)
+@pytest.mark.parametrize("fp8", ["", "channel"])
+def test_the_operator_keeps_its_promises_to_the_compiler(fp8: str) -> None:
+    problem = draw(CASES["experts of another rank"], torch.float32, fp8=fp8)
+    needs_no_mean = ("test_faketensor", "test_autograd_registration")  # of the weights, which torch lacks for FP8
     arguments = (problem.x, problem.w13, problem.w2, problem.layout.table(problem.x.device), problem.layout.max_width)
     torch.library.opcheck(
-        torch.ops.ddp_vllm.ragged_moe.default, (*arguments, problem.weights, problem.ids, problem.expert_map)
+        torch.ops.ddp_vllm.ragged_moe.default,
+        (*arguments, problem.weights, problem.ids, problem.expert_map, *problem.scales),
+        test_utils=needs_no_mean if fp8 else ALL_CHECKS,
     )

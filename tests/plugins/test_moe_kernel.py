@@ -20,6 +20,7 @@ REGISTERS = 64 * 1024
 BF16_TILES = ("NARROW", "FEW", "SOME", "MANY")
 KERNELS = [(stage, name) for name in BF16_TILES for stage in ("gate_up", "down")]
 KERNELS += [(f"{stage}_few", name) for name in ("NARROW", "FEW") for stage in ("gate_up", "down")]
+NEWEST_WITHOUT_FP8 = 80  # compute capability 8.0
 OTHER_GPUS = {
     "H100": (90, 228, "wgmma.mma_async"),
     "A100, RTX 3090, RTX 4090": (80, 100, "mma.sync"),
@@ -51,7 +52,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _compile(
-    kernel: Any, tiles: Any, folder: Path, capability: int = 90, **constants: Any
+    kernel: Any, tiles: Any, folder: Path, capability: int = 90, *, fp8: bool = False, **constants: Any
 ) -> tuple[Any, dict[str, int]]:
     """Compile a kernel for a GPU at the shapes of Qwen3-30B-A3B and read registers and stack from its machine code.
 
@@ -65,17 +66,22 @@ def _compile(
     known |= {"PAIRS": tiles.pairs, "DEPTH": tiles.depth, "MOST": 64, "NUM_BLOCKS": 2048 // tiles.down_columns}
     known["COLUMNS"] = tiles.down_columns if kernel.__name__.startswith("down") else tiles.columns
     known["DEPENDENT"] = capability >= 90
+    known |= {} if fp8 else {"w13_scale_ptr": None, "w2_scale_ptr": None}
     constants = {name: value for name, value in (known | constants).items() if name in kernel.arg_names}
     floats = dict.fromkeys(("x_ptr", "w13_ptr", "w2_ptr", "hidden_ptr", "terms_ptr", "y_ptr"), "bf16") | {
         "weight_ptr": "fp32"
     }
+    if fp8:
+        floats |= dict.fromkeys(("w13_ptr", "w2_ptr"), "fp8e4nv")
+        floats |= dict.fromkeys(("w13_scale_ptr", "w2_scale_ptr"), "fp32")
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
         else:
             signature[name] = f"*{floats.get(name, 'i32')}" if name.endswith("_ptr") else "i32"
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_stride", "num_rows"))]
+    hinted = ("_ptr", "_stride", "num_rows")
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith(hinted) and name not in constants]
     compiled = triton.compile(
         ASTSource(
             kernel,
@@ -93,10 +99,12 @@ def _compile(
     return compiled, {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("stage", "name"), KERNELS)
-def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, compiler: Any) -> None:
+def test_the_machine_code_fits_hopper(stage: str, name: str, fp8: bool, tmp_path: Path, compiler: Any) -> None:
     tiles = getattr(compiler, name)
-    compiled, usage = _compile(getattr(compiler, stage), tiles, tmp_path)
+    tiles = compiler.FOR_FP8.get(tiles, tiles) if fp8 else tiles
+    compiled, usage = _compile(getattr(compiler, stage), tiles, tmp_path, fp8=fp8)
     assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
     assert tiles.programs * (compiled.metadata.shared + RESERVED_BYTES) <= SHARED_BYTES
     assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
@@ -111,9 +119,13 @@ def test_the_machine_code_fits_hopper(stage: str, name: str, tmp_path: Path, com
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("gpu", OTHER_GPUS)
-def test_the_machine_code_fits_other_gpus(gpu: str, tmp_path: Path, compiler: Any) -> None:
+def test_the_machine_code_fits_other_gpus(gpu: str, fp8: bool, tmp_path: Path, compiler: Any) -> None:
     capability, shared, multiply = OTHER_GPUS[gpu]
+    if fp8 and capability <= NEWEST_WITHOUT_FP8:
+        pytest.skip("Triton has no FP8 there, and the plugin refuses it")
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     for kernel, tiles, constants in (  # around the products: both sorts and the sum
         (compiler.sort_pairs, compiler.FEW, {"BLOCK": compiler.SORT_BLOCK}),
         (compiler.sort_pairs, replace(compiler.MANY, warps=16), {"BLOCK": compiler.WIDE_SORT_BLOCK}),
@@ -122,12 +134,12 @@ def test_the_machine_code_fits_other_gpus(gpu: str, tmp_path: Path, compiler: An
         _, usage = _compile(kernel, tiles, tmp_path, capability, **constants)
         assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
     major = capability // 10
-    every_tiles = {compiler.choose_tiles(8, 128, torch.bfloat16, major)}
-    for tiles in every_tiles | {tiles for _, tiles in compiler.tiles_of(torch.bfloat16, major)}:
+    every_tiles = {compiler.choose_tiles(8, 128, dtype, major)}
+    for tiles in every_tiles | {tiles for _, tiles in compiler.tiles_of(dtype, major)}:
         programs = 2 if tiles is compiler.NARROW else tiles.programs
         few = (compiler.gate_up_few, compiler.down_few) if tiles.pairs == 16 else ()
         for kernel in (compiler.gate_up, compiler.down, *few):
-            compiled, usage = _compile(kernel, tiles, tmp_path, capability)
+            compiled, usage = _compile(kernel, tiles, tmp_path, capability, fp8=fp8)
             assert usage["STACK"] == usage["LOCAL"] == 0, f"registers are spilled: {usage}"
             assert programs * (compiled.metadata.shared + RESERVED_BYTES) <= shared * 1024
             assert tiles.programs * tiles.warps * 32 * usage["REG"] <= REGISTERS
@@ -156,15 +168,19 @@ def test_batches_of_all_sizes_share_one_compiled_sort() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fp8", ["", "tensor", "channel"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_on_the_gpu(name: str, dtype: torch.dtype) -> None:
+def test_every_case_on_the_gpu(name: str, fp8: str, dtype: torch.dtype) -> None:
     from ddp_plugins.moe_experts import ragged_moe
 
     if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         pytest.skip("a GPU without bfloat16")
-    problem = draw(CASES[name], dtype, device="cuda")
+    if fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("a GPU without FP8")
+    problem = draw(CASES[name], dtype, device="cuda", fp8=fp8)
+    batch = (problem.weights, problem.ids, problem.expert_map, problem.scales)
     with poisoned():
-        y = ragged_moe(problem.x, *problem.finished(), problem.layout, problem.weights, problem.ids, problem.expert_map)
+        y = ragged_moe(problem.x, *problem.finished(), problem.layout, *batch)
     problem.check(y)
 
 

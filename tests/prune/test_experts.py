@@ -384,7 +384,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     ),
     "heads": (lambda c: c["ddp_layers"][0].update(query_heads_per_kv_head=[2]), ["ddp_layers[0]", "attention must"]),
     "MLP": (lambda c: c["ddp_layers"][1].update(intermediate_size=39), ["ddp_layers[1]", "39", "40"]),
-    "quantized": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "bfloat16"]),
+    "quantized": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "fp8_per_channel"]),
 }  # fmt: skip
 
 
