@@ -30,7 +30,7 @@ from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub.reach import hub_fault
 from ddp_vllm.machine import versions
-from ddp_vllm.model_facts import describe_model, local_folder, model_id, weight_files
+from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.files import read_json
 from ddp_vllm.results import write_new_results, write_results
 from ddp_vllm.schema import ANY, NUMBER, check
@@ -76,7 +76,8 @@ class EvalSettings:
         if self.backend == "vllm":
             vllm_command()
         describe_model(self.model)
-        if self.backend == "hf" and (folder := local_folder(self.model)):
+        folder = local_folder(self.model)
+        if self.backend == "hf" and folder and not is_pruned(folder):
             try:
                 check_states_no_widths(read_config(folder))
             except ModelError as error:

@@ -145,7 +145,8 @@ class TrainedWeights:
             self.sums[name] = total
         squares = torch.zeros(2, device=self.accelerator.device)  # of whole and of sharded gradients
         for number in range(2):
-            parts = [local_part(total) for total in self.sums.values() if isinstance(total, DTensor) == bool(number)]
+            totals = [self.sums[name] for name in self.masters]  # the order of sums is that of backward
+            parts = [local_part(total) for total in totals if isinstance(total, DTensor) == bool(number)]
             if parts:
                 norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
                 squares[number] = float(numpy.add.accumulate(norms.square().cpu().numpy())[-1])  # in order
