@@ -261,7 +261,8 @@ def writing(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "make room there, or choose another output" if error.errno in FULL else "choose another output"
+        is_full = error.errno in FULL or "requested and" in str(error)  # numpy's tofile, which states no errno
+        remedy = "make room there, or choose another output" if is_full else "choose another output"
         raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
 
 

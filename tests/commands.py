@@ -4,6 +4,13 @@ from click.testing import CliRunner, Result
 
 from ddp_vllm.cli import main
 
+VLLM_SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the workers of a test count their parameters
+}
+
 
 def invoke(*words: object) -> Result:
     """Run `ddp-vllm` with these words."""

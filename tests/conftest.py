@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import VLLM_SETTINGS
 from hypothesis import settings
 
 from ddp_vllm.hub.fetch import fetch_model
 
 settings.register_profile("patient", deadline=None)  # an example that is slow on a busy machine is not wrong
 settings.load_profile("patient")
-
-VLLM_SETTINGS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets the workers of a test count their parameters
-}
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VLLM_SETTINGS
+from commands import VLLM_SETTINGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, MixtralConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
