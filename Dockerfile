@@ -2,7 +2,7 @@
 #   docker build --target gpu -t ddp-vllm .          CUDA, from vLLM's own image
 #   docker build --target cpu -t ddp-vllm:cpu .      no GPU: the demo and the tests
 # Run, with the models of the host:
-#   docker run --gpus all -v ~/.cache/huggingface:/root/.cache/huggingface -v "$PWD:/work" -w /work ddp-vllm \
+#   docker run --gpus all -v ~/.cache/huggingface:/root/.cache/huggingface -v "$PWD:/data" -w /data ddp-vllm \
 #       prune MODEL --speedup 1.25 --data chats.jsonl -o ./pruned
 
 FROM vllm/vllm-openai:v0.32.0 AS gpu
