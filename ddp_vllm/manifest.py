@@ -37,11 +37,12 @@ def manifest_of(folder: Path) -> str:
 
 
 def amended(folder: Path, names: Iterable[str]) -> str | None:
-    """Return the manifest of a folder with new hashes for the files `names`; None if the folder has no manifest.
+    """Return the manifest of a folder with new hashes for the files `names`; None without one, or while it is empty.
 
     Raises: ValueError as `read_manifest`.
     """
-    if not (folder / MANIFEST).is_file():
+    path = folder / MANIFEST
+    if not path.is_file() or not path.stat().st_size:  # the folder is being written
         return None
     return to_text(read_manifest(folder) | {name: sha256(folder / name) for name in names})
 

@@ -27,12 +27,10 @@ from pathlib import Path
 
 from ddp_vllm.errors import OutputError, is_utf8
 from ddp_vllm.manifest import MANIFEST, amended, is_ours, is_whole, manifest_of
-from ddp_vllm.remote_code.files import read_bytes
 
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # on some network file systems; filelock itself handles ENOSYS
 RUN_METRICS, RUN_STATE = "metrics.jsonl", "state.safetensors"  # in the folder of a run
-LARGEST_METRICS = 1 << 34  # bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
@@ -238,21 +236,6 @@ def run_folders(output: Path) -> tuple[Path, Path, Path]:
     """Return the folder of a run, the folder of an earlier run that it put aside, and its own name during deletion."""
     run, old, deleted = (output.parent / f"{output.name}.run{ending}" for ending in ("", ".old", ".tmp"))
     return run, old, deleted
-
-
-def is_unfinished(output: Path) -> bool:
-    """Tell whether a run has written `output` and was killed before its command had finished.
-
-    The folder of a run is deleted last. Its metrics, with the seconds of every step, are copied into the output.
-    """
-    run, _, deleted = run_folders(output)
-    if os.path.lexists(deleted):
-        return output.is_dir()
-    try:
-        metrics = read_bytes(run / RUN_METRICS, LARGEST_METRICS)
-        return bool(metrics) and metrics in (read_bytes(path, LARGEST_METRICS) for path in output.glob("ddp_*.jsonl"))
-    except OSError:
-        return False
 
 
 @contextmanager

@@ -24,12 +24,13 @@ REPORT_FILE, PICTURE_FOLDER = "report.html", "report"
 SHOWN = 3  # answers that are not folded away
 
 
-def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
+def write_report(checkpoint: Checkpoint, folder: Path, written: Path | None = None) -> Path:
     """Write `report.html` and `report/` into `folder`, replacing older ones, and return the path of the page.
 
+    written: the folder that holds the checkpoint's files, if it does not have its final name yet.
     Raises: CheckpointError as `gather`; OutputError if nothing can be written there.
     """
-    drawn = draw(gather(checkpoint))
+    drawn = draw(gather(checkpoint, written or checkpoint.folder))
     files = {f"{PICTURE_FOLDER}/{picture.name}.png": picture.png for picture in drawn}
     page = dataclasses.replace(page_of(checkpoint, drawn), files=[*files])
     write_into(folder, files | {REPORT_FILE: to_html(page).encode()})
