@@ -34,12 +34,13 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.latency import Profile
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear, is_unfinished
+from ddp_vllm.pages.written import write_pages
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
 FAMILY = ".branch"  # name of a size family's own run, next to its sizes; the dot keeps it apart from any output
 
 Show = Callable[[Checkpoint, str, Console], None]
-"""Prints a written checkpoint and draws its report; takes the checkpoint, its dense model's name and a console."""
+"""Prints a written checkpoint; takes the checkpoint, its dense model's name and a console."""
 
 
 def prune(
@@ -244,4 +245,5 @@ def write(inputs: Inputs, run: Run, pools: Sequence[Pool], result: Result, state
         overwrite=overwrite,
         extra_files={METRICS_FILE: state.metrics.read_text(encoding="utf-8")},
         transform=result.transform,
+        finish=write_pages,
     )

@@ -57,9 +57,8 @@ from ddp_vllm.families import Dimensions
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
-from ddp_vllm.pages.card import write_card
 from ddp_vllm.pages.progress import StepProgress
-from ddp_vllm.pages.written import show
+from ddp_vllm.pages.written import show, write_pages
 from ddp_vllm.provenance import identity_of, local_provenance
 
 Say = Callable[[str], None]
@@ -350,4 +349,4 @@ def _write(
         if (source / METRICS_FILE).exists():
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         shutil.copyfile(run.metrics, folder / RECOVERY_FILE)
-        return write_card(folder, run.output)
+        return write_pages(folder, run.output)
