@@ -45,11 +45,9 @@ class Metrics:
         return {kind: names.get(kind, kind) for kind in self.gates}
 
 
-def gather(checkpoint: Checkpoint, folder: Path) -> Metrics:
-    """Read masks and metrics from the folder of a checkpoint, which may not have its final name yet.
-
-    Raises: CheckpointError if they are unreadable or of other widths.
-    """
+def gather(checkpoint: Checkpoint) -> Metrics:
+    """Read masks and metrics. Raises: CheckpointError if they are unreadable or of other widths."""
+    folder = checkpoint.folder
     try:
         tensors = read_masks_file(folder / MASKS_FILE)[0] if (folder / MASKS_FILE).exists() else {}
         metrics = Metrics(

@@ -1,19 +1,24 @@
-"""The pages of a folder that `prune` or `recover` writes: its model card, its report, and a summary on the terminal."""
+"""Writes the pages of a checkpoint that `prune` or `recover` is writing, and shows it afterwards."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.manifest import REPORT_FILE
 from ddp_vllm.pages.card import write_card
-from ddp_vllm.pages.report import REPORT_FILE, write_report
+from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
 
 
-def write_card_and_report(folder: Path, output: Path) -> Checkpoint:
-    """Write card and report into a checked folder that will become `output`; return the checkpoint at `output`."""
+def write_pages(folder: Path, output: Path) -> Checkpoint:
+    """Check a folder that will become `output`, write its card and report, and return it as the checkpoint at `output`.
+
+    Raises: CheckpointError, OutputError.
+    """
     checkpoint = write_card(folder, output)
-    write_report(checkpoint, folder, folder)
+    write_report(replace(checkpoint, folder=folder), folder, output.name)
     return checkpoint
 
 

@@ -33,7 +33,7 @@ from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.latency import Profile
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear
-from ddp_vllm.pages.written import print_written, write_card_and_report
+from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.provenance import provenance_of
 from ddp_vllm.speed import Measure, find_profile, predicted_latency
 
@@ -197,5 +197,5 @@ def write(inputs: Inputs, run: Run, pools: Sequence[Pool], result: Result, state
         overwrite=True,  # `prune` has refused outputs that may not be replaced
         extra_files={METRICS_FILE: state.metrics.read_text(encoding="utf-8")},
         transform=result.transform,
-        write_pages=write_card_and_report,
+        finish=write_pages,
     )

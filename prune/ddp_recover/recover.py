@@ -58,7 +58,7 @@ from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
 from ddp_vllm.output import atomic_folder, check_output, clear
 from ddp_vllm.pages.progress import StepProgress
-from ddp_vllm.pages.written import print_written, write_card_and_report
+from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.provenance import identity_of, local_provenance
 
 Say = Callable[[str], None]
@@ -341,4 +341,4 @@ def _write(checkpoint: Checkpoint, transform: Transform, run: RunState, provenan
         if (source / METRICS_FILE).exists():
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         shutil.copyfile(run.metrics, folder / RECOVERY_FILE)
-        return write_card_and_report(folder, run.output)
+        return write_pages(folder, run.output)

@@ -25,7 +25,6 @@ from ddp_text.tokens import load_tokenizer
 from ddp_training import weights as trained_weights
 from ddp_training.loss import losses
 from ddp_training.run_state import RunState
-from ddp_vllm import output
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
@@ -134,7 +133,7 @@ def _remove(run: RunState) -> None:
 
 
 KILLS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
-    "between": [(output, "_exchanged", lambda *_: False), (os, "rename", _rename_and_die)],
+    "between": [(os, "rename", _rename_and_die)],
     "removal": [(RunState, "remove", _remove)],
 }
 
