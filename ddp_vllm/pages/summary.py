@@ -127,7 +127,7 @@ def sections(checkpoint: Checkpoint) -> Iterator[Section]:
         yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that no weight was trained on")
     known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
     yield Section(heading="Details", table=known)
-    if text_hash := provenance.get("learned_from", {}).get("text"):
+    if text_hash := provenance.get("fingerprint", {}).get("text"):
         rows = [("training and held-out tokens", f"SHA-256 {text_hash}")]
         table = Table(headings=["of", "checksum"], rows=rows, is_text=True)
         yield Section(heading="Checksums", table=table, folded=True)
@@ -317,7 +317,7 @@ def weight_training(provenance: Mapping[str, Any]) -> str:
         training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.get("recovery"):
         recipe = recovery.get("recipe", {})
-        trained = "low-rank additions to them" if recipe.get("method") == "lora" else "all of them"
+        trained = "low-rank additions to them" if recipe.get("train") == "lora" else "all of them"
         tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
         training += f"; then {trained} were trained on the dense model's outputs, on {tokens}"
     return training

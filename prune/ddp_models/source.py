@@ -27,7 +27,7 @@ from ddp_vllm.families import (
     warn_of_foreign_code,
 )
 from ddp_vllm.formats import check_states_no_widths
-from ddp_vllm.hub.reach import hub_fault
+from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type

@@ -52,6 +52,7 @@ def export(
     overwrite: bool = False,
     extra_files: Mapping[str, str] | None = None,
     transform: Transform | None = None,
+    finish: Callable[[Path, Path], Checkpoint] = write_card,
 ) -> Checkpoint:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card. Return it.
 
@@ -63,6 +64,7 @@ def export(
     provenance, scores: stored with the gates in the masks file.
     extra_files: file name -> text.
     transform: updates weights that were trained together with the masks.
+    finish: writes the pages of the folder that will become `output`.
 
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as `kept_experts`, and
         SettingError if too few are kept.
@@ -86,7 +88,7 @@ def export(
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
-        return write_card(folder, output)
+        return finish(folder, output)
 
 
 def sliced_tensors(

@@ -10,7 +10,7 @@ from ddp_models.writing import save_tensors
 from ddp_prune.gates import Masks
 from ddp_vllm import __version__
 from ddp_vllm.errors import CheckpointError
-from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file, read_provenance
+from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.provenance import published, remember
 
 SCORES = ("z", "saliency")  # the gates before rounding, and their importance: squared gradient × z²
@@ -39,14 +39,6 @@ def read_scores(path: Path) -> dict[str, Masks]:
         if name in SCORES:
             scores.setdefault(name, {})[kind] = torch.from_numpy(values)
     return scores
-
-
-def provenance_of(folder: Path) -> dict[str, Any]:
-    """Return the provenance of a pruned folder; {} if there is no such folder or its masks file cannot be read."""
-    try:
-        return read_provenance(folder / MASKS_FILE)
-    except CheckpointError:
-        return {}
 
 
 def write_masks(

@@ -134,8 +134,6 @@ class Recipe(TrainingSettings):
     additions to the projections, merged at the end. With its teacher, a second copy of the model, `weights` requires 20
     bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires little more than the 2 bytes of
     `masks`. `auto` is the first of weights, lora and masks that memory holds, and `masks` for the controller `alm`."""
-    recover_minutes: float = setting(0.0, least=0)
-    """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
     def __post_init__(self) -> None:
         if self.speedup and self.budget == "units":
@@ -246,7 +244,6 @@ class RecipeKeywords(TrainingKeywords, total=False):
     alm: Mapping[str, Any]
     masks_every: int
     train: str
-    recover_minutes: float
 
 
 def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> list[Recipe]:

@@ -142,8 +142,6 @@ def describe(recipe: Recipe, estimates: Sequence[Estimate], cards: str) -> Itera
             + " (--train auto takes this)"
             * (found.is_auto and recipe.train == "auto")
         )
-    if recipe.recover_minutes:
-        yield f"plus {recipe.recover_minutes:g} minutes of recovery"
 
 
 def passes(recipe: Recipe, mode: Mode) -> float:

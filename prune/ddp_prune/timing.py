@@ -32,7 +32,7 @@ Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
 def settle(
     recipes: Sequence[Recipe],
-    earlier: Earlier,
+    earlier: Earlier | None,
     mode: Mode,
     source: Source,
     pools: Sequence[Pool],
@@ -48,8 +48,9 @@ def settle(
     last = recipes[-1]
     if not last.minutes:
         return list(recipes)
-    shape: Shape = earlier[2:]
-    if mode != earlier[:2]:
+    if earlier and mode == earlier[:2]:
+        shape: Shape = earlier[2:]
+    else:
         run = Run.alone(last, **mode._asdict())
         fixed = source, head_unit, pools, accelerator
         shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes)
