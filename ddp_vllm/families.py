@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -374,7 +374,16 @@ def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]
 def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     """Return the widths of the dense model from its config."""
     if states_widths(config):
-        return _described_layers(config)
+        sizes = dimensions_of(config)
+        experts = (sizes.expert_intermediate_size,) * sizes.num_experts
+        return [
+            replace(
+                layer,
+                intermediate_size=layer.intermediate_size and sizes.intermediate_size,
+                expert_intermediate_sizes=layer.expert_intermediate_sizes and experts,
+            )
+            for layer in described_layers(config)
+        ]
     heads, experts = config["num_attention_heads"], count_experts(config)
     kv_heads, width = dense_kv_heads(config), dense_expert_size(config)
     return [
@@ -387,16 +396,15 @@ def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     ]
 
 
-def _described_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
-    """Return the dense widths of the blocks that a config describes; blocks without a description have width 0."""
+def described_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
+    """Return the widths of the blocks that a config describes; blocks without a description have width 0."""
     sizes = dimensions_of(config)
     heads = (sizes.queries_per_kv,) * sizes.num_kv_heads
-    experts = (sizes.expert_intermediate_size,) * sizes.num_experts
-    return [
+    return tuple(
         LayerWidths(
             query_heads_per_kv_head=heads,
-            intermediate_size=sizes.intermediate_size if index in sizes.mlp_layers else 0,
-            expert_intermediate_sizes=experts if index in sizes.routed_layers else None,
+            intermediate_size=layer.intermediate_size or 0,
+            expert_intermediate_sizes=layer.expert_intermediate_sizes,
         )
-        for index in range(sizes.num_layers)
-    ]
+        for layer in ModuleWidths.of(config).layers
+    )
