@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -107,3 +108,18 @@ def write_model(name: str, folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     return folder
+
+
+def stack_experts(folder: Path) -> None:
+    """Store the experts of each layer in two tensors, as some publishers do."""
+    tensors, stacked = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
+    for name in [name for name in tensors if ".experts.0.gate_proj" in name]:
+        layer = name.partition(".0.gate_proj")[0] if name.count(".0.gate_proj") else ""
+        number = sum(f"{layer}.{index}.gate_proj.weight" in tensors for index in range(99))
+
+        def parts(kind: str, layer: str = layer, number: int = number) -> torch.Tensor:
+            return torch.stack([tensors.pop(f"{layer}.{index}.{kind}_proj.weight") for index in range(number)])
+
+        stacked[f"{layer}.gate_up_proj"] = torch.cat([parts("gate"), parts("up")], dim=1)
+        stacked[f"{layer}.down_proj"] = parts("down")
+    save_file(tensors | stacked, folder / "model.safetensors", {"format": "pt"})

@@ -85,7 +85,8 @@ class Source:
 
     def describe_rest(self, say: Callable[[str], None]) -> None:
         """Print in one line what is not pruned, because this architecture or the user does not allow it."""
-        labels = {"attn": "attention", "mlp": "MLPs", "experts": "routed experts"}
+        mlps = f"the MLPs of {len(self.sizes.mlp_layers)} layers (--prune mlp,experts)" if self.structure else "MLPs"
+        labels = {"attn": "attention", "mlp": mlps, "experts": "routed experts"}
         rest = [*(self.structure.left_alone if self.structure else ())]
         rest += [labels[kind] for kind in self.prunable if kind not in self.sizes.blocks]
         if rest:

@@ -144,7 +144,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         tensors=TensorTable(projections=tuple(_projections(mlp))),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
-        left_alone=tuple(_left_alone(model, stored, rows, found)),
+        left_alone=tuple(_left_alone(model, stored, rows)),
         loaded=frozenset(name for name, target in stored.items() if target in model.state_dict()),
         text={**text.to_dict(), "num_experts_per_tok": num_chosen_experts(config)},
     )
@@ -167,19 +167,15 @@ def _projections(mlp: Mlp | None) -> Iterator[Projection]:
         yield Projection(name=mlp.output, axis=1, units=("channel",))
 
 
-def _left_alone(
-    model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels], found: Mapping[str, Block]
-) -> Iterator[str]:
+def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerChannels]) -> Iterator[str]:
     """Yield in words what is not pruned."""
     yield "attention and other token mixers"
     names = {name for name, _ in model.named_modules()}
     if any(re.search(r"shared_(experts?|mlp)$", name) for name in names):
         yield "shared experts"
-    for block, label in (("mlp", "MLPs"), ("experts", "routed experts")):
-        field = {"mlp": "intermediate_size", "experts": "expert_intermediate_sizes"}[block]
-        others = [str(index) for index, row in enumerate(rows) if getattr(row, field) is None]
-        if block in found and others and not (block == "mlp" and "experts" in found):
-            yield f"layers without {'such ' * (block == 'mlp')}{label} ({', '.join(others)})"
+    pruned = {index for index, row in enumerate(rows) if row.to_json()}
+    if others := [str(index) for index in range(len(rows)) if index not in pruned]:
+        yield f"the MLPs or experts of layers {', '.join(others)}, which have another form"
     loaded = set(model.state_dict())
     others = [name for name, target in stored.items() if target not in loaded]
     if any("mtp" in name or ".layers." in name for name in others):
