@@ -138,14 +138,14 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         )
         for index in range(len(layers))
     ]
-    text = config.get_text_config()
+    text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
         widths=ModuleWidths(layers_module=where, layers=tuple(rows), **found),
         tensors=TensorTable(projections=tuple(_projections(mlp))),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
         left_alone=tuple(_left_alone(model, stored, rows)),
-        loaded=frozenset(name for name, target in stored.items() if target in model.state_dict()),
+        loaded=frozenset(name for name, target in stored.items() if target in parameters),
         text={**text.to_dict(), "num_experts_per_tok": num_chosen_experts(config)},
     )
 
