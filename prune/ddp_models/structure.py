@@ -254,9 +254,17 @@ def _small_copy(linear: nn.Linear, is_output: bool, rows: int, generator: torch.
 
 
 def _with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a module that has other children of these names."""
+    """Return a copy of a module that has other children of these names, and some value in every other parameter.
+
+    The value decides nothing: activations with parameters treat all channels alike.
+    """
     changed = copy.copy(module)
-    changed._modules = {**module._modules, **children}
+    others = {name: copy.deepcopy(child) for name, child in module.named_children() if name not in children}
+    for child in others.values():
+        child.to_empty(device="cpu")
+        for tensor in (*child.parameters(), *child.buffers()):
+            tensor.fill_(0.5)
+    changed._modules = {name: children.get(name, others.get(name)) for name in module._modules}
     return changed.eval()
 
 
