@@ -26,7 +26,7 @@ from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fusion import fuse_elementwise
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_vllm.families import dimensions_of, family_of
 from lease import DEVICE, DRY, Results, is_over, synchronize
 from models import config_of
@@ -55,7 +55,7 @@ def lora_step(model: Any, tokens: torch.Tensor) -> Callable[[], Any]:
 
     def step() -> None:
         hidden = final_hidden(adapted.get_base_model(), tokens)
-        distilled_loss(hidden, None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
+        distill(hidden, None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
 

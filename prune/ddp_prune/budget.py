@@ -244,7 +244,7 @@ class LatencyPool(Pool):
             blocks.append(cut_rows(values.flatten(0, -2), block=self.blocks[kind], num_blocks=num_blocks))
             blocks_LM = blocks[-1].importance.view(len(values), -1)  # one block per step, or one of each expert
             steps.append(cut_rows(blocks_LM, block=blocks_LM.shape[1] // num_blocks))
-        sums_LB = [torch.nn.functional.pad(each.importance.cumsum(1), (1, 0)) for each in steps]
+        sums_LB = [torch.nn.functional.pad(rows.importance.cumsum(1), (1, 0)) for rows in steps]
         counts_L = exact_choice(sums_LB, list(self.tables.values()), self.kept)
         supports = []
         for block, step, count_L in zip(blocks, steps, counts_L, strict=True):
@@ -368,11 +368,11 @@ def _priced_pool(
         raise SettingError(f"budget is {budget!r}, which does not depend on what is pruned here; choose another")
     if not recipe.target:
         return replace(pool, kept=math.floor((1.0 - recipe.sparsity) * pool.total))
-    whole = whole_model(budget, config, dense_layers(config), shapes, recipe.context_length)
-    unprunable = whole - pool.total
-    if not unprunable < recipe.target < whole:
+    model_cost = whole_model(budget, config, dense_layers(config), shapes, recipe.context_length)
+    unprunable = model_cost - pool.total
+    if not unprunable < recipe.target < model_cost:
         raise SettingError(
-            f"target is {recipe.target:,.0f} {budget}, but the dense model has {whole:,.0f}, of which "
+            f"target is {recipe.target:,.0f} {budget}, but the dense model has {model_cost:,.0f}, of which "
             f"{unprunable:,.0f} cannot be pruned; choose a target between them"
         )
     return replace(pool, kept=recipe.target - unprunable)

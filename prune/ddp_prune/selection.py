@@ -195,11 +195,11 @@ def best_support(parts: Sequence[Rows], budget_G: torch.Tensor) -> list[torch.Te
     num_groups = len(budget_G)
 
     def grouped(values: Iterable[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([each.reshape(num_groups, -1) for each in values], dim=1)
+        return torch.cat([part.reshape(num_groups, -1) for part in values], dim=1)
 
     def by_rows(values_GM: torch.Tensor) -> list[torch.Tensor]:
         sizes = [rows.cost.numel() // num_groups for rows in parts]
-        return [each.reshape(rows.cost.shape) for each, rows in zip(values_GM.split(sizes, 1), parts, strict=True)]
+        return [part.reshape(rows.cost.shape) for part, rows in zip(values_GM.split(sizes, 1), parts, strict=True)]
 
     importance_GM, cost_GM = grouped(rows.importance for rows in parts), grouped(rows.cost for rows in parts)
     index_GM = torch.arange(cost_GM.shape[1]).expand_as(cost_GM)
@@ -224,22 +224,22 @@ def exact_choice(
     sizes = [len(row) for part in importance_RB for row in part]
     rows = numpy.repeat(numpy.arange(len(sizes)), sizes)
     one_each = scipy.sparse.csr_array((numpy.ones(len(rows)), (rows, numpy.arange(len(rows)))))
-    found = scipy.optimize.milp(
+    solution = scipy.optimize.milp(
         -importance / max(importance.max(), 1e-300),
         integrality=numpy.ones(len(importance)),
         bounds=(0, 1),
         constraints=[(one_each, 1, 1), (cost[None] / budget, -numpy.inf, 1.0)],
         options={"mip_rel_gap": 1e-4, "time_limit": time_limit},
     )
-    if found.x is None and found.status == INFEASIBLE:
+    if solution.x is None and solution.status == INFEASIBLE:
         raise SettingError("no selection of units meets the budget; remove less")
-    if found.x is None:
+    if solution.x is None:
         raise TrainingError(
             f"no selection of widths was found in {time_limit:g} seconds; run the same command again on a less busy "
             "machine, and it resumes here"
         )
-    chosen = torch.from_numpy(found.x > 0.5).split([part.numel() for part in importance_RB])
-    return [mine.view_as(part).int().argmax(1) for mine, part in zip(chosen, importance_RB, strict=True)]
+    chosen = torch.from_numpy(solution.x > 0.5).split([part.numel() for part in importance_RB])
+    return [kept.view_as(part).int().argmax(1) for kept, part in zip(chosen, importance_RB, strict=True)]
 
 
 def open_first(importance: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:

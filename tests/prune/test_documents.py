@@ -84,7 +84,7 @@ def test_every_format_gives_the_same_blocks(
     expected = load(_write(tmp_path / "plain.jsonl", [{"text": text} for text in texts]))
     blocks = load(_write(tmp_path / f"other{kind}{compression}", [{"text": text} for text in texts]))
     assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
-    assert blocks.found == expected.found == expected.train.numel() + expected.heldout.numel()
+    assert blocks.num_tokens == expected.num_tokens == expected.train.numel() + expected.heldout.numel()
 
 
 def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path)
     blocks = load(named, text_column="body")
     assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
     (tmp_path / "book.txt").write_text("\n".join(DOCUMENTS))
-    assert load(f"{tmp_path / 'book.txt'},{named}", text_column="body").found > blocks.found
+    assert load(f"{tmp_path / 'book.txt'},{named}", text_column="body").num_tokens > blocks.num_tokens
     with pytest.raises(
         TextError, match=r"plain.jsonl, line 1 has no column body, only text; name another with --text-column"
     ):

@@ -220,7 +220,7 @@ def test_what_happens_once_a_step_is_counted_once(
     source, now = open_source(str(tiny_model)), [0.0]
 
     def step(self: Trainer, number: int) -> dict[str, float]:
-        now[0] += 5.0 + sum(map(len, self.batches.step(number)))
+        now[0] += 5.0 + sum(len(batch.numbers) for batch in self.batches.step(number))
         assert self.recipe.batch_size == self.batches.size
         return {}
 

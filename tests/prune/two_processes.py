@@ -31,7 +31,7 @@ from ddp_prune.run import Run
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_training import loop as train_module
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.memory import free_memory, peak_bytes, reset_peak
 from ddp_training.processes import local_part, raise_on_all_ranks
 from ddp_training.run_state import RunState, load_run
@@ -183,7 +183,7 @@ def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int
     for number in numbers:
         tokens = BLOCKS[[number]]
         hidden, labels = final_hidden(model, tokens), tokens[:, 1:].flatten()
-        distilled_loss(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
+        distill(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
     weights.join()
     return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in weights.sums.items()}
 
