@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.budget import suited_pools
+from ddp_prune.budget import make_checked_pools
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
@@ -75,7 +75,7 @@ def mask_step(
     accelerator, sizes = Accelerator(cpu=DRY), dimensions_of(full)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     source: Any = SimpleNamespace(config=full, sizes=sizes, family=family_of(full), shapes=shapes)
-    unit, pools = suited_pools(recipe, source, shapes)
+    unit, pools = make_checked_pools(recipe, source, shapes)
     if not DRY and options.get("fused", True):
         with suppress(Exception):  # as `load_trained` does
             fuse_elementwise(model)

@@ -25,7 +25,7 @@ import torch
 from ddp_benchmarks.protocol import rotated, script_parser
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
-from ddp_prune.budget import suited_pools
+from ddp_prune.budget import make_checked_pools
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
@@ -101,7 +101,7 @@ class Bench:
             micro_batch_size=self.arguments.batch_size,
         )  # fmt: skip
         accelerator = Accelerator(cpu=self.device.type == "cpu")
-        _, pools = suited_pools(recipe, self.source, self.source.shapes)
+        _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
         batches, run = Batches(self.blocks, recipe, accelerator), Run.alone(recipe)
         trainer = Trainer(self.gated(), batches, run, pools, accelerator)
         shapes = trainer.gates.support

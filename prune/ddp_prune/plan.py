@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source
-from ddp_prune.budget import Pool, suited_pools
+from ddp_prune.budget import Pool, make_checked_pools
 from ddp_prune.mode import Mode, earlier_run, mode_bytes, resolve_training_mode
 from ddp_prune.pipeline import family_run, find_model, folders_of, latency_profile
 from ddp_prune.rate import trial_steps
@@ -60,7 +60,7 @@ def plan(
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
-        head_unit, pools = suited_pools(recipe, source, source.shapes, profile)
+        head_unit, pools = make_checked_pools(recipe, source, source.shapes, profile)
         pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
         share, described = _removed_of_model(recipe, source, pools)

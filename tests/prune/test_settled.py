@@ -16,7 +16,7 @@ from runs import assert_same_weights, die_at
 
 from ddp_models.source import open_source
 from ddp_prune import mode, timing
-from ddp_prune.budget import suited_pools
+from ddp_prune.budget import make_checked_pools
 from ddp_prune.mode import MODES, Earlier, mode_bytes, resolve_training_mode
 from ddp_prune.rate import RATES, change, find_rate
 from ddp_prune.recipe import load_recipe
@@ -227,7 +227,7 @@ def test_what_happens_once_a_step_is_counted_once(
     monkeypatch.setattr(Trainer, "step", step)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     accelerator = Accelerator(cpu=True)
-    head_unit, pools = suited_pools(recipe, source, source.shapes)
+    head_unit, pools = make_checked_pools(recipe, source, source.shapes)
     for batch in (16, 2, 1):
         run = Run.alone(dataclasses.replace(recipe, batch_size=batch, micro_batch_size=min(batch, 2)), train="masks")
         assert timing.seconds_a_step(run, source, head_unit, pools, accelerator) == 5.0 + batch
