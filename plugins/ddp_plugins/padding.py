@@ -44,17 +44,18 @@ def fit(widths: LayerWidths, num_ranks: int, block: int = 1) -> LayerWidths:
     """
     num_kv_heads, queries_per_kv = widths.num_kv_heads, max(widths.query_heads_per_kv_head, default=0)
     if num_kv_heads >= num_ranks:
-        num_kv_heads = _round_up(num_kv_heads, num_ranks)
+        num_kv_heads = round_up(num_kv_heads, num_ranks)
     elif num_kv_heads:  # ranks that share a KV head hold a copy each and divide its query heads
         num_kv_heads = next(n for n in range(num_kv_heads, num_ranks + 1) if num_ranks % n == 0)
-        queries_per_kv = _round_up(queries_per_kv, num_ranks // num_kv_heads)
+        queries_per_kv = round_up(queries_per_kv, num_ranks // num_kv_heads)
     return LayerWidths(
         query_heads_per_kv_head=(queries_per_kv,) * num_kv_heads,
-        intermediate_size=_round_up(widths.intermediate_size, num_ranks * block),
+        intermediate_size=round_up(widths.intermediate_size, num_ranks * block),
     )
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `number`."""
     return -(-number // multiple) * multiple
 
 

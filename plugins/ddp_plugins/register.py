@@ -46,15 +46,18 @@ def register_models() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS
+    from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import (
         MODEL_ARCH_CONFIG_CONVERTORS,
         ModelArchConfigConvertorBase,
     )
 
+    from ddp_plugins.any_model import WidthsConfig
     from ddp_plugins.in_place import register_parser
     from ddp_plugins.limits import Limits
     from ddp_vllm.remote_code.configuration_ddp import CONFIGS, register_deepseek_config
+    from ddp_vllm.remote_code.module_widths import METHOD
     from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX
 
     class LatentAttention(ModelArchConfigConvertorBase):
@@ -80,3 +83,4 @@ def register_models() -> None:
             MODELS_CONFIG_MAP[architecture] = Limits
         ModelRegistry.register_model(architecture, path)  # last, so that no model is served without its limits
     register_parser()
+    register_quantization_config(METHOD)(WidthsConfig)

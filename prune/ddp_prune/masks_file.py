@@ -19,10 +19,10 @@ SCORES = ("z", "saliency")  # the gates before rounding, and their importance: s
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     """Return the gates of a masks file, a tensor per module type, and its provenance. Raises: CheckpointError."""
     tensors, provenance = read_masks_file(path)
-    kinds = ("experts",) if "experts.gates" in tensors else ("attn", "mlp")
-    if missing := [kind for kind in kinds if f"{kind}.gates" not in tensors]:
+    kinds = [kind for kind in ("attn", "mlp", "experts") if f"{kind}.gates" in tensors]
+    if not kinds:
         raise CheckpointError(
-            f"{path} is not a masks file (it holds no {missing[0]}.gates); pass the {MASKS_FILE} of a pruned folder"
+            f"{path} is not a masks file (it holds no mlp.gates); pass the {MASKS_FILE} of a pruned folder"
         )
     gates = {kind: torch.from_numpy(tensors[f"{kind}.gates"]).float() for kind in kinds}
     for kind, values in gates.items():

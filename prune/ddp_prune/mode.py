@@ -59,10 +59,11 @@ def mode_bytes(recipe: Recipe, source: Source, mode: Mode, accelerator: Accelera
 def held_bytes(recipe: Recipe, source: Source, mode: Mode, itemsize: int, num_shards: int) -> int:
     """Return the same for weights of `itemsize` bytes that `num_shards` devices share."""
     teacher = mode.train == "weights" and recipe.distillation > 0
-    num_bytes = model_bytes(source.shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
+    shapes = source.memory_shapes
+    num_bytes = model_bytes(shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
     if mode.train == "lora":
-        num_bytes += adapter_bytes(source.shapes, itemsize, RANK)
-    frozen = itemsize * sum(math.prod(shape) for name, shape in source.shapes.items() if name.startswith(FROZEN))
+        num_bytes += adapter_bytes(shapes, itemsize, RANK)
+    frozen = itemsize * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
     return num_bytes if num_shards == 1 else frozen + (num_bytes - frozen) // num_shards
 
 

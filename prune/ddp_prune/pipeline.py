@@ -30,6 +30,7 @@ from ddp_training.processes import (
 from ddp_training.run_state import RunState, check_run_folders, finish_deletion, locked_run, saved_header
 from ddp_training.settings import is_same_recipe
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.errors import SettingError
 from ddp_vllm.latency import Profile
 from ddp_vllm.masks import METRICS_FILE
 from ddp_vllm.output import check_output, clear
@@ -76,6 +77,7 @@ def prune(
         accelerator, (resumed[:1], saved_header(family).get("step", 0) if family else 0)
     )
     source = main_process_first(accelerator, lambda: find_model(first, output))
+    source.describe_rest(say)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
     pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
     mode = resolve_training_mode(first, source, earlier[0], accelerator, say)
@@ -107,7 +109,7 @@ def family_run(recipes: Sequence[Recipe], output: Path) -> Path | None:
 
 def find_model(recipe: Recipe, output: Path, *, load: bool = True) -> Source:
     """Return the dense model, to be loaded or only looked at; refuse an output that would replace it."""
-    source = open_source(recipe.model, load=load)
+    source = open_source(recipe.model, load=load).with_blocks(recipe.blocks)
     check_spares_source(output, source)
     if load:
         check_index(source.folder)
@@ -118,6 +120,11 @@ def latency_profile(recipe: Recipe, source: Source, measure: Measure) -> Profile
     """Return the latency profile that the budget of a recipe requires, or None if it requires none."""
     if recipe.budget != "latency":
         return None
+    if source.structure or source.sizes.blocks != source.prunable:
+        raise SettingError(
+            "a speedup requires times by heads and channels, which ddp-vllm profile measures of models with a row in "
+            "docs/families.md that are pruned whole; give a sparsity or a target"
+        )
     return find_profile(
         recipe.profile, source.folder, source.config, recipe.workload, measure, other_machine=recipe.other_machine
     )

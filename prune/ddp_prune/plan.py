@@ -57,6 +57,7 @@ def plan(
     source = find_model(first, output, load=not on)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, removed, pools_of = list[str](), list[float | None](), []
+    source.describe_rest(lines.append)
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
@@ -131,6 +132,7 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
         prunable["attn"] += price.query_head * layer.num_query_heads + price.kv_head * layer.num_kv_heads
         prunable["mlp"] += price.channel * layer.intermediate_size
         prunable["experts"] += price.expert_channel * sum(layer.expert_intermediate_sizes or ())
+    prunable = {kind: number for kind, number in prunable.items() if kind in source.sizes.blocks}
     total = sum(prunable.values())
     removed = sum((pool.total - pool.kept) * sum(prunable[kind] for kind in pool.shapes) / pool.total for pool in pools)
     line = (

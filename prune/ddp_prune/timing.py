@@ -107,7 +107,7 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
         share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
         tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
         model: Any = gated.model
-        blocks = torch.randint(model.config.vocab_size, (4 * tried.batch_size, recipe.seq_len))
+        blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))
         batches = Batches(blocks, tried, accelerator)
         fit_batches(gated, batches, tried, accelerator, lambda _: None, run.optimizer)
         trainer = TRAINERS[recipe.controller](

@@ -66,7 +66,8 @@ class Inputs:
         """Print what the run is about to do, before the model is loaded."""
         recipe, source, blocks = run.recipe, self.source, self.blocks
         passes = run.steps.last * recipe.batch_size / len(blocks.train)
-        unit = "expert channel" if source.sizes.num_experts and not recipe.whole_experts else self.head_unit
+        units = {"attn": self.head_unit, "mlp": "channel", "experts": "expert channel"}
+        unit = self.head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
         trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
         self.say(
             f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
@@ -85,7 +86,7 @@ class Inputs:
 def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Console) -> Inputs:
     """Read the text for the steps of `run`, the longest one. Raises: as `load_text`."""
     recipe, tokenizer = run.recipe, load_tokenizer(str(source.folder))
-    known = recipe, tokenizer, recipe.model, source.config.get("vocab_size", sys.maxsize)
+    known = recipe, tokenizer, recipe.model, source.text_config.get("vocab_size", sys.maxsize)
     train_blocks = run.steps.last * recipe.batch_size
     blocks = load_text(recipe.data, *known, train_blocks=train_blocks, min_train_blocks=recipe.batch_size)
     watched = load_watched(sources_of(recipe.watch) if recipe.watch else [], *known)
