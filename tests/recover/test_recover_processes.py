@@ -7,7 +7,7 @@ import torch
 from commands import invoke, passed
 from runs import SMALL, die_at, prune
 from safetensors.torch import load_file
-from two_processes import command_line, launch, stopped_command_line, timed_command_line
+from two_processes import command_line, launch, stopped_command_line
 
 from ddp_vllm.checkpoint import read_checkpoint
 
@@ -58,21 +58,6 @@ def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
     (first, _, err), (second, _, _) = launch(tmp_path, command_line, *command, str(tmp_path / "two"), "--shard")
     assert first == second == 0, err
     assert_close(tmp_path / "two", tmp_path / "one")
-
-
-def test_two_processes_with_cut_weights_prune_and_recover_for_minutes(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path
-) -> None:
-    """The batch that fits into the minutes is one that the processes can divide, and recovery uses their group too."""
-    command = [
-        "prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", "--train", "weights",
-        "--learning-rate", "1e-4", "--shard", "--minutes", "0.003", "--batch-size", "2", "--seq-len", "512",
-        "--heldout-blocks", "1", "--recover-minutes", "0.02", "-o", "out",
-    ]  # fmt: skip
-    (first, out, err), (second, silence, _) = launch(tmp_path, timed_command_line, *command)
-    assert first == second == 0, err
-    assert " 3 steps of 2 × 512 tokens" in out and "polish 3/3" in out and "recover 2/2" in out and silence == ""
-    assert "recovery" in read_checkpoint(tmp_path / "out").provenance
 
 
 @pytest.mark.nightly
