@@ -34,7 +34,7 @@ def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
     comparison = collect([pruned])
     assert comparison.notes == {}
-    assert [entry.facts.kv_bytes_per_token for entry in comparison.entries] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
+    assert [model.facts.kv_bytes_per_token for model in comparison.models] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
     assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
     for text in (write_html(comparison), write_markdown(comparison)):
         assert "1.50× [1.45, 1.55] faster, offline" in text
