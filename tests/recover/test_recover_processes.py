@@ -7,7 +7,7 @@ import torch
 from commands import invoke, passed
 from runs import SMALL, die_at, prune
 from safetensors.torch import load_file
-from two_processes import command_line, launch, stopped_command_line, timed_command_line
+from two_processes import command_line, launch, stopped_command_line
 
 from ddp_vllm.checkpoint import read_checkpoint
 
@@ -60,6 +60,7 @@ def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
     assert_close(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.nightly
 def test_two_processes_with_sharded_weights_prune_for_minutes(
     tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
