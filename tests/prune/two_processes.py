@@ -90,6 +90,12 @@ def command_line(*arguments: str) -> None:
     runpy.run_module("ddp_vllm", run_name="__main__", alter_sys=True)
 
 
+def timed_command_line(*arguments: str) -> None:
+    """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, and two are enough."""
+    with patch("ddp_prune.timing.FEWEST_STEPS", 2), patch("ddp_prune.timing.seconds_a_step", lambda *_: 0.05):
+        command_line(*arguments)
+
+
 def stopped_command_line(stop: int, *arguments: str) -> None:
     """Be `ddp-vllm`, interrupted before the step of this number. Nothing is compiled, which takes half a minute."""
     step = Trainer.step

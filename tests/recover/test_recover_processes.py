@@ -7,7 +7,7 @@ import torch
 from commands import invoke, passed
 from runs import SMALL, die_at, prune
 from safetensors.torch import load_file
-from two_processes import command_line, launch, stopped_command_line
+from two_processes import command_line, launch, stopped_command_line, timed_command_line
 
 from ddp_vllm.checkpoint import read_checkpoint
 
