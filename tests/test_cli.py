@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from ddp_vllm import cli, errors
 from ddp_vllm.api import COMMANDS
-from ddp_vllm.errors import DdpError, ModelError, TrainingError
+from ddp_vllm.errors import DdpError
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,13 +42,6 @@ def test_an_error_is_one_line_with_its_exit_code(kind: type[DdpError], monkeypat
     result = _verb_that_raises(kind("first line\n  second line"), monkeypatch)
     assert (result.exit_code, result.stdout) == (kind.exit_code, "")
     assert result.stderr == "ddp-vllm: first line second line\n"
-
-
-def test_of_several_processes_one_speaks_but_each_of_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    for error, said in ((ModelError("gone"), ""), (TrainingError("full"), "ddp-vllm (process 1): full\n")):
-        result = _verb_that_raises(error, monkeypatch)
-        assert (result.exit_code, result.stderr) == (error.exit_code, said)
 
 
 def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,19 +102,6 @@ def test_a_terminal_that_knows_ascii_alone_gets_no_traceback() -> None:
     assert result.stdout.count(b"Usage: ") == len(COMMANDS) and result.stdout.endswith(b"1.02? ?\n")
 
 
-@pytest.mark.parametrize("output", [".", "", "/", "/proc", "inner/.."])
-def test_an_output_that_cannot_be_renamed(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them hold a config.json or are mounted, so that `--overwrite` would replace them."""
-    for folder in (tmp_path, tmp_path / "inner"):
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path / "inner")
-    for arguments in (["prune", "model", "--sparsity", "0.2"], ["apply", "model", "--masks", "masks"]):
-        result = invoke(*arguments, "-o", output, "--overwrite")
-        assert_refused(result, 5, "cannot be replaced; choose a folder inside it")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "config.json", "inner"]
-
-
 @pytest.mark.parametrize(
     "error", [OSError("File name too long"), RecursionError(), UnicodeDecodeError("u", b"", 0, 1, "x")]
 )
@@ -156,15 +136,6 @@ def test_messages_name_what_was_meant(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.toml").write_text("sparsty = 0.2\n")
     assert_refused(invoke(*words), 2, message)
-
-
-def test_basic_options_come_first() -> None:
-    text = invoke("prune", "-h").stdout
-    first, second = text.partition("Basic:")[2].partition("Budget:")[::2]
-    assert re.findall(r"^  (?:-o, )?(--[\w-]+)", first, re.MULTILINE) == [
-        *("--data", "--sparsity", "--speedup", "--minutes", "--output")
-    ]
-    assert "ddp-vllm prune MODEL --speedup 1.25" in text and "--target-params" in second
 
 
 WRONG = {  # words of a command -> exit code, and a part of the message

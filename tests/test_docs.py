@@ -1,11 +1,9 @@
 """Documents that say what the code says: the command reference, and links that lead somewhere."""
 
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,23 +31,6 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, f"{page.name} links to {target}"
-
-
-def test_seeds_make_no_interval_narrower_than_its_windows_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The windows of three seeds are not three times as many samples; seeds that one row lacks are left out."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    over_base = importlib.import_module("make_measured").over_base
-
-    def result(seed: str, *losses: float) -> dict[str, Any]:
-        return {"seed": seed, "texts": {"c4.jsonl": {"block_losses": {"pruned": losses}, "block_tokens": [9, 9, 9]}}}
-
-    base = [result(seed, 1.0, 2.0, 3.0) for seed in "012"]
-    row = [result(seed, 1.5, 2.2, 3.1) for seed in "012"]
-    once = over_base(base[:1], "joint", row[:1])
-    assert over_base(base, "joint", row) == over_base(base[1:], "joint", row[::2]) == once != ""
-    mean = [result("0", 1.4, 2.2, 3.1), result("2", 1.6, 2.2, 3.1), result("7", 9.0, 9.0, 9.0)]
-    assert over_base(base, "joint", mean) == once
-    assert over_base(base[:1], "joint", row[1:]) == ""
 
 
 def test_the_table_of_features_names_tests_that_exist() -> None:

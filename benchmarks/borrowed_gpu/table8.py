@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ddp_prune.budget import suited_pools
+from ddp_prune.budget import make_checked_pools
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_training.batches import Batches, fit_batches
 from ddp_training.fusion import fuse_elementwise
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_vllm.families import dimensions_of, family_of
 from lease import DEVICE, DRY, Results, is_over, synchronize
 from models import config_of
@@ -55,7 +55,7 @@ def lora_step(model: Any, tokens: torch.Tensor) -> Callable[[], Any]:
 
     def step() -> None:
         hidden = final_hidden(adapted.get_base_model(), tokens)
-        distilled_loss(hidden, None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
+        distill(hidden, None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -75,7 +75,7 @@ def mask_step(
     accelerator, sizes = Accelerator(cpu=DRY), dimensions_of(full)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     source: Any = SimpleNamespace(config=full, sizes=sizes, family=family_of(full), shapes=shapes)
-    unit, pools = suited_pools(recipe, source, shapes)
+    unit, pools = make_checked_pools(recipe, source, shapes)
     if not DRY and options.get("fused", True):
         with suppress(Exception):  # as `load_trained` does
             fuse_elementwise(model)

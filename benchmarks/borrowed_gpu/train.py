@@ -20,7 +20,7 @@ import torch
 
 import ddp_vllm
 from ddp_models.source import open_source
-from ddp_prune.budget import suited_pools
+from ddp_prune.budget import make_checked_pools
 from ddp_prune.mode import allowed_modes
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe, load_recipe
@@ -67,7 +67,7 @@ def main() -> None:
         settings[name] = json.loads(value) if value[:1].isdigit() else value
     recipe = load_recipe(args.recipe, {**settings, "model": args.model})
     accelerator, source, mode = make_accelerator(args.folder, None), open_source(args.model), allowed_modes(recipe)[0]
-    unit, pools = suited_pools(recipe, source, source.shapes)
+    unit, pools = make_checked_pools(recipe, source, source.shapes)
     run = Run.alone(recipe, **mode._asdict())
     seconds = seconds_a_step(run, source, unit, pools, accelerator)
     left = ENDS - time.time() - FINISHING

@@ -23,7 +23,7 @@ from accelerate.utils import set_seed
 
 from ddp_models.loading import load, load_teacher
 from ddp_models.source import Source, open_source, weight_files
-from ddp_prune.budget import suited_pools
+from ddp_prune.budget import make_checked_pools
 from ddp_prune.export import layer_widths
 from ddp_prune.gates import GatedModel, Masks, block_losses
 from ddp_prune.masks_file import read_masks, write_masks
@@ -65,7 +65,7 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
     shapes = source.shapes
     for sparsity in study.sparsities:
-        suited_pools(dataclasses.replace(study.recipe, sparsity=sparsity, scope="global"), source, shapes)
+        make_checked_pools(dataclasses.replace(study.recipe, sparsity=sparsity, scope="global"), source, shapes)
     test = read_test_blocks(study.test, tokenizer, detokenize=study.detokenize, length=study.test_length)
     blocks = _read(study.recipe, tokenizer)
     first = study.sparsities[0], study.seeds[0]
@@ -119,7 +119,7 @@ class Cells:
     @cached_property
     def gated(self) -> GatedModel:
         """The dense model with gates, loaded for the first cell that is missing."""
-        head_unit, _ = suited_pools(self.study.recipe, self.source, self.source.shapes)
+        head_unit, _ = make_checked_pools(self.study.recipe, self.source, self.source.shapes)
         model = load(self.source, self.study.recipe, self.accelerator)
         return GatedModel(model, self.source.family, self.source.sizes, head_unit)
 
@@ -219,7 +219,7 @@ class Cells:
             return reason
         shapes = self.source.shapes
         try:
-            suited_pools(recipe, self.source, shapes)
+            make_checked_pools(recipe, self.source, shapes)
         except SettingError as error:
             return str(error)
         if recipe.train != "weights":
@@ -254,7 +254,7 @@ class Cells:
                 joint = Joint(weights, teacher=teacher if recipe.distillation > 0 else None)
             means = self.accelerator, run, lambda _metrics: None, joint
             loss_mask = select_loss_mask(text, recipe.learn_from, recipe.data, lambda _line: None)
-            _, pools = suited_pools(recipe, self.source, self.source.shapes)
+            _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
             learned = train(self.gated, text.train, asked, pools, *means, make=make, loss_mask=loss_mask)
             seconds = [json.loads(line)["seconds"] for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             if joint:

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ddp_prune.experts import IMPLEMENTATION
 from ddp_prune.gates import GatedModel
 from ddp_study.scores import Score, observe, routed_experts
-from ddp_training.loss import OutputHead, distilled_loss
+from ddp_training.loss import OutputHead, distill
 from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT
 
 ALPHA = 0.9  # CAMERA-P's α
@@ -69,7 +69,7 @@ def measure_experts(gated: GatedModel, blocks: torch.Tensor) -> ExpertUse:
             tokens = tokens.to(device)
             embedded = model.get_input_embeddings()(tokens).requires_grad_()  # the weights are frozen
             hidden = model.get_decoder()(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, :-1]
-            distilled_loss(hidden.flatten(0, 1), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
+            distill(hidden.flatten(0, 1), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
     finally:
         model.set_experts_implementation(IMPLEMENTATION)
         for module in modules:

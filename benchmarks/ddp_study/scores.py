@@ -20,7 +20,7 @@ from torch import nn
 from ddp_prune.gates import DENSE_BLOCKS, GatedModel, Masks
 from ddp_prune.selection import exact_support
 from ddp_prune.trainer import Trainer
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_vllm.families import EXPERTS, Dimensions
 
 Location = tuple[int, str]
@@ -190,7 +190,7 @@ def backward(gated: GatedModel, tokens: torch.Tensor) -> None:
     """Run the forward and backward pass of one block's mean cross-entropy. tokens: int64 [1, seq_len]."""
     head = OutputHead.of(gated.model)
     tokens = tokens.to(head.weight.device)
-    distilled_loss(final_hidden(gated.model, tokens), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
+    distill(final_hidden(gated.model, tokens), None, head, tokens[:, 1:].reshape(-1), 0.0)[0].backward()
 
 
 def chance(gated: GatedModel, _blocks: torch.Tensor) -> Masks:

@@ -38,7 +38,7 @@ from ddp_prune.gates import GatedModel
 from ddp_prune.mode import MODES, Mode
 from ddp_prune.recipe import load_recipe
 from ddp_prune.sizing import Devices, step_bytes
-from ddp_training.loss import CHUNK_BYTES, OutputHead, distill, distilled_loss, final_hidden
+from ddp_training.loss import CHUNK_BYTES, OutputHead, distill, final_hidden
 from ddp_training.memory import checkpoint_layers, peak_bytes, reset_peak
 from ddp_training.weights import MOMENTS, TrainedWeights
 from ddp_vllm.families import dimensions_of, family_of
@@ -98,7 +98,7 @@ def measure(model: str, number: int, batch_size: int, seq_len: int) -> float:
             states = final_hidden(teacher, tokens)
         with gated.masks(leaves, {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}):
             labels = tokens[:, 1:].reshape(-1)
-            distilled_loss(final_hidden(trained, tokens), states, OutputHead.of(trained), labels, 2.0)[0].backward()
+            distill(final_hidden(trained, tokens), states, OutputHead.of(trained), labels, 2.0)[0].backward()
         if weights:
             weights.move(1e-5, weights.join(), step)
     return peak_bytes(torch.device("cpu")) - before

@@ -25,13 +25,13 @@ import torch
 from ddp_benchmarks.protocol import rotated, script_parser
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
-from ddp_prune.budget import suited_pools
+from ddp_prune.budget import make_checked_pools
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.trainer import Trainer
 from ddp_training.batches import Batches
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.memory import fit_attention, peak_bytes, reset_peak
 from ddp_vllm.results import judge, ratio_text, spread
 from study import add_batch_options, gate, print_result
@@ -101,7 +101,7 @@ class Bench:
             micro_batch_size=self.arguments.batch_size,
         )  # fmt: skip
         accelerator = Accelerator(cpu=self.device.type == "cpu")
-        _, pools = suited_pools(recipe, self.source, self.source.shapes)
+        _, pools = make_checked_pools(recipe, self.source, self.source.shapes)
         batches, run = Batches(self.blocks, recipe, accelerator), Run.alone(recipe)
         trainer = Trainer(self.gated(), batches, run, pools, accelerator)
         shapes = trainer.gates.support
@@ -134,7 +134,7 @@ class Bench:
             if own_head:
                 base = self.model.get_base_model()
                 hidden = final_hidden(base, self.tokens)
-                loss, _, _ = distilled_loss(hidden, None, self.head, self.labels, 0.0)
+                loss, _ = distill(hidden, None, self.head, self.labels, 0.0)
             else:
                 loss = self.model(self.tokens, labels=self.tokens, use_cache=False).loss
             loss.backward()
@@ -154,7 +154,7 @@ class Bench:
         def step() -> None:
             student.grad = None
             if not naive:
-                distilled_loss(student, teacher, self.head, self.labels, 2.0)[0].backward()
+                distill(student, teacher, self.head, self.labels, 2.0)[0].backward()
                 return
             log_p = (student @ weight.t()).float().log_softmax(-1)
             log_t = (teacher @ weight.t()).float().log_softmax(-1)

@@ -39,7 +39,7 @@ from ddp_prune.gates import GatedModel, block_losses
 from ddp_study.study import read_test_blocks
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden, perplexity_of
+from ddp_training.loss import OutputHead, distill, final_hidden, perplexity_of
 from ddp_vllm.output import atomic_folder
 from study import add_test_options, gate, print_result
 
@@ -183,15 +183,14 @@ def train(model: Any, parent: Any, blocks: torch.Tensor, plan: Plan) -> None:
             with torch.no_grad():
                 wanted = final_hidden(parent, tokens)
             student = final_hidden(model, tokens)
-            loss, cross_entropy, divergence = distilled_loss(
-                student, wanted, head, tokens[:, 1:].reshape(-1), DISTILLATION
-            )
+            loss, metrics = distill(student, wanted, head, tokens[:, 1:].reshape(-1), DISTILLATION)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if (step + 1) % 10 == 0:
+            cross_entropy, divergence = metrics.tolist()
             print(f"step {step + 1}: cross-entropy {cross_entropy:.3f}, divergence {divergence:.3f}", file=sys.stderr)
 
 

@@ -65,7 +65,9 @@ def report(folder: Path, output: Path | None) -> None:
 @click.option("--overwrite", is_flag=True, help="Replace the page.")
 @json_option
 def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, as_json: bool, **options: Any) -> None:
-    """Put quality and speed of the pruned checkpoints in FOLDERS on one page, in HTML and Markdown.
+    """Put quality and speed of the pruned checkpoints in FOLDERS into one table, here and on a page.
+
+    The page is written in HTML and in Markdown.
 
     \b
     ddp-vllm compare ./pruned-20 ./pruned-50 -o page.html
@@ -74,16 +76,19 @@ def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, as
     if no model is within --tolerance.
     """
     comparison = verbs.compare(folders, output=output, tolerance=tolerance, **options)
-    from ddp_vllm.pages.compare import choice, records, within
+    from ddp_vllm.pages.compare import choice, comparison_table, fastest, records
+    from ddp_vllm.pages.terminal import SafeConsole, print_table
 
     if as_json:
         echo(json.dumps(records(comparison, tolerance)))
-    elif tolerance is not None:
-        echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
+    else:
+        print_table(comparison_table(comparison), SafeConsole())
+        if tolerance is not None:
+            echo(f"within {tolerance:g} times: {choice(comparison, tolerance)}")
     for note, command in comparison.notes.items():
         echo(f"{note}: {command}" if command else note, err=True)
     echo(f"{output} and {output.with_suffix('.md')}", err=as_json)
-    if tolerance is not None and not within(comparison, tolerance):
+    if tolerance is not None and not fastest(comparison, tolerance):
         raise LimitError(f"{choice(comparison, tolerance)}; train for longer with ddp-vllm recover, or remove less")
 
 

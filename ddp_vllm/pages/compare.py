@@ -1,4 +1,4 @@
-"""The page that `compare` writes: the cost of pruning in quality and its gain in speed, model by model."""
+"""What `compare` shows: one table of models, a sentence on each, two pictures, and how everything was measured."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,29 +9,23 @@ from typing import Any
 from urllib.parse import quote
 
 from ddp_vllm.evaluations import TASKS, in_points, perplexity_ratio, points, score
+from ddp_vllm.manifest import REPORT_FILE
 from ddp_vllm.output import atomic_file, sync, writing
-from ddp_vllm.pages.measurements import (
-    Comparison,
-    Entry,
-    Interval,
-    difference,
-    engine_fact,
-    retained,
-)
+from ddp_vllm.pages.measurements import Comparison, Interval, Model, difference, engine_fact, retained
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html, to_markdown
 from ddp_vllm.pages.pictures import Point, draw_points, render
-from ddp_vllm.pages.report import REPORT_FILE
 from ddp_vllm.results import main_metric, main_verdict, measured_on, ratio_text, sentence, with_interval
 
 PICTURE_HEIGHT = 3.6  # inches
 CAN = 0.02  # a model can do a task with generated answers if its accuracy is two standard errors above this
-_SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
-Write = Callable[[Any], str]
-_ENGINE_FACTS: Mapping[str, tuple[str, Write]] = {  # fact -> heading, and how it is written
-    "peak_memory_bytes": ("peak memory, GiB", lambda size: f"{size / 2**30:,.2f}"),
-    "weights_gib": ("weights in memory, GiB", "{:,.2f}".format),
-    "kv_cache_tokens": ("tokens the KV cache holds", "{:,.0f}".format),
-}
+SPEEDS = {"requests_per_second": "requests/s", "p50_tpot_ms": "time per output token"}
+OTHER_SPEEDS = ("p50", "p99", "output", "goodput")  # the first words of the other compared metrics
+REMARK = (
+    "Speeds and latencies: how many times better than dense, pair by pair, with 95 % intervals; above 1 the pruned "
+    "model is better. Tasks: percent ± standard error, and perplexity per word as lm-eval defines it (lower is "
+    "better). Texts: perplexity over the dense model's with its 95 % interval, KL from the dense model in nats per "
+    "token, and the share of tokens for which both predict the same next token."
+)
 
 
 def write_comparison(comparison: Comparison, html: Path, markdown: Path, tolerance: float | None = None) -> None:
@@ -39,178 +33,165 @@ def write_comparison(comparison: Comparison, html: Path, markdown: Path, toleran
     page = replace(page_of(comparison, tolerance), links=_reports(comparison, html.parent))
     with writing(html):
         html.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(markdown) as table, atomic_file(html) as whole:  # both are on the disk before either appears
-            for text, temporary in ((to_markdown(page), table), (to_html(page), whole)):
+        with atomic_file(markdown) as first, atomic_file(html) as second:
+            # both are on the disk before either appears
+            for text, temporary in ((to_markdown(page), first), (to_html(page), second)):
                 temporary.write_text(text, encoding="utf-8")
                 sync(temporary)
 
 
 def page_of(comparison: Comparison, tolerance: float | None = None) -> Page:
-    """Return the page: a sentence per model, pictures if there are two points, tables, and the measuring conditions."""
+    """Return the page: a sentence per model, pictures if there are two points, the table, and the conditions."""
     take = [] if tolerance is None else [(f"Within {tolerance:g} times", choice(comparison, tolerance))]
+    pictures = [picture for picture in (_draw_accuracy(comparison), _draw_heldout(comparison)) if picture]
+    shown = [Section(heading="", pictures=pictures)] if pictures else []
+    table = Section(heading="Size, speed, quality", table=comparison_table(comparison), remark=REMARK)
     return Page(
         title="Pruned models: quality against speed",
-        lead=[*take, *((_name(entry), headline(entry, comparison)) for entry in comparison.pruned)],
-        sections=list(_sections(comparison)),
-        footer=provenance(comparison),
+        lead=[*take, *((model.name, headline(model, comparison)) for model in comparison.pruned)],
+        sections=[*shown, table],
+        footer=[*comparison.notes, *map(_speed_measured, comparison.benches), *_quality_measured(comparison)],
     )
 
 
 def _reports(comparison: Comparison, place: Path) -> dict[str, str]:
     """Return the path of each model's report, relative to `place`, by name; of models that have a report."""
-    reports = {_name(entry): Path(entry.facts.model) / REPORT_FILE for entry in comparison.pruned}
+    reports = {model.name: Path(model.facts.model) / REPORT_FILE for model in comparison.pruned}
     return {name: quote(os.path.relpath(file, place.resolve())) for name, file in reports.items() if file.is_file()}
 
 
-def headline(entry: Entry, comparison: Comparison) -> str:
+def headline(model: Model, comparison: Comparison) -> str:
     """Return one sentence on the cost and the gain of pruning."""
-    parts = []
-    if entry.speed:
-        parts.append(f"{sentence(entry.speed)}, {entry.speed['load']}")
-    elif entry.predicted:
-        parts.append(f"{with_interval(*entry.predicted)} as fast, predicted")
-    if (kept := retained(entry, comparison.dense)) is not None:
-        limit = entry.quality["ddp_vllm"]["settings"]["limit"] if entry.quality else None
-        asked = f" (first {limit} rows of each task)" if limit else ""
-        lost = difference(entry, comparison.dense)
-        parts.append((f"accuracy: {in_points(*lost)}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + asked)
-    if entry.heldout:
-        parts.append(f"held-out perplexity {with_interval(*entry.heldout)} the dense model's")
-    if comparison.dense:
-        ours, dense = entry.facts, comparison.dense.facts
-        parts += _less("fewer parameters", ours.parameters, dense.parameters)
-        parts += _less("less KV cache per token", ours.kv_bytes_per_token, dense.kv_bytes_per_token)
+    parts, dense = [], comparison.dense
+    if model.speed:
+        parts.append(f"{sentence(model.speed)}, {model.speed['load']}")
+    elif model.predicted:
+        parts.append(f"{with_interval(*model.predicted)} as fast, predicted")
+    if model.evaluation and (kept := retained(model, dense)) is not None:
+        limit, lost = model.evaluation["ddp_vllm"]["settings"]["limit"], difference(model, dense)
+        rows = f" (first {limit} rows of each task)" if limit else ""
+        parts.append((f"accuracy: {in_points(*lost)}" if lost else f"{100 * kept:.1f} % of the dense accuracy") + rows)
+    if model.heldout:
+        parts.append(f"held-out perplexity {with_interval(*model.heldout)} the dense model's")
+    for label, fact in (("fewer parameters", "parameters"), ("less KV cache per token", "kv_bytes_per_token")):
+        before, after = (getattr(facts.facts, fact) if facts else None for facts in (dense, model))
+        if before and after:
+            parts.append(f"{100 * (1 - after / before):.1f} % {label}")
     return "; ".join(parts) or "nothing was measured yet"
 
 
-def _less(what: str, ours: int | None, dense: int | None) -> list[str]:
-    return [f"{100 * (1 - ours / dense):.1f} % {what}"] if ours and dense else []
+def comparison_table(comparison: Comparison) -> Table:
+    """Return everything that is known, one column per model; rows without any value are left out."""
+    models = comparison.models
+    rows = [*_sizes(comparison), *_speeds(comparison), *_quality(comparison), *_tasks(comparison), *_texts(comparison)]
+    known = [[heading, *cells] for heading, cells in rows if set(cells) - {"–", "1"}]
+    return Table(headings=["", *(model.name for model in models)], rows=known)
 
 
-def _sections(comparison: Comparison) -> Iterator[Section]:
-    """Yield the sections that have content."""
-    if pictures := [each for each in (_draw(comparison), _draw_heldout(comparison)) if each]:
-        yield Section(heading="", pictures=pictures)
-    remark = "Speed: how many times better than dense, pair by pair, with its 95 % interval. Accuracy ± standard error."
-    yield Section(heading="Size, speed, quality", table=size_table(comparison), remark=remark)
-    if (tasks := task_table(comparison)).rows:
-        remark = "Accuracy in percent ± standard error; perplexity per word as lm-eval defines it (lower is better)."
-        yield Section(heading="Tasks", table=tasks, remark=remark)
-    if (texts := text_table(comparison)).rows:
-        remark = (
-            "Perplexity over the dense model's with its 95 % interval, KL from the dense model in nats per token, and "
-            "the share of tokens for which both predict the same next token."
-        )
-        yield Section(heading="Texts of your own", table=texts, remark=remark)
-    if (latencies := latency_table(comparison)).rows:
-        remark = (
-            "Ratios to the dense model with 95 % intervals; above 1 the pruned model is better, latencies included."
-        )
-        yield Section(heading="Other measures of speed", table=latencies, remark=remark)
+Row = tuple[str, list[str]]
+"""A heading, and the cell of each model."""
 
 
-def size_table(comparison: Comparison) -> Table:
-    """Return sizes, speed and quality, one column per model; rows without any value are left out."""
-    entries, dense = comparison.entries, comparison.dense
-    one = "1" if dense else None  # the dense model's cell in a row of ratios to it
-    rows = [
-        _row("units removed", [entry.sparsity for entry in entries], lambda share: f"{100 * share:g} %"),
-        _row("parameters", [entry.facts.parameters for entry in entries], _millions),
-        _row("KV-cache bytes per token", [entry.facts.kv_bytes_per_token for entry in entries], "{:,}".format),
-    ]
-    for fact, (heading, write) in _ENGINE_FACTS.items():
-        rows.append(_row(heading, [engine_fact(entry, comparison, fact) for entry in entries], write))
-    for load in dict.fromkeys(speed["load"] for entry in entries for speed in entry.speeds):
-        verdicts = [_verdict_at(load, entry) for entry in entries]
-        rows.append(_row(f"{_SPEEDS[main_metric(load)]}, {load}", verdicts, ratio_text, one))
-    both = [entry.perplexities for entry in entries]
-    rows += [
-        _row("held-out perplexity, dense → own", both, lambda found: f"{found[0]:.2f} → {found[1]:.2f}"),
-        _row("… times the dense model's", [entry.heldout for entry in entries], _interval, one),
-        _row("speed of a step, predicted", [entry.predicted for entry in entries], _interval, one),
-    ]
-    counts = {entry.accuracy[2] for entry in entries if entry.accuracy}
-    if len(counts) == 1:
-        rows.append(_row(f"mean accuracy, {min(counts)} tasks", [entry.accuracy for entry in entries], _mean))
-    else:
-        means = [entry.accuracy for entry in entries]
-        rows.append(_row("mean accuracy", means, lambda mean: f"{_mean(mean)} ({mean[2]} tasks)"))
-    lost = [None if entry is dense else difference(entry, dense) for entry in entries]
-    rows += [
-        _row("retained accuracy", [retained(entry, dense) for entry in entries], lambda kept: f"{100 * kept:.1f} %"),
-        _row("points, same questions, 95 %", lost, lambda each: points(*each)),
-    ]
-    return Table(headings=["", *map(_name, entries)], rows=list(filter(None, rows)))
-
-
-def _row(heading: str, values: Sequence[Any], write: Write, of_dense: str | None = None) -> list[str]:
-    """Return a row with a dash for each unknown value, and `of_dense` in the first cell; [] if no value is known."""
+def _row(heading: str, values: Sequence[Any], write: Callable[[Any], str], *, dense: str | None = None) -> Row:
+    """Return a row with a dash for each unknown value; dense: the cell of the dense model, in a row of ratios to it."""
     cells = ["–" if value is None else write(value) for value in values]
-    return [] if set(cells) == {"–"} else [heading, of_dense or cells[0], *cells[1:]]
+    return heading, cells if dense is None else [dense, *cells[1:]]
 
 
-def _verdict_at(load: str, entry: Entry) -> Mapping[str, Any] | None:
-    return next((main_verdict(speed) for speed in entry.speeds if speed["load"] == load), None)
+def _sizes(comparison: Comparison) -> Iterator[Row]:
+    models = comparison.models
+    yield _row("units removed", [model.sparsity for model in models], lambda share: f"{100 * share:g} %")
+    yield _row("parameters", [model.facts.parameters for model in models], _millions)
+    yield _row("KV-cache bytes per token", [model.facts.kv_bytes_per_token for model in models], "{:,}".format)
+    for fact, heading, write in (
+        ("peak_memory_bytes", "peak memory, GiB", lambda size: f"{size / 2**30:,.2f}"),
+        ("weights_gib", "weights in memory, GiB", "{:,.2f}".format),
+        ("kv_cache_tokens", "tokens the KV cache holds", "{:,.0f}".format),
+    ):
+        yield _row(heading, [engine_fact(model, comparison, fact) for model in models], write)
+
+
+def _speeds(comparison: Comparison) -> Iterator[Row]:
+    """Yield a row per load and metric, and one of predicted speeds."""
+    models, one = comparison.models, "1" if comparison.dense else None
+    for load in dict.fromkeys(speed["load"] for model in models for speed in model.speeds):
+        at_load = [next((speed for speed in model.speeds if speed["load"] == load), None) for model in models]
+        main = main_metric(load)
+        verdicts = [main_verdict(speed) if speed else None for speed in at_load]
+        yield _row(f"{SPEEDS[main]}, {load}", verdicts, ratio_text, dense=one)
+        metrics = dict.fromkeys(metric for speed in at_load if speed for metric in speed["metrics"])
+        for metric in metrics:
+            if metric != main and metric.startswith(OTHER_SPEEDS):
+                heading = f"{metric.removesuffix('_ms').replace('_', ' ')}, {load}"
+                verdicts = [speed["metrics"].get(metric) if speed else None for speed in at_load]
+                yield _row(heading, verdicts, ratio_text, dense=one)
+    yield _row("speed of a step, predicted", [model.predicted for model in models], _interval, dense=one)
+
+
+def _quality(comparison: Comparison) -> Iterator[Row]:
+    models, dense, one = comparison.models, comparison.dense, "1" if comparison.dense else None
+    both = [model.perplexities for model in models]
+    yield _row("held-out perplexity, dense → own", both, lambda pair: f"{pair[0]:.2f} → {pair[1]:.2f}")
+    yield _row("… times the dense model's", [model.heldout for model in models], _interval, dense=one)
+    means = [model.accuracy for model in models]
+    counts = {mean[2] for mean in means if mean}
+    heading = f"mean accuracy, {min(counts)} tasks" if len(counts) == 1 else "mean accuracy"
+    tasks = "" if len(counts) == 1 else " ({} tasks)"
+    yield _row(heading, means, lambda mean: f"{100 * mean[0]:.2f} ± {100 * mean[1]:.2f}" + tasks.format(mean[2]))
+    yield _row("retained accuracy", [retained(model, dense) for model in models], lambda kept: f"{100 * kept:.1f} %")
+    lost = [None if model is dense else difference(model, dense) for model in models]
+    yield _row("points, same questions, 95 %", lost, lambda change: points(*change))
+
+
+def _tasks(comparison: Comparison) -> Iterator[Row]:
+    """Yield the score of every task with its standard error."""
+    for name, task in TASKS.items():
+        scores = [score(model.evaluation, name) if model.evaluation else None for model in comparison.models]
+        value, error = scores[0] or (1.0, None)
+        cannot = comparison.dense and task.is_generated and value < CAN + 2 * (error or 0)  # nothing to lose on it
+        heading = f"{task.heading} ({task.metric.replace('_', ' ')})"
+        yield _row(heading + ", which the dense model cannot do" * bool(cannot), scores, partial(_score, name))
+
+
+def _score(name: str, result: tuple[float, float | None]) -> str:
+    value, error = result
+    scale = 100 if TASKS[name].higher_is_better else 1
+    return f"{scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
+
+
+def _texts(comparison: Comparison) -> Iterator[Row]:
+    """Yield the results of `eval --text`."""
+    models = comparison.models
+    for text in dict.fromkeys(text for model in models for text in model.texts):
+        results = [model.texts.get(text, {}) for model in models]
+        yield _row(f"perplexity on {text}, × dense", [perplexity_ratio(quality) for quality in results], _interval)
+        agreement = [quality.get("agreement", {}).get("pruned") for quality in results]
+        yield _row(f"KL on {text}, nats", agreement, lambda near: f"{near['kl']:.3f}")
+        yield _row(f"top-1 agreement on {text}", agreement, lambda near: f"{near['top1']:.1%}")
 
 
 def _interval(ratio: Interval) -> str:
     return with_interval(*ratio)
 
 
-def task_table(comparison: Comparison) -> Table:
-    """Return the score of every task with its standard error, one column per model."""
-    entries = comparison.entries
-    scores = [{name: score(entry.quality, name) for name in TASKS} if entry.quality else {} for entry in entries]
-    rows = [
-        [f"{task.heading} ({task.metric.replace('_', ' ')}){_beyond(name, scores[0]) if comparison.dense else ''}"]
-        + [_score(name, found.get(name)) for found in scores]
-        for name, task in TASKS.items()
-        if any(found.get(name) for found in scores)
-    ]
-    return Table(headings=["", *map(_name, comparison.entries)], rows=rows)
+def _millions(value: int) -> str:
+    return f"{value / 1e9:.2f} B" if value >= 1e9 else f"{value / 1e6:.1f} M"
 
 
-def _beyond(name: str, dense: Mapping[str, tuple[float, float | None] | None]) -> str:
-    """Mark a task with generated answers that the dense model cannot do: pruning has nothing to lose on it."""
-    value, error = dense.get(name) or (1.0, None)
-    return ", which the dense model cannot do" if TASKS[name].is_generated and value < CAN + 2 * (error or 0) else ""
-
-
-def text_table(comparison: Comparison) -> Table:
-    """Return the results of `eval --text`, one row per text and model."""
-    rows = []
-    for entry in comparison.pruned:
-        for name, quality in entry.texts.items():
-            near, ratio = quality.get("agreement", {}).get("pruned"), perplexity_ratio(quality)
-            cells = [f"{near['kl']:.3f}", f"{near['top1']:.1%}"] if near else ["–", "–"]
-            rows.append([name, _name(entry), with_interval(*ratio) if ratio else "–", *cells])
-    headings = ["text", "model", "perplexity, × dense", "KL, nats", "top-1 agreement"]
-    return Table(headings=headings, rows=rows)
-
-
-def latency_table(comparison: Comparison) -> Table:
-    """Return every other compared metric as a ratio; above 1 the pruned model is better, also for latencies."""
-    rows = [
-        [f"{_name(entry)}, {speed['load']}", metric.removesuffix("_ms").replace("_", " "), ratio_text(verdict)]
-        for entry in comparison.pruned
-        for speed in entry.speeds
-        for metric, verdict in speed["metrics"].items()
-        if metric != main_metric(speed["load"]) and metric.startswith(("p50", "p99", "output", "goodput"))
-    ]
-    return Table(headings=["", "metric", "times better than dense"], rows=rows)
-
-
-def _draw(comparison: Comparison) -> Picture | None:
+def _draw_accuracy(comparison: Comparison) -> Picture | None:
     """Return accuracy against speed with 95 % intervals, or None if no two models have both."""
-    entries = [each for each in comparison.entries if each.accuracy and (each.speed or not each.facts.pruned)]
-    if len(entries) < 2:
+    points = []
+    for model in comparison.models:
+        ratio = model.measured_speedup if model.facts.pruned else (1.0, 1.0, 1.0)
+        if model.accuracy and ratio:
+            percent, error = 100 * model.accuracy[0], 196 * model.accuracy[1]
+            quality = (percent, percent - error, percent + error)
+            points.append(Point(name=model.name, is_dense=not model.facts.pruned, ratio=ratio, quality=quality))
+    if len(points) < 2:
         return None
-    speeds = dict.fromkeys(_SPEEDS[main_metric(each.speed["load"])] for each in entries if each.speed)
-    drawn = partial(
-        draw_points, points=list(map(_point, entries)), speed=" or ".join(speeds), quality="mean accuracy, %"
-    )
+    speeds = dict.fromkeys(SPEEDS[main_metric(model.speed["load"])] for model in comparison.pruned if model.speed)
     return render(
-        drawn,
+        partial(draw_points, points=points, speed=" or ".join(speeds), quality="mean accuracy, %"),
         name="quality",
         title="Accuracy against speed",
         caption="Right and up is better. Bars are 95 % intervals: Student t over pairs for speed, 1.96 standard errors "
@@ -219,33 +200,12 @@ def _draw(comparison: Comparison) -> Picture | None:
     )
 
 
-def _point(entry: Entry) -> Point:
-    """Return a model's point in the picture of accuracies; the dense model is at 1, without an interval."""
-    assert entry.accuracy
-    value, error, _ = entry.accuracy
-    quality = (100 * value, 100 * value - 196 * error, 100 * value + 196 * error)
-    ratio = _measured_speedup(entry.speed) if entry.speed else (1.0, 1.0, 1.0)
-    return Point(name=_name(entry), is_dense=not entry.facts.pruned, ratio=ratio, quality=quality)
-
-
-def _measured_speedup(speed: Mapping[str, Any]) -> Interval:
-    """Return the ratio of a verdict with its interval; without one, both ends are the ratio."""
-    verdict = main_verdict(speed)
-    low, high = (verdict["ratio"] if verdict[end] is None else verdict[end] for end in ("low", "high"))
-    return verdict["ratio"], low, high
-
-
-def _speedup(entry: Entry) -> Interval | None:
-    """Return the speedup over the dense model that was measured, or else the predicted one."""
-    return _measured_speedup(entry.speed) if entry.speed else entry.predicted
-
-
 def _draw_heldout(comparison: Comparison) -> Picture | None:
     """Return held-out perplexity against speed; None if no two models have both."""
     points = [
-        Point(name=_name(entry), is_dense=False, ratio=speed, quality=entry.heldout)
-        for entry in comparison.pruned
-        if entry.heldout and (speed := _speedup(entry))
+        Point(name=model.name, is_dense=False, ratio=model.speedup, quality=model.heldout)
+        for model in comparison.pruned
+        if model.heldout and model.speedup
     ]
     if len(points) < 2:
         return None
@@ -267,40 +227,25 @@ def choice(comparison: Comparison, tolerance: float) -> str:
     if best is None:
         return f"none has a held-out perplexity of at most {tolerance:g} times the dense model's"
     assert best.heldout
-    speed = _speedup(best)
-    gain = f", {with_interval(*speed)} as fast" if speed else ""
-    return f"{best.facts.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
+    gain = f", {with_interval(*best.speedup)} as fast" if best.speedup else ""
+    return f"{best.name}: held-out perplexity {with_interval(*best.heldout)} the dense model's{gain}"
 
 
-def within(comparison: Comparison, tolerance: float) -> list[Entry]:
-    """Return the models whose held-out perplexity is at most this many times the dense model's."""
-    return [entry for entry in comparison.pruned if entry.heldout and entry.heldout[0] <= tolerance]
-
-
-def fastest(comparison: Comparison, tolerance: float) -> Entry | None:
+def fastest(comparison: Comparison, tolerance: float) -> Model | None:
     """Return the fastest model within a tolerance, by its measured or else its predicted speed; None without any."""
-
-    def by_speed(entry: Entry) -> tuple[float, float]:
-        return (_speedup(entry) or (0.0,))[0], -float(entry.facts.parameters or 0)
-
-    return max(within(comparison, tolerance), key=by_speed, default=None)
+    within = [model for model in comparison.pruned if model.heldout and model.heldout[0] <= tolerance]
+    by_speed = lambda model: ((model.speedup or (0.0,))[0], -float(model.facts.parameters or 0))  # noqa: E731
+    return max(within, key=by_speed, default=None)
 
 
 def records(comparison: Comparison, tolerance: float | None) -> dict[str, Any]:
     """Return what `compare --json` prints: the facts of each model, its two ratios with intervals, and the choice."""
     best = None if tolerance is None else fastest(comparison, tolerance)
     models = [
-        {"facts": entry.facts.to_json(), "heldout_ratio": entry.heldout, "speedup": _speedup(entry)}
-        for entry in comparison.pruned
+        {"facts": model.facts.to_json(), "heldout_ratio": model.heldout, "speedup": model.speedup}
+        for model in comparison.pruned
     ]
-    return {"models": models, "chosen": best.facts.name if best else None, "notes": comparison.notes}
-
-
-def provenance(comparison: Comparison) -> list[str]:
-    """Return the hardware, versions, seeds and limits of every measurement, and notes on missing ones."""
-    evaluated = [(_name(entry), entry.quality) for entry in comparison.entries if entry.quality]
-    lines = [*comparison.notes, *map(_speed_measured, comparison.benches)]
-    return lines + [_quality_measured(name, quality["ddp_vllm"]) for name, quality in evaluated]
+    return {"models": models, "chosen": best.name if best else None, "notes": comparison.notes}
 
 
 def _speed_measured(bench: Mapping[str, Any]) -> str:
@@ -313,30 +258,13 @@ def _speed_measured(bench: Mapping[str, Any]) -> str:
     )
 
 
-def _quality_measured(name: str, ours: Mapping[str, Any]) -> str:
-    settings, source = ours["settings"], "hub" if ours["data"] == "hub" else "local files"
-    asked = f"the first {settings['limit']} rows of each task" if settings["limit"] else "every row"
-    return (
-        f"Quality of {name}: {asked}, {source}, {settings['backend']} backend, context {settings['max_length']}, "
-        f"{measured_on(ours)}."
-    )
-
-
-def _name(entry: Entry) -> str:
-    return entry.facts.name if entry.facts.pruned else f"{entry.facts.name} (dense)"
-
-
-def _mean(accuracy: tuple[float, float, int]) -> str:
-    return f"{100 * accuracy[0]:.2f} ± {100 * accuracy[1]:.2f}"
-
-
-def _score(name: str, found: tuple[float, float | None] | None) -> str:
-    if found is None:
-        return "–"
-    value, error = found
-    scale = 100 if TASKS[name].higher_is_better else 1
-    return f"{scale * value:.2f}" + (f" ± {scale * error:.2f}" if error is not None else "")
-
-
-def _millions(value: int) -> str:
-    return f"{value / 1e9:.2f} B" if value >= 1e9 else f"{value / 1e6:.1f} M"
+def _quality_measured(comparison: Comparison) -> Iterator[str]:
+    for model in comparison.models:
+        if model.evaluation:
+            stated = model.evaluation["ddp_vllm"]
+            settings, source = stated["settings"], "hub" if stated["data"] == "hub" else "local files"
+            rows = f"the first {settings['limit']} rows of each task" if settings["limit"] else "every row"
+            yield (
+                f"Quality of {model.name}: {rows}, {source}, {settings['backend']} backend, context "
+                f"{settings['max_length']}, {measured_on(stated)}."
+            )

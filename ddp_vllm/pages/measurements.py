@@ -1,6 +1,6 @@
-"""Gathers the sizes, evaluations and benchmarks of pruned checkpoints.
+"""Reads what is known of pruned checkpoints and their dense model: of themselves, bench, eval.
 
-Results are found in a checkpoint's folder and its `eval` folder, or passed by name. They belong to the model whose id
+Results are read from a checkpoint's folder and its `eval` folder, or passed by name. They belong to the model whose id
 they store (`model_facts.model_id`), wherever that model is now. Two evaluations are only compared if they asked the
 same questions.
 """
@@ -26,41 +26,46 @@ from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import ModelFacts, describe_model, identify
 from ddp_vllm.provenance import bare_name, local_provenance
 from ddp_vllm.remote_code.files import read_json
-from ddp_vllm.results import FORMAT, check_results, measured, on_gpu
+from ddp_vllm.results import FORMAT, check_results, main_verdict, measured, on_gpu
 
 Interval = tuple[float, float, float]
 """A value and the ends of its interval."""
 Results = Mapping[str, Any]
 """The results of one run of bench or eval, or a part of them, as in the file."""
-Found = Mapping[str, Sequence[Results]]
-"""All results files by kind: `bench`, `tasks` and `text`."""
+Notes = dict[str, str]
+"""A sentence on each missing or incomparable result -> the command that corrects it, or ""."""
 LARGEST_FILE = 100 * 2**20  # bytes; larger files in a model folder are not results
+PLACES = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")  # of results in a folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One model on the page."""
+class Model:
+    """One model of a comparison, and what is known of it."""
 
     facts: ModelFacts
     sparsity: float | None = None
     """The fraction of units to remove, from the recipe; None for another budget than `units`."""
-    quality: Results | None = None
-    """lm-eval's results."""
-    speeds: tuple[Results, ...] = ()
-    """Verdicts of `bench sharegpt`, each with the `bench` it comes from."""
     perplexities: tuple[float, float] | None = None
     """On held-out text of the kind it was trained on: the dense model's, and its own."""
     heldout: Interval | None = None
     """Its own perplexity over the dense model's."""
-    texts: Mapping[str, Results] = field(default_factory=dict)
-    """The results of `eval --text`, by text."""
     predicted: Interval | None = None
     """Predicted speedup of a budget in measured time, with the range of the profile's rounds."""
+    evaluation: Results | None = None
+    """lm-eval's results."""
+    texts: Mapping[str, Results] = field(default_factory=dict)
+    """The results of `eval --text`, by text."""
+    speeds: tuple[Results, ...] = ()
+    """Verdicts of `bench sharegpt`, each with the `bench` it comes from."""
+
+    @property
+    def name(self) -> str:
+        return self.facts.name if self.facts.pruned else f"{self.facts.name} (dense)"
 
     @property
     def accuracy(self) -> tuple[float, float, int] | None:
         """Mean accuracy, its standard error, and the number of tasks."""
-        mean = mean_accuracy(self.quality) if self.quality else None
+        mean = mean_accuracy(self.evaluation) if self.evaluation else None
         return (mean["value"], mean["stderr"], len(mean["tasks"])) if mean else None
 
     @property
@@ -69,19 +74,32 @@ class Entry:
         order = ("offline", "all at once", "")
         return next((speed for start in order for speed in self.speeds if speed["load"].startswith(start)), None)
 
+    @property
+    def measured_speedup(self) -> Interval | None:
+        """The ratio of that verdict with its interval; without one, both ends are the ratio."""
+        if self.speed is None:
+            return None
+        verdict = main_verdict(self.speed)
+        low, high = (verdict["ratio"] if verdict[end] is None else verdict[end] for end in ("low", "high"))
+        return verdict["ratio"], low, high
+
+    @property
+    def speedup(self) -> Interval | None:
+        """The speedup over the dense model that was measured, or else the predicted one."""
+        return self.measured_speedup or self.predicted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Everything the page shows."""
 
-    dense: Entry | None
-    pruned: tuple[Entry, ...]
+    dense: Model | None
+    pruned: tuple[Model, ...]
     benches: tuple[Results, ...]
-    notes: Mapping[str, str]
-    """A sentence on each missing or incomparable result -> the command that corrects it, or ""."""
+    notes: Notes
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def models(self) -> tuple[Model, ...]:
         return (self.dense, *self.pruned) if self.dense else self.pruned
 
 
@@ -97,13 +115,12 @@ def collect(folders: Sequence[Path], *, results: Sequence[Path] = (), dense: str
         raise CheckpointError(f"two folders are called {repeated}; rename one, or the page cannot tell them apart")
     dense = dense or _common_dense(checkpoints)
     nearby = [*folders, *([Path(dense) if Path(dense).is_dir() else default_output(dense)] if dense else [])]
-    found = _read_all(nearby, results)
-    notes: dict[str, str] = {}
-    entries = tuple(_entry(checkpoint, dense, found, notes) for checkpoint in checkpoints)
-    reference = _dense_entry(dense, found, entries, notes)
-    used = {id(speed["bench"]) for entry in entries for speed in entry.speeds}
-    benches = tuple(bench for bench in found["bench"] if id(bench) in used)
-    return Comparison(dense=reference, pruned=entries, benches=benches, notes=notes)
+    files = _read_files(nearby, results)
+    notes: Notes = {}
+    pruned = tuple(_pruned_model(checkpoint, dense, files, notes) for checkpoint in checkpoints)
+    used = [speed["bench"] for model in pruned for speed in model.speeds]
+    benches = tuple(bench for bench in files["bench"] if any(bench is other for other in used))
+    return Comparison(dense=_dense_model(dense, files, pruned, notes), pruned=pruned, benches=benches, notes=notes)
 
 
 def _dense_of(checkpoint: Checkpoint) -> str | None:
@@ -114,87 +131,86 @@ def _dense_of(checkpoint: Checkpoint) -> str | None:
 
 def _common_dense(checkpoints: Sequence[Checkpoint]) -> str | None:
     """Return the model that all checkpoints were pruned from, as the first one names it. Raises: SettingError."""
-    found = [dense for checkpoint in checkpoints if (dense := _dense_of(checkpoint))]
-    parents = sorted(set(map(identify, found)))
-    if len(parents) > 1:
+    parents = [dense for checkpoint in checkpoints if (dense := _dense_of(checkpoint))]
+    if len(different := sorted(set(map(identify, parents)))) > 1:
         raise SettingError(
-            f"the folders were pruned from different models ({', '.join(parents)}); compare those of one model, or "
+            f"the folders were pruned from different models ({', '.join(different)}); compare those of one model, or "
             "pass --dense if these are copies of one"
         )
-    return found[0] if found else None
+    return parents[0] if parents else None
 
 
-def _read_all(nearby: Sequence[Path], passed: Sequence[Path]) -> Found:
-    """Read each results file once: the passed files, and the files in passed folders and in folders of models."""
-    patterns = ("*.json", "against-*/*.json", "eval/*.json", "eval/against-*/*.json")
-    folders, files = [path for path in passed if path.is_dir()], [path for path in passed if not path.is_dir()]
-    inside = [path for folder in (*nearby, *folders) for pattern in patterns for path in sorted(folder.glob(pattern))]
-    small = [path for path in inside if path.stat().st_size < LARGEST_FILE]
-    named, paths = {path.resolve() for path in files}, {path.resolve(): path for path in (*files, *small)}
-    found: dict[str, list[Results]] = {"bench": [], "tasks": [], "text": []}
-    empty = {folder: folder.resolve() for folder in folders}
-    for resolved, path in paths.items():
-        if (content := _read(path, strict=resolved in named)) is not None:
-            found[_kind(content)].append(content)
-            empty = {folder: home for folder, home in empty.items() if not resolved.is_relative_to(home)}
-    for folder in empty:
-        raise TextError(f"{folder} holds no results of ddp-vllm bench or eval; pass the folder of eval -o, or a file")
-    return found
+def _read_files(nearby: Sequence[Path], passed: Sequence[Path]) -> dict[str, list[Results]]:
+    """Return the content of each results file once, by kind; of passed files and of files in passed and model folders.
 
-
-def _kind(content: Any) -> str:
-    """Return the kind of a results file; "" for any other file."""
-    if not isinstance(content, dict):
-        return ""
-    by_format = {FORMAT: "bench", FIDELITY_FORMAT: "text"}
-    return by_format.get(str(content.get("format")), "tasks" if "ddp_vllm" in content else "")
-
-
-def _read(path: Path, *, strict: bool) -> Results | None:
-    """Read a results file. For any other file, raise if the user passed it (`strict`), and return None otherwise.
-
-    Raises: TextError, also for a results file that is damaged.
+    Raises: TextError for a passed file that holds no results, and a passed folder without any.
     """
+    contents: dict[str, list[Results]] = {"bench": [], "tasks": [], "text": []}
+    read = set[Path]()
+    for place in (*passed, *nearby):
+        in_folder = place.is_dir() or place in nearby
+        paths = [path for pattern in PLACES for path in sorted(place.glob(pattern))] if in_folder else [place]
+        known = [path for path in paths if _add(path, contents, read, is_passed=not in_folder)]
+        if place in passed and not known:
+            raise TextError(
+                f"{place} holds no results of ddp-vllm bench or eval; pass the folder of eval -o, or a file"
+            )
+    return contents
+
+
+def _add(path: Path, contents: dict[str, list[Results]], read: set[Path], *, is_passed: bool) -> bool:
+    """Add a results file to the contents of its kind. Returns False for any other file, or raises if it was passed."""
+    if path.resolve() in read or (not is_passed and path.stat().st_size > LARGEST_FILE):
+        return path.resolve() in read
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        if strict:
+        if is_passed:
             raise TextError(f"{path} cannot be read ({error}); pass a results file of bench or eval") from error
-        return None
-    if kind := _kind(content):
-        check_all = check_results if kind == "bench" else check_evaluation
-        check_all(content, path)
-        return dict(content)
-    if strict:
+        return False
+    by_format = {FORMAT: "bench", FIDELITY_FORMAT: "text"}
+    is_object = isinstance(content, dict)
+    kind = by_format.get(str(content.get("format")), "tasks" if "ddp_vllm" in content else "") if is_object else ""
+    if kind:
+        (check_results if kind == "bench" else check_evaluation)(content, path)
+        contents[kind].append(content)
+        read.add(path.resolve())
+    elif is_passed:
         raise TextError(f"{path} is not a results file of ddp-vllm bench or eval; run one of them first")
-    return None
+    return bool(kind)
 
 
-def _entry(checkpoint: Checkpoint, dense: str | None, found: Found, notes: dict[str, str]) -> Entry:
+def _pruned_model(
+    checkpoint: Checkpoint, dense: str | None, files: Mapping[str, Sequence[Results]], notes: Notes
+) -> Model:
     """Return a pruned model with its measurements, and add notes on missing ones."""
-    folder, recipe = checkpoint.folder, checkpoint.provenance.get("recipe", {})
+    folder, provenance = checkpoint.folder, checkpoint.provenance
+    recipe, quality, latency = (provenance.get(key) or {} for key in ("recipe", "perplexity", "latency"))
     facts = describe_model(str(folder))
-    quality, speeds = _best_evaluation(found["tasks"], facts, notes), _speeds(found["bench"], facts, notes)
-    if quality is None:
+    evaluation, speeds = _best_evaluation(files["tasks"], facts, notes), _speeds(files["bench"], facts, notes)
+    if evaluation is None:
         notes[f"{facts.name} was not evaluated"] = f"ddp-vllm eval {folder}"
     if not speeds:
         command = f"ddp-vllm bench sharegpt --dense {_dense_of(checkpoint) or dense or 'MODEL'} --pruned {folder}"
         notes[f"{facts.name} was not measured"] = command
-    stated, latency = checkpoint.provenance.get("perplexity"), checkpoint.provenance.get("latency")
+    texts: dict[str, Results] = {}
+    for results in sorted(files["text"], key=lambda results: str(results["started"])):
+        if _find([results["model"]], facts, notes):
+            texts |= results["texts"]
     counts_units = recipe.get("budget", "units") == "units" and recipe.get("attention_sparsity") is None
-    return Entry(
+    return Model(
         facts=facts,
         sparsity=recipe.get("sparsity") or None if counts_units else None,
-        quality=quality,
-        speeds=speeds,
-        perplexities=(stated["dense"], stated.get("recovered", stated["pruned"])) if stated else None,
-        heldout=perplexity_ratio(stated or {}),
-        texts=_texts(found["text"], facts, notes),
+        perplexities=(quality["dense"], quality.get("recovered", quality["pruned"])) if quality else None,
+        heldout=perplexity_ratio(quality),
         predicted=(latency["speedup"], latency["low"], latency["high"]) if latency else None,
+        evaluation=evaluation,
+        texts=texts,
+        speeds=speeds,
     )
 
 
-def _find(models: Sequence[Results], facts: ModelFacts, notes: dict[str, str]) -> Results | None:
+def _find(models: Sequence[Results], facts: ModelFacts, notes: Notes) -> Results | None:
     """Return the entry of this model among a results file's models; among copies, the entry with its folder."""
     same = [model for model in models if _is_same(model, facts)]
     in_place = [model for model in models if model["model"] == facts.model]
@@ -210,38 +226,32 @@ def _is_same(model: Results, facts: ModelFacts) -> bool:
     return (model["name"], model["pruned"]) == (facts.name, facts.pruned)
 
 
-def _best_evaluation(evaluations: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> Results | None:
+def _best_evaluation(evaluations: Iterable[Results], facts: ModelFacts, notes: Notes) -> Results | None:
     """Return the evaluation of a model with the most tasks, then the most questions, then the latest date."""
-    mine = [each for each in evaluations if _find([each["ddp_vllm"]["model"]], facts, notes)]
-    return max(mine, key=lambda each: (len(each["results"]), _num_asked(each), each.get("date") or 0), default=None)
+
+    def size(evaluation: Results) -> tuple[int, int, float]:
+        questions = sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
+        return len(evaluation["results"]), questions, evaluation.get("date") or 0
+
+    of_model = [results for results in evaluations if _find([results["ddp_vllm"]["model"]], facts, notes)]
+    return max(of_model, key=size, default=None)
 
 
-def _texts(evaluations: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> dict[str, Results]:
-    """Return the results of the latest `eval --text` of a model, by text."""
-    latest: dict[str, Results] = {}
-    for each in sorted(evaluations, key=lambda each: str(each["started"])):
-        if _find([each["model"]], facts, notes):
-            latest |= each["texts"]
-    return latest
-
-
-def _num_asked(evaluation: Results) -> int:
-    return sum(count.get("effective", 0) for count in evaluation.get("n-samples", {}).values())
-
-
-def _speeds(benches: Iterable[Results], facts: ModelFacts, notes: dict[str, str]) -> tuple[Results, ...]:
+def _speeds(benches: Iterable[Results], facts: ModelFacts, notes: Notes) -> tuple[Results, ...]:
     """Return a model's verdict at each load: of the latest benchmark that ended, or else of the latest."""
     latest: dict[str, Results] = {}
     for bench in sorted(benches, key=lambda bench: (bench["complete"], bench["started"])):
         if model := _find(bench["models"][1:], facts, notes):
-            mine = [verdict for verdict in bench.get("verdicts", []) if verdict["label"] == model["label"]]
-            latest |= {verdict["load"]: {**verdict, "bench": bench} for verdict in mine}
+            verdicts = [verdict for verdict in bench.get("verdicts", []) if verdict["label"] == model["label"]]
+            latest |= {verdict["load"]: {**verdict, "bench": bench} for verdict in verdicts}
     return tuple(latest.values())
 
 
-def _dense_entry(dense: str | None, found: Found, entries: Sequence[Entry], notes: dict[str, str]) -> Entry | None:
-    """Return the dense model's entry, with the evaluation that asked the same questions as the pruned ones'."""
-    baselines = [bench["models"][0] for bench in found["bench"]]
+def _dense_model(
+    dense: str | None, files: Mapping[str, Sequence[Results]], pruned: Sequence[Model], notes: Notes
+) -> Model | None:
+    """Return the dense model, with the evaluation that asked the same questions as the pruned ones'."""
+    baselines = [bench["models"][0] for bench in files["bench"]]
     dense = dense or next((model["model"] for model in baselines), None)
     if dense is None:
         return None
@@ -251,61 +261,62 @@ def _dense_entry(dense: str | None, found: Found, entries: Sequence[Entry], note
         facts = ModelFacts(model=identify(dense), name=bare_name(dense), pruned=False)
     if facts.pruned:
         raise SettingError(f"{dense} is pruned itself; pass the dense model with --dense")
-    for entry in entries:
-        others = [model for speed in entry.speeds if not _is_same(model := speed["bench"]["models"][0], facts)]
-        notes |= {f"{entry.facts.name} was measured against {each['model']}, not {dense}": "" for each in others[:1]}
-    wanted = [conditions(entry.quality) for entry in entries if entry.quality]
-    same = [each for each in found["tasks"] if not wanted or conditions(each) == wanted[0]]
-    quality = _best_evaluation(same, facts, notes)
-    if quality is None:
-        command = f"ddp-vllm eval {entries[0].facts.model} --against {dense}"
+    for model in pruned:
+        others = [speed["bench"]["models"][0] for speed in model.speeds]
+        for other in [other for other in others if not _is_same(other, facts)][:1]:
+            notes[f"{model.name} was measured against {other['model']}, not {dense}"] = ""
+    asked = [conditions(model.evaluation) for model in pruned if model.evaluation]
+    same = [results for results in files["tasks"] if not asked or conditions(results) == asked[0]]
+    evaluation = _best_evaluation(same, facts, notes)
+    if evaluation is None:
+        command = f"ddp-vllm eval {pruned[0].facts.model} --against {dense}"
         notes["the dense model was not evaluated on the same rows"] = command
-    if any(others != wanted[0] for others in wanted[1:]):
+    if any(others != asked[0] for others in asked[1:]):
         notes["the models were not evaluated on the same rows, so their accuracies can't be compared"] = ""
     known = [model for model in baselines if _is_same(model, facts)]
     if known and facts.parameters is None:
         facts = ModelFacts(**{key: known[0].get(key) for key in ModelFacts.__dataclass_fields__})
-    return Entry(facts=facts, quality=quality)
+    return Model(facts=facts, evaluation=evaluation)
 
 
 def conditions(evaluation: Results) -> tuple[Any, ...]:
     """Return the conditions that two comparable evaluations share: tasks, limit, context length and data."""
-    ours = evaluation["ddp_vllm"]
-    data = ours["data"] if isinstance(ours["data"], str) else sorted(ours["data"].items())
-    settings = ours["settings"]
-    return (sorted(evaluation["results"]), settings["limit"], settings["max_length"], json.dumps(data))
+    stated = evaluation["ddp_vllm"]
+    settings, data = stated["settings"], json.dumps(stated["data"], sort_keys=True)
+    return sorted(evaluation["results"]), settings["limit"], settings["max_length"], data
 
 
-def difference(entry: Entry, dense: Entry | None) -> tuple[float, float] | None:
+def difference(model: Model, dense: Model | None) -> tuple[float, float] | None:
     """Return the difference of mean accuracy from the dense model on the same questions, and half its 95 % interval."""
-    both = _comparable(entry, dense)
+    both = _comparable(model, dense)
     return mean_difference(*both) if both else None
 
 
-def retained(entry: Entry, dense: Entry | None) -> float | None:
+def retained(model: Model, dense: Model | None) -> float | None:
     """Return the retained fraction of the dense mean accuracy, if both models answered the same questions."""
-    both = _comparable(entry, dense)
-    ours, theirs = map(mean_accuracy, both) if both else (None, None)
-    return ours["value"] / theirs["value"] if ours and theirs and theirs["value"] else None
+    both = _comparable(model, dense)
+    mean, dense_mean = map(mean_accuracy, both) if both else (None, None)
+    return mean["value"] / dense_mean["value"] if mean and dense_mean and dense_mean["value"] else None
 
 
-def _comparable(entry: Entry, dense: Entry | None) -> tuple[Results, Results] | None:
+def _comparable(model: Model, dense: Model | None) -> tuple[Results, Results] | None:
     """Return both evaluations if there are two, of the same questions."""
-    if not (dense and entry.quality and dense.quality and conditions(entry.quality) == conditions(dense.quality)):
+    if not (dense and model.evaluation and dense.evaluation):
         return None
-    return entry.quality, dense.quality
+    same = conditions(model.evaluation) == conditions(dense.evaluation)
+    return (model.evaluation, dense.evaluation) if same else None
 
 
-def engine_fact(entry: Entry, comparison: Comparison, fact: str) -> float | None:
+def engine_fact(model: Model, comparison: Comparison, fact: str) -> float | None:
     """Return the median of a value that a model's engines reported in the benchmark of the picture.
 
     Served and offline engines differ in processes, so only one benchmark is read. Peak memory is unknown on a GPU.
     """
-    speeds = [entry.speed] if entry.facts.pruned else [other.speed for other in comparison.pruned]
+    speeds = [model.speed] if model.facts.pruned else [other.speed for other in comparison.pruned]
     speed = next(filter(None, speeds), None)
     if speed is None or (fact == "peak_memory_bytes" and on_gpu(speed["bench"])):
         return None
-    label = speed["label"] if entry.facts.pruned else speed["bench"]["models"][0]["label"]
+    label = speed["label"] if model.facts.pruned else speed["bench"]["models"][0]["label"]
     engines = [run["engine"] for run in measured(speed["bench"], label, speed["load"])]
     values = [engine[fact] for engine in engines if fact in engine]
     return median(values) if values else None

@@ -10,6 +10,7 @@ from rich.segment import Segment
 
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import printable
+from ddp_vllm.pages.page import Table
 from ddp_vllm.pages.summary import details, lead, sizes, width_table
 
 BAR = 24  # characters
@@ -37,6 +38,16 @@ def print_checkpoint(checkpoint: Checkpoint, console: Console) -> None:
     console.print(_widths(checkpoint))
     for label, statement in details(checkpoint):
         _print_line(console, label, statement)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table of a page; the first column is text, the others are numbers."""
+    drawn = rich_table.Table()
+    for number, heading in enumerate(table.headings):
+        drawn.add_column(escape(printable(heading)), justify="right" if number else "left")
+    for row in table.rows:
+        drawn.add_row(*(escape(printable(str(cell))) for cell in row))
+    console.print(drawn)
 
 
 def _widths(checkpoint: Checkpoint) -> rich_table.Table:

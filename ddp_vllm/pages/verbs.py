@@ -107,7 +107,7 @@ def push(
         return dict(sorted(sizes.items()))
     api = HfApi(library_name="ddp-vllm")
     message = f"{checkpoint.config['model_type']} pruned by ddp-vllm"
-    branch = {"repo_id": repository, "revision": revision, "commit_message": message}
+    branch: dict[str, Any] = {"repo_id": repository, "revision": revision, "commit_message": message}
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         if revision and revision != "main" and not revision.startswith("refs/"):  # a commit does not make its branch

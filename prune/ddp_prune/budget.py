@@ -19,7 +19,15 @@ import torch
 from ddp_models.source import Source
 from ddp_prune.gates import Masks
 from ddp_prune.recipe import Recipe
-from ddp_prune.selection import Rows, best_support, cut_rows, evenly, exact_choice, greedy, open_first
+from ddp_prune.selection import (
+    Rows,
+    best_support,
+    choose_counts,
+    cut_rows,
+    greedy,
+    rank_evenly_per_kv_head,
+    rank_open_first,
+)
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import (
@@ -35,7 +43,7 @@ from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
-MOST_BLOCKS = 256  # per layer in the exact choice; with more, the solver takes minutes
+MOST_BLOCKS = 256  # per layer in the table of measured costs
 
 
 def keep_schedule(progress: float, keep_ratio: float, start: float = 1.0) -> float:
@@ -141,7 +149,7 @@ class Pool:
         """Return the importance, float64 on the CPU, such that per cost every open unit ranks before closed ones."""
         cost_GN = self.joined_costs()
         scale_GN = torch.where(cost_GN > 0, cost_GN, 1.0)
-        ratio_GN = open_first(self.join(importance).cpu().double() / scale_GN, self.join(is_open).cpu())
+        ratio_GN = rank_open_first(self.join(importance).cpu().double() / scale_GN, self.join(is_open).cpu())
         return self.split(ratio_GN * scale_GN)
 
     def _rows(self, kind: str, importance: torch.Tensor, block: int) -> Rows:
@@ -149,7 +157,7 @@ class Pool:
         importance_RU, order_RU, fixed_L = importance.flatten(0, -2), None, self.fixed.get(kind)
         if kind == "attn" and self.queries_per_kv > 1:
             if block > 1:  # tensor parallelism requires that every KV head of a layer keeps equally many query heads
-                order_RU = evenly(importance_RU, self.queries_per_kv)
+                order_RU = rank_evenly_per_kv_head(importance_RU, self.queries_per_kv)
                 fixed_L = None if fixed_L is None else fixed_L * (importance_RU.shape[1] // self.queries_per_kv)
             elif fixed_L is not None:
                 importance_RU = importance.reshape(-1, self.queries_per_kv)
@@ -204,7 +212,7 @@ class WholeExpertPool(Pool):
         return self._choose_experts(importance["experts"].double(), is_open["experts"], keep_ratio)
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
-        ranked = open_first(importance["experts"], is_open["experts"])
+        ranked = rank_open_first(importance["experts"], is_open["experts"])
         return self._choose_experts(ranked, torch.ones_like(is_open["experts"]), self.keep_ratio)
 
     def _choose_experts(self, importance_LEC: torch.Tensor, allowed_LEC: torch.Tensor, keep_ratio: float) -> Masks:
@@ -235,7 +243,7 @@ class LatencyPool(Pool):
         return {kind: kept[kind] & is_open[kind] for kind in kept}
 
     def choose(self, importance: Masks, is_open: Masks) -> Masks:
-        """Return the kept units of most importance at the measured cost of whole blocks, by an exact choice.
+        """Return the kept units of most importance at the measured cost of whole blocks (`choose_counts`).
 
         The experts of a layer share its row of the table, so their blocks are ranked together.
         """
@@ -245,8 +253,14 @@ class LatencyPool(Pool):
             blocks.append(cut_rows(values.flatten(0, -2), block=self.blocks[kind], num_blocks=num_blocks))
             blocks_LM = blocks[-1].importance.view(len(values), -1)  # one block per step, or one of each expert
             steps.append(cut_rows(blocks_LM, block=blocks_LM.shape[1] // num_blocks))
-        sums_LB = [torch.nn.functional.pad(each.importance.cumsum(1), (1, 0)) for each in steps]
-        counts_L = exact_choice(sums_LB, list(self.tables.values()), self.kept)
+        sums_LB = [torch.nn.functional.pad(rows.importance.cumsum(1), (1, 0)) for rows in steps]
+        most = max(sums.shape[1] for sums in sums_LB)
+        importance_RB, cost_RB = (
+            torch.cat([torch.nn.functional.pad(part, (0, most - part.shape[1]), value=missing) for part in parts])
+            for parts, missing in ((sums_LB, -torch.inf), (self.tables.values(), torch.inf))
+        )
+        _, counts_R = choose_counts(importance_RB[None], cost_RB[None], self.kept)
+        counts_L = counts_R.split([len(sums) for sums in sums_LB])
         supports = []
         for block, step, count_L in zip(blocks, steps, counts_L, strict=True):
             taken_LM = step.support(torch.arange(step.cost.shape[1]) < count_L[:, None])
@@ -260,7 +274,7 @@ class LatencyPool(Pool):
         return min(float(table_LB[:, 1:].amin()) for table_LB in self.tables.values())
 
 
-def suited_pools(
+def make_checked_pools(
     recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
 ) -> tuple[str, Sequence[Pool]]:
     """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not suit each other."""
@@ -373,11 +387,11 @@ def _priced_pool(
         raise SettingError(f"budget is {budget!r}, which does not depend on what is pruned here; choose another")
     if not recipe.target:
         return replace(pool, kept=math.floor((1.0 - recipe.sparsity) * pool.total))
-    whole = whole_model(budget, config, dense_layers(config), shapes, recipe.context_length)
-    unprunable = whole - pool.total
-    if not unprunable < recipe.target < whole:
+    model_cost = whole_model(budget, config, dense_layers(config), shapes, recipe.context_length)
+    unprunable = model_cost - pool.total
+    if not unprunable < recipe.target < model_cost:
         raise SettingError(
-            f"target is {recipe.target:,.0f} {budget}, but the dense model has {whole:,.0f}, of which "
+            f"target is {recipe.target:,.0f} {budget}, but the dense model has {model_cost:,.0f}, of which "
             f"{unprunable:,.0f} cannot be pruned; choose a target between them"
         )
     return replace(pool, kept=recipe.target - unprunable)

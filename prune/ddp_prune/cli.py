@@ -69,7 +69,7 @@ def _with_target(settings: dict[str, Any]) -> dict[str, Any]:
     if not budgets:
         return settings
     if len({*budgets, settings.get("budget", budgets[0])}) > 1:
-        other = next(each for each in (*budgets[1:], settings.get("budget")) if each)
+        other = next(name for name in (*budgets[1:], settings.get("budget")) if name)
         raise SettingError(f"a target in {budgets[0]} and a budget in {other} are given; give one of them")
     return settings | {"budget": budgets[0], "target": settings.pop(options[budgets[0]])}
 

@@ -14,7 +14,7 @@ from ddp_models.source import Source, check_spares_source, open_source
 from ddp_models.writing import stored_tensors, write_model
 from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
-from ddp_prune.selection import realign
+from ddp_prune.selection import round_to_blocks
 from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.errors import CheckpointError, SettingError
 from ddp_vllm.families import (
@@ -335,4 +335,4 @@ def _aligned(gates: Masks, scores: Mapping[str, Masks], provenance: Mapping[str,
         raise CheckpointError(f"{path} holds no {kind}.saliency, which --align requires; prune again with --align")
     if saliency.shape != gates[kind].shape or not (saliency.isfinite() & (saliency >= 0)).all():
         raise CheckpointError(f"{path} holds {kind}.saliency of another shape, negative or not finite; prune again")
-    return gates | {kind: realign(gates[kind], saliency, align)}
+    return gates | {kind: round_to_blocks(gates[kind], saliency, align)}

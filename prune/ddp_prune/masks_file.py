@@ -58,5 +58,5 @@ def write_masks(
     for name, masks in (scores or {}).items():
         tensors |= {f"{kind}.{name}": values for kind, values in masks.items()}
     header = {"ddp_vllm": __version__, "head_unit": head_unit, **published(provenance)}
-    save_tensors(tensors, path, masks_metadata(header, {name: each.numpy() for name, each in tensors.items()}))
+    save_tensors(tensors, path, masks_metadata(header, {name: values.numpy() for name, values in tensors.items()}))
     remember(path, provenance)

@@ -60,11 +60,11 @@ def held_bytes(recipe: Recipe, source: Source, mode: Mode, itemsize: int, num_sh
     """Return the same for weights of `itemsize` bytes that `num_shards` devices share."""
     teacher = mode.train == "weights" and recipe.distillation > 0
     shapes = source.memory_shapes
-    whole = model_bytes(shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
+    num_bytes = model_bytes(shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
     if mode.train == "lora":
-        whole += adapter_bytes(shapes, itemsize, RANK)
+        num_bytes += adapter_bytes(shapes, itemsize, RANK)
     frozen = itemsize * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
-    return whole if num_shards == 1 else frozen + (whole - frozen) // num_shards
+    return num_bytes if num_shards == 1 else frozen + (num_bytes - frozen) // num_shards
 
 
 class Earlier(NamedTuple):
@@ -107,8 +107,8 @@ def resolve_training_mode(
             raise SettingError(obstacle)
         return resumed
     free = free_memory(accelerator)
-    needed = {each: mode_bytes(recipe, source, each, accelerator) for each in suited_modes(recipe)}
-    needs = {each: f"{each} requires {gigabytes(number)}" for each, number in needed.items()}
+    needed = {mode: mode_bytes(recipe, source, mode, accelerator) for mode in suited_modes(recipe)}
+    needs = {mode: f"{mode} requires {gigabytes(number)}" for mode, number in needed.items()}
     usable = list[Mode]()
     for mode in modes:
         if mode.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
@@ -120,7 +120,7 @@ def resolve_training_mode(
         raise SettingError(obstacle)
     chosen = usable[-1]
     if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # passed by the user: all memory may do
-        fitting = "; ".join(needs[each] for each in needed if needed[each] <= TRAINING_SHARE * free)
+        fitting = "; ".join(needs[mode] for mode in needed if needed[mode] <= TRAINING_SHARE * free)
         raise SettingError(
             f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
             + (f"what fits: {fitting}" if fitting else "pass --shard on more devices")
@@ -128,7 +128,7 @@ def resolve_training_mode(
     above = modes[modes.index(chosen) - 1 : modes.index(chosen)]
     say(
         f"training mode: {needs[chosen]} of {gigabytes(free)} before activations"
-        + "".join(f"; {needs[each]}" for each in above)
+        + "".join(f"; {needs[mode]}" for mode in above)
         + (f"; {obstacle}" if obstacle else "")
     )
     return chosen

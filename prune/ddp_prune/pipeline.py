@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source, check_index, check_spares_source, open_source
-from ddp_prune.budget import Pool, head_unit_of, suited_pools
+from ddp_prune.budget import Pool, head_unit_of, make_checked_pools
 from ddp_prune.export import export, layer_widths
 from ddp_prune.mode import Earlier, earlier_run, resolve_training_mode
 from ddp_prune.recipe import Recipe
@@ -79,7 +79,7 @@ def prune(
     source = main_process_first(accelerator, lambda: find_model(first, output))
     source.describe_rest(say)
     profile = main_process_first(accelerator, partial(latency_profile, first, source, measure))
-    pools = [suited_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
+    pools = [make_checked_pools(recipe, source, source.shapes, profile)[1] for recipe in recipes]
     mode = resolve_training_mode(first, source, earlier[0], accelerator, say)
     recipes = settle(recipes, earlier[0], mode, source, pools[-1], head_unit_of(first, source), accelerator, say)
     runs = make_runs(recipes, pools, mode, profile)
@@ -147,8 +147,6 @@ def prune_family(
             done = searched and (run is last or run.steps.search <= searched) and is_written(inputs, run, folder)
             if broadcast_from_main(inputs.accelerator, bool(done)):
                 inputs.say(f"{folder} was written before")
-                if inputs.accelerator.is_main_process:
-                    inputs.state(folder, run).remove()
             else:
                 prune_size(inputs, run, pools, folder, FamilyCheckpoints(resume_from, save_to, run.steps.search))
             resume_from = save_to
@@ -156,9 +154,9 @@ def prune_family(
 
 
 def is_written(inputs: Inputs, run: Run, output: Path) -> bool:
-    """Tell whether `output` holds the result of this run on this text and these weights."""
+    """Tell whether `output` holds the result of this run on this text and these weights, and no run will replace it."""
     provenance = provenance_of(output)
-    if not provenance or "recovery" in provenance or "applied_to" in provenance:
+    if inputs.state(output, run).folder.exists() or "recovery" in provenance or "applied_to" in provenance:
         return False
     same_run = provenance.get("run") == run.to_dict() and provenance.get("fingerprint") == inputs.fingerprint
     return same_run and is_same_recipe(provenance.get("recipe", {}), run.recipe)

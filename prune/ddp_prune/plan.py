@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from ddp_models.loading import check_sharding
 from ddp_models.source import Source
-from ddp_prune.budget import Pool, suited_pools
+from ddp_prune.budget import Pool, make_checked_pools
 from ddp_prune.mode import Mode, earlier_run, mode_bytes, resolve_training_mode
 from ddp_prune.pipeline import family_run, find_model, folders_of, latency_profile
 from ddp_prune.rate import trial_steps
@@ -61,7 +61,7 @@ def plan(
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
-        head_unit, pools = suited_pools(recipe, source, source.shapes, profile)
+        head_unit, pools = make_checked_pools(recipe, source, source.shapes, profile)
         pools_of.append(pools)
         lines += [pool.describe() for pool in pools]
         share, described = _removed_of_model(recipe, source, pools)
@@ -70,7 +70,7 @@ def plan(
     if on:
         estimates = estimate(recipes, source, on)
         lines += describe(last, estimates, on)
-        taken = next(found for found in estimates if found.is_auto)
+        taken = next(sized for sized in estimates if sized.is_auto)
         return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak_bytes, seconds=taken.seconds)
     accelerator = make_accelerator(output, None)
     say(describe_device(accelerator))
@@ -118,15 +118,15 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
         lines: list[str] = []
         if recipe.budget != "latency":
             (pool,) = pools
-            whole = whole_model(recipe.budget, config, layers, source.shapes, recipe.context_length)
-            left = whole - pool.total + pool.kept
-            share = 1 - left / whole
+            model_cost = whole_model(recipe.budget, config, layers, source.shapes, recipe.context_length)
+            left = model_cost - pool.total + pool.kept
+            share = 1 - left / model_cost
             lines = [
                 f"removed: {1 - pool.keep_ratio:.1%} of the prunable {recipe.budget} = {share:.1%} of the model: "
-                f"{whole:,.0f} → {left:,.0f} per token"
+                f"{model_cost:,.0f} → {left:,.0f} per token"
             ]
         return share, [*lines, "parameters: how many are removed depends on which units the search removes"]
-    whole = whole_model("params", config, layers, source.shapes, recipe.context_length)
+    model_cost = whole_model("params", config, layers, source.shapes, recipe.context_length)
     prunable = {"attn": 0.0, "mlp": 0.0, "experts": 0.0}
     for price, layer in zip(prices("params", config, source.shapes, recipe.context_length), layers, strict=True):
         prunable["attn"] += price.query_head * layer.num_query_heads + price.kv_head * layer.num_kv_heads
@@ -134,15 +134,15 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
         prunable["experts"] += price.expert_channel * sum(layer.expert_intermediate_sizes or ())
     prunable = {kind: number for kind, number in prunable.items() if kind in source.sizes.blocks}
     total = sum(prunable.values())
-    removed = sum((each.total - each.kept) * sum(prunable[kind] for kind in each.shapes) / each.total for each in pools)
+    removed = sum((pool.total - pool.kept) * sum(prunable[kind] for kind in pool.shapes) / pool.total for pool in pools)
     line = (
-        f"removed: {removed / total:.1%} of the prunable parameters = {removed / whole:.1%} of the model: "
-        f"{short(whole)} → {short(whole - removed)}"
+        f"removed: {removed / total:.1%} of the prunable parameters = {removed / model_cost:.1%} of the model: "
+        f"{short(model_cost)} → {short(model_cost - removed)}"
     )
-    wanted = (1.0 - recipe.sparsity) * whole
-    if recipe.sparsity and wanted > whole - total:
-        line += f"; to remove {recipe.sparsity:.0%} of the model: --target-params {short(wanted)}"
-    return removed / whole, [line]
+    target = (1.0 - recipe.sparsity) * model_cost
+    if recipe.sparsity and target > model_cost - total:
+        line += f"; to remove {recipe.sparsity:.0%} of the model: --target-params {short(target)}"
+    return removed / model_cost, [line]
 
 
 def _memory(run: Run, source: Source, accelerator: Accelerator) -> tuple[float, str]:

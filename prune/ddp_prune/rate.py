@@ -17,7 +17,7 @@ import torch
 
 from ddp_prune.run import Run
 from ddp_training.batches import Batches, Teacher
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.processes import broadcast_from_main
 from ddp_training.weights import TrainedWeights, step_seed
 from ddp_vllm.errors import TrainingError
@@ -95,11 +95,11 @@ def run_trials(
     rates = RATES["lora" if weights.adapted else "weights"]
 
     def backward(step: int) -> None:
-        for numbers in batches.step(step):
-            tokens = batches.blocks[numbers].to(accelerator.device)
-            with weights.summing(len(numbers) / batches.size):
-                loss_mask_N = batches.loss_mask_of(step, numbers)
-                _loss(model, teacher.hidden(tokens, numbers), tokens, eta, loss_mask_N)[0].backward()
+        for batch in batches.step(step):
+            with weights.summing(batch.share):
+                teacher_NH, student_NH = teacher.hidden(batch), final_hidden(model, batch.tokens)
+                head, labels_N = OutputHead.of(model), batch.labels_N
+                distill(student_NH, teacher_NH, head, labels_N, eta, loss_mask_N=batch.loss_mask_N)[0].backward()
 
     def trial(rate: float) -> float:
         try:
@@ -116,21 +116,14 @@ def run_trials(
 
     @torch.no_grad()
     def heldout_loss() -> float:
-        blocks = heldout[: _num_blocks(heldout.shape[1])].to(accelerator.device).split(1)
-        total = sum(
-            cross_entropy + eta * divergence
-            for tokens in blocks
-            for _, cross_entropy, divergence in [_loss(model, teacher.states(tokens), tokens, eta, None)]
-        )
+        blocks, total = heldout[: _num_blocks(heldout.shape[1])].to(accelerator.device).split(1), 0.0
+        for tokens in blocks:
+            labels_N = tokens[:, 1:].reshape(-1)
+            teacher_NH, student_NH = teacher.states(tokens), final_hidden(model, tokens)
+            cross_entropy, divergence = distill(student_NH, teacher_NH, OutputHead.of(model), labels_N, eta)[1].tolist()
+            total += cross_entropy + eta * divergence
         return broadcast_from_main(accelerator, total / len(blocks))
 
     say(f"finding the learning rate: at most {len(rates) - FIRST} trials of {TRIAL_STEPS} steps of the dense model")
     dense = heldout_loss()
     return find_rate(rates, dense, trial)
-
-
-def _loss(
-    model: Any, teacher_NH: torch.Tensor, tokens: torch.Tensor, eta: float, loss_mask_N: torch.Tensor | None
-) -> tuple[torch.Tensor, float, float]:
-    student_NH, labels_N = final_hidden(model, tokens), tokens[:, 1:].reshape(-1)
-    return distilled_loss(student_NH, teacher_NH, OutputHead.of(model), labels_N, eta, loss_mask_N=loss_mask_N)

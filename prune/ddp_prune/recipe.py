@@ -201,8 +201,8 @@ class Recipe(TrainingSettings):
 
     def removed(self, module_type: str) -> float:
         """Return the fraction of the units of a module type to remove, with the budget `units`."""
-        own = self.attention_sparsity if module_type == "attn" else None
-        return self.sparsity if own is None else own
+        attention = self.attention_sparsity if module_type == "attn" else None
+        return self.sparsity if attention is None else attention
 
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from their defaults, as a recipe file would state them."""

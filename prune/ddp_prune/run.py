@@ -81,7 +81,7 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
     if last.controller != "gradual":
         raise SettingError(f"controller is {last.controller!r}, which prunes to one size only; give one size")
     polish = min(last.steps - search, max(1, int((FAMILY_STEPS * last.steps - search) / len(recipes))))
-    found, done = list[Steps](), 0
+    steps, done = list[Steps](), 0
     for recipe in recipes:
         removed, most_removed = (1 - 1 / each.size if last.speedup else each.size for each in (recipe, last))
         end = round(search * removed / most_removed)
@@ -89,9 +89,9 @@ def schedule(recipes: Sequence[Recipe]) -> list[Steps]:
             raise SettingError(
                 f"steps is {last.steps}, which leaves none for {last.size_name} {recipe.size:g}; give more"
             )
-        found.append(Steps(done, end, end + polish))
+        steps.append(Steps(done, end, end + polish))
         done = end
-    return found
+    return steps
 
 
 def make_runs(

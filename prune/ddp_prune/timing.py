@@ -56,7 +56,7 @@ def settle(
         shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes)
     steps, batch, seq_len = shape
     say(f"{last.minutes:g} minutes: {steps:,} steps of {batch} × {seq_len:,} tokens")
-    settled = [dataclasses.replace(each, steps=steps, batch_size=batch, seq_len=seq_len) for each in recipes]
+    settled = [dataclasses.replace(recipe, steps=steps, batch_size=batch, seq_len=seq_len) for recipe in recipes]
     check_sharding(settled[-1], accelerator.num_processes)  # a resumed run may have had fewer processes
     return settled
 
@@ -69,8 +69,8 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float], num_p
     """
     recipe = run.recipe
     seconds = 60.0 * recipe.minutes
-    each = measure(run)
-    tokens = seconds / each * recipe.batch_size * recipe.seq_len
+    step_seconds = measure(run)
+    tokens = seconds / step_seconds * recipe.batch_size * recipe.seq_len
     most_tokens = recipe.batch_size * recipe.seq_len
     tokens_per_step = most_tokens
     while tokens_per_step > max(FEWEST_TOKENS, tokens / WANTED_STEPS):
@@ -83,11 +83,11 @@ def fit_minutes(run: Run, num_sizes: int, measure: Callable[[Run], float], num_p
         batch = min(batch, per_process * num_processes)
     if batch * seq_len < most_tokens:  # shorter sequences take another time per token
         run = dataclasses.replace(run, recipe=dataclasses.replace(recipe, batch_size=batch, seq_len=seq_len))
-        each = measure(run)
+        step_seconds = measure(run)
     num_trial_steps = trial_steps(run)
-    steps = int((seconds / each - num_trial_steps) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
+    steps = int((seconds / step_seconds - num_trial_steps) / (FAMILY_STEPS if num_sizes > 1 else 1.0))
     if steps < FEWEST_STEPS:
-        least = (num_trial_steps + FEWEST_STEPS * (FAMILY_STEPS if num_sizes > 1 else 1.0)) * each / 60.0
+        least = (num_trial_steps + FEWEST_STEPS * (FAMILY_STEPS if num_sizes > 1 else 1.0)) * step_seconds / 60.0
         raise SettingError(
             f"minutes is {recipe.minutes:g}, enough for {max(0, steps)} steps of {batch} × {seq_len:,} tokens where "
             f"{FEWEST_STEPS} are needed; give at least {math.ceil(least)}, or --train masks, or a lower --seq-len"

@@ -70,7 +70,7 @@ class Inputs:
         unit = self.head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
         trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
         self.say(
-            f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
+            f"text: {blocks.num_tokens:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
             f"({passes:.2g} passes), {blocks.heldout.numel():,} held out"
         )
         self.say(
@@ -174,10 +174,10 @@ def _train_size(inputs: Inputs, run: Run, pools: Sequence[Pool], state: RunState
     warn_of_harm(evaluation, untrained, inputs.say)
     for name in inputs.watched:
         inputs.say(evaluation.summary(name))
-    found = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
+    metrics = {"perplexity": evaluation.perplexity(recipe.data), **evaluation.samples()}
     if inputs.watched:
-        found["watched"] = {name: evaluation.perplexity(name) for name in inputs.watched}
-    return Result(learned, found, transform)
+        metrics["watched"] = {name: evaluation.perplexity(name) for name in inputs.watched}
+    return Result(learned, metrics, transform)
 
 
 def load_trained(
@@ -224,21 +224,21 @@ def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], N
         return {"highest": recipe.learning_rate}
     if joint.heldout is None or trainer.teacher is None:
         return {"highest": highest_rate(trainer.run.train, trainer.gated.sizes.hidden_size)}
-    found = run_trials(
+    trials = run_trials(
         model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation, recipe.seed, say
     )
-    say(str(found))
+    say(str(trials))
     return {
-        "highest": found.rate,
-        "dense": found.dense,
-        "trials": {f"{rate:g}": loss for rate, loss in found.losses.items()},
+        "highest": trials.rate,
+        "dense": trials.dense,
+        "trials": {f"{rate:g}": loss for rate, loss in trials.losses.items()},
     }
 
 
-def _phase(run: Run, wanted: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
+def _phase(run: Run, targets: Mapping[str, float], metrics: dict[str, float]) -> tuple[str, str]:
     """Return the phase of a step and the sparsity it reached, for the progress bar."""
     shares = {name.removesuffix("_sparsity"): value for name, value in metrics.items() if name.endswith("_sparsity")}
-    goals = {name: f" of {share:.0%}" for name, share in wanted.items()}
+    goals = {name: f" of {share:.0%}" for name, share in targets.items()}
     sparsity = ", ".join(f"{name} {value:.1%}{goals.get(name, '')}" for name, value in shares.items())
     annealed = f"μ {metrics['mu']:.3f} " if "mu" in metrics else ""
     phase = "search" if metrics["step"] <= run.steps.search else "polish"

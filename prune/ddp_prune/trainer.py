@@ -21,7 +21,7 @@ from ddp_prune.experts import neutral_where_idle
 from ddp_prune.gates import GatedModel, Masks, narrow_layers
 from ddp_prune.run import Run
 from ddp_prune.selection import limit_counts
-from ddp_training.batches import Batches, Teacher
+from ddp_training.batches import Batches, MicroBatch, Teacher
 from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.processes import broadcast_from_main, raise_on_all_ranks
 from ddp_training.weights import WARMUP, TrainedWeights, rate_of, step_seed
@@ -85,10 +85,14 @@ class GateState:
         z = {kind: torch.ones(shape, device=device) for kind, shape in shapes.items()}
         return cls(
             z=z,
-            information={kind: torch.zeros_like(each) for kind, each in z.items()},
-            open_steps={kind: torch.zeros_like(each) for kind, each in z.items()},
-            support={kind: torch.ones_like(each, dtype=torch.bool) for kind, each in z.items()},
-            routed={k: torch.zeros_like(each[..., 0], dtype=torch.int64) for k, each in z.items() if each.dim() == 3},
+            information={kind: torch.zeros_like(values) for kind, values in z.items()},
+            open_steps={kind: torch.zeros_like(values) for kind, values in z.items()},
+            support={kind: torch.ones_like(values, dtype=torch.bool) for kind, values in z.items()},
+            routed={
+                kind: torch.zeros_like(values[..., 0], dtype=torch.int64)
+                for kind, values in z.items()
+                if values.dim() == 3
+            },
             searched_z={},
             snapshots={},
         )
@@ -97,7 +101,9 @@ class GateState:
         """Return all tensors by names such as `z.mlp` and `after_100.mlp`."""
         parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         parts |= parts.pop("snapshots")
-        return {f"{part}.{kind}": each.detach().cpu() for part, masks in parts.items() for kind, each in masks.items()}
+        return {
+            f"{part}.{kind}": values.detach().cpu() for part, masks in parts.items() for kind, values in masks.items()
+        }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Restore what `save` returned; ignore other tensors."""
@@ -231,12 +237,12 @@ class Trainer:
         gradients = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         squares = {kind: torch.zeros_like(mask, dtype=torch.float64) for kind, mask in masks.items()}
         routed = {kind: torch.zeros_like(counts) for kind, counts in self.gates.routed.items()}
-        for numbers in self.batches.step(step):
-            share, num_tokens = len(numbers) / self.recipe.batch_size, len(numbers) * (self.recipe.seq_len - 1)
+        for batch in self.batches.step(step):
+            share, num_tokens = batch.share, len(batch.labels_N)
             leaves = {kind: mask.detach().requires_grad_() for kind, mask in masks.items()}
             parts = {kind: torch.zeros_like(mask) for kind, mask in leaves.items()}
             with self.weights.summing(share) if self.weights else nullcontext():
-                losses += share * self._backward(step, numbers, leaves, parts, routed.get("experts"))
+                losses += share * self._backward(batch, leaves, parts, routed.get("experts"))
             for kind, leaf in leaves.items():
                 assert leaf.grad is not None
                 gradients[kind] += leaf.grad.double() * share
@@ -248,19 +254,17 @@ class Trainer:
         total = {kind: reduce(value, "sum").float() for kind, value in gradients.items()}
         return cross_entropy, divergence, total, {kind: reduce(value, "sum").float() for kind, value in squares.items()}
 
-    def _backward(
-        self, step: int, numbers: list[int], leaves: Masks, squares: Masks, counts: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Run the blocks `numbers` forward, and backward into the leaves; return [CE, KL] in nats per token."""
+    def _backward(self, batch: MicroBatch, leaves: Masks, squares: Masks, counts: torch.Tensor | None) -> torch.Tensor:
+        """Run a micro-batch forward, and backward into the leaves; return [CE, KL] in nats per token."""
         model: Any = self.gated.model
-        tokens = self.batches.blocks[numbers].to(self.accelerator.device)
-        teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
-        loss_mask_N = self.batches.loss_mask_of(step, numbers)
+        teacher_NH = self.teacher.hidden(batch) if self.teacher else None
         with self.gated.masks(leaves, squares, self.narrow):
             with self.gated.counting(counts):  # forward alone: checkpointed layers run again in backward
-                student = final_hidden(model, tokens)
-            head, labels_N = OutputHead.of(model), tokens[:, 1:].reshape(-1)
-            loss, metrics = distill(student, teacher, head, labels_N, self.recipe.distillation, loss_mask_N=loss_mask_N)
+                student_NH = final_hidden(model, batch.tokens)
+            loss, metrics = distill(
+                student_NH, teacher_NH, OutputHead.of(model), batch.labels_N, self.recipe.distillation,
+                loss_mask_N=batch.loss_mask_N,
+            )  # fmt: skip
             loss.backward()  # nothing waits for a GPU between forward and backward
         return metrics
 

@@ -45,8 +45,8 @@ def prune(
     """
     if (count := len(_recipes(model, recipe, settings))) > 1:
         raise SettingError(f"{count} sizes are given, but prune makes one; prune_sizes makes several")
-    asked: dict[str, Any] = {"overwrite": overwrite, "tracker": tracker, "verbose": verbose}
-    return prune_sizes(model, output=output, recipe=recipe, **asked, **settings)[0]
+    options: dict[str, Any] = {"overwrite": overwrite, "tracker": tracker, "verbose": verbose}
+    return prune_sizes(model, output=output, recipe=recipe, **options, **settings)[0]
 
 
 @documents(Recipe)

@@ -39,15 +39,14 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     settings.check()
     dense = open_source(settings.against or dense_of(settings.model))
     source = open_model(settings.model, dense)
-    ours, theirs = (each.text_config.get("vocab_size") for each in (source, dense))
-    if ours != theirs:
+    pruned_size, dense_size = (model.text_config.get("vocab_size") for model in (source, dense))
+    if pruned_size != dense_size:
         raise ModelError(
-            f"{settings.model} has a vocabulary of {ours} tokens and {dense.folder} one of {theirs}; pass the model "
-            "that it was made from"
+            f"{settings.model} has a vocabulary of {pruned_size} tokens and {dense.folder} one of {dense_size}; pass "
+            "the model that it was made from"
         )
     tokenizer = load_tokenizer(str(source.folder))
-    size = dense.text_config["vocab_size"]
-    texts = {name: _load_text(name, settings, tokenizer, size, say) for name in settings.texts}
+    texts = {name: _load_text(name, settings, tokenizer, dense_size, say) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
     accelerator = make_accelerator(output, None)
@@ -58,9 +57,9 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
         "memory of the device; free it of other processes, or lower --max-length"
     )
     with explained(too_large):
-        for who, each in (("dense", dense), ("pruned", source)):
-            say(f"evaluating {each.folder.name} on {sum(map(len, blocks.values())):,} sequences")
-            evaluation.evaluate_texts(who, load_model(each, settings.dtype, device))
+        for name, model in (("dense", dense), ("pruned", source)):
+            say(f"evaluating {model.folder.name} on {sum(map(len, blocks.values())):,} sequences")
+            evaluation.evaluate_texts(name, load_model(model, settings.dtype, device))
     results: dict[str, Any] = {
         "format": FIDELITY_FORMAT,
         "started": today(),

@@ -98,7 +98,7 @@ def kernel_note(checkpoint: Checkpoint, scheme: str) -> str:
     Raises: SettingError if no kernel supports them; it names the layers and the remedy.
     """
     block = SCHEMES[scheme].block
-    odd = [each for each in linear_sizes(checkpoint) if each[2] % block or each[3] % block]
+    odd = [sizes for sizes in linear_sizes(checkpoint) if sizes[2] % block or sizes[3] % block]
     if not odd:
         return ""
     numbers = sorted({layer for layer, *_ in odd})
@@ -139,7 +139,7 @@ def _compress(checkpoint: Checkpoint, scheme: str, work: Path) -> None:
 
     formats: dict[str, Any] = {"scheme": scheme}
     inputs = [inputs for *_, inputs in linear_sizes(checkpoint)]
-    if group_size := next((size for size in SCHEMES[scheme].groups if not any(each % size for each in inputs)), None):
+    if group_size := next((size for size in SCHEMES[scheme].groups if not any(width % size for width in inputs)), None):
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
         weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group_size)

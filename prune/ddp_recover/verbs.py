@@ -46,18 +46,18 @@ def recover(
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}
     pruned_with = provenance.get("recipe", {}) | dense
-    found = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
+    resolved = load_recovery(Path(recipe) if recipe else None, {**settings, "model": model}, pruned_with)
     if not provenance:
         raise CheckpointError(f"{folder} lacks {MASKS_FILE}, which lists removed units; copy the whole folder")
-    check_model(found.teacher, with_tokenizer=False)
-    check_sources(found.data, found.text_column)
-    if found.watch:
-        check_sources(found.watch, found.text_column)
+    check_model(resolved.teacher, with_tokenizer=False)
+    check_sources(resolved.data, resolved.text_column)
+    if resolved.watch:
+        check_sources(resolved.watch, resolved.text_column)
     from ddp_recover.recover import recover_alone
     from ddp_vllm.pages.terminal import SafeConsole
 
     console = SafeConsole.of(verbose)
-    return recover_alone(found, output, overwrite=overwrite, tracker=tracker, console=console)
+    return recover_alone(resolved, output, overwrite=overwrite, tracker=tracker, console=console)
 
 
 def quantize(
@@ -93,8 +93,8 @@ def evaluate_text(
     names = [texts] if isinstance(texts, str | Path) else texts
     chosen = FidelitySettings(model=str(model), texts=tuple(map(str, names)), **plain(settings))
     chosen.check()
-    for each in filter(None, (chosen.model, chosen.against)):
-        describe_model(each)
+    for model_folder in filter(None, (chosen.model, chosen.against)):
+        describe_model(model_folder)
     for name in chosen.texts:
         check_sources(name)
     from ddp_recover.fidelity import compare_on_text

@@ -8,7 +8,7 @@ import torch
 
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_training.batches import Batches, Teacher
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.weights import TrainedWeights, rate_of, step_seed
 from ddp_vllm.errors import TrainingError
 
@@ -67,24 +67,18 @@ class WeightTrainer:
     def _gradients(self, step: int) -> tuple[float, float, float]:
         """Compute the gradients of a step; return CE and KL in nats per token, and the gradients' norm."""
         losses = torch.zeros(2, device=self.accelerator.device)
-        for numbers in self.batches.step(step):
-            losses += self._backward(step, numbers)
+        for batch in self.batches.step(step):
+            teacher_NH = self.teacher.hidden(batch) if self.teacher else None
+            student_NH = final_hidden(self.student, batch.tokens)
+            # the loss mask applies only to the cross-entropy: the teacher has an output for every token
+            loss, metrics = distill(
+                student_NH, teacher_NH, self.head, batch.labels_N, self.recipe.distillation, self.dense_head,
+                batch.loss_mask_N,
+            )  # fmt: skip
+            (loss * batch.share).backward()
+            losses += batch.share * metrics
         cross_entropy, divergence = self.accelerator.reduce(losses, "sum").tolist()
         return cross_entropy, divergence, self.weights.join()
-
-    def _backward(self, step: int, numbers: list[int]) -> torch.Tensor:
-        """Add a micro-batch, the blocks `numbers`, to the gradients of a step; return its share of [CE, KL]."""
-        tokens = self.batches.blocks[numbers].to(self.accelerator.device)
-        teacher = self.teacher.hidden(tokens, numbers) if self.teacher else None
-        student, labels = final_hidden(self.student, tokens), tokens[:, 1:].flatten()
-        share = len(numbers) / self.batches.size
-        # the loss mask applies only to the cross-entropy: the teacher has an output for every token
-        loss_mask_N = self.batches.loss_mask_of(step, numbers)
-        loss, cross_entropy, divergence = distilled_loss(
-            student, teacher, self.head, labels, self.recipe.distillation, self.dense_head, loss_mask_N
-        )
-        (loss * share).backward()
-        return share * torch.tensor([cross_entropy, divergence], device=tokens.device)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return everything the next step depends on, as named tensors; all processes must call it together."""

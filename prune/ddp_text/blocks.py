@@ -51,7 +51,7 @@ class Blocks:
     all tokens of other text. If the tokenizer cannot map tokens to characters, all tokens of any text."""
     heldout: torch.Tensor
     """int64 [heldout_blocks, seq_len], of documents that are not in `train`; a short source gives other excerpts."""
-    found: int
+    num_tokens: int
     """Tokens in all blocks. Reading stops when the run has enough."""
     notes: tuple[str, ...] = ()
     """Lines for the user about rows that were dropped, unknown or changed, as `Notes`."""
@@ -89,10 +89,10 @@ def load_blocks(
             data, tokenizer, excerpt_size=CHARACTERS_PER_TOKEN * seq_len, heldout_tokens=heldout_blocks * width,
             train_tokens=train_blocks * width, seed=seed, text_column=text_column,
         )  # fmt: skip
-        found, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
+        num_tokens, required = len(heldout.ids) + len(train.ids), (min_train_blocks + heldout_blocks) * width
         if len(train.ids) < min_train_blocks * width or len(heldout.ids) < heldout_blocks * width:
             raise TextError(
-                f"{data} holds {found:,} tokens, but one step and the held-out text require {required:,}; "
+                f"{data} holds {num_tokens:,} tokens, but one step and the held-out text require {required:,}; "
                 "give more text or lower --batch-size or --seq-len" + "".join(f"; {note}" for note in notes)
             )
         ids, loss_mask = (np.concatenate(parts) for parts in zip(heldout, train, strict=True))
@@ -105,7 +105,7 @@ def load_blocks(
         train=tokens[heldout_blocks:],
         loss_mask=loss_mask[heldout_blocks:],
         heldout=tokens[:heldout_blocks],
-        found=tokens.numel(),
+        num_tokens=tokens.numel(),
         notes=saved[1],
     )
 
@@ -240,8 +240,8 @@ def cut(document: Document, size: int) -> list[Document]:
 
 def _cut_blocks(stream: np.ndarray, first: list[Any], width: int) -> np.ndarray:
     """Return [num_blocks, len(first) + width]: the whole blocks of a stream, each preceded by `first`."""
-    whole = stream[: len(stream) // width * width].reshape(-1, width)
-    return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(whole), 1)), whole])
+    rows = stream[: len(stream) // width * width].reshape(-1, width)
+    return np.hstack([np.tile(np.asarray(first, stream.dtype), (len(rows), 1)), rows])
 
 
 def _key(data: str, tokenizer: Any, *sizes: int | str) -> str:

@@ -246,9 +246,9 @@ class RowParser:
         before = list[Message]()
         if not _is_empty(history := row.get("history")):
             if isinstance(history, list) and all(isinstance(turn, list) for turn in history):
-                said = itertools.chain.from_iterable(history)
+                texts = itertools.chain.from_iterable(history)
                 roles = itertools.cycle(("user", "assistant"))
-                history = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+                history = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
             before = self._messages(history, f"{place}, history")
         if system := _first(row, SYSTEM):
             words = _string(row[system], place, system)

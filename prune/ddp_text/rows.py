@@ -330,8 +330,8 @@ def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             return
         if not first:
             if text[at : at + 1] != ",":
-                found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
-                raise TextError(f"{path}, line {line}: {found} where a comma or ] belongs; is the file cut off?")
+                character = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
+                raise TextError(f"{path}, line {line}: {character} where a comma or ] belongs; is the file cut off?")
             at, line = _skip(text, at + 1, line)
         try:
             value, end = decoder.raw_decode(text, at)

@@ -111,8 +111,8 @@ class ChatTemplate:
         """The blanks before an answer that belong to its prompt, and the text that ends its turn."""
         question, answer = [{"role": "user", "content": "a"}], chr(PLACEHOLDERS[0])
         with suppress(TemplateError):
-            whole = self.text([*question, {"role": "assistant", "content": answer}])
-            before, _, after = whole.partition(answer)
+            rendered = self.text([*question, {"role": "assistant", "content": answer}])
+            before, _, after = rendered.partition(answer)
             prompt = self.text(question, prompt=True)
             given = prompt if prompt.rstrip() == before.rstrip() else before
             return given[len(given.rstrip()) :], after.strip()

@@ -80,10 +80,10 @@ def pack(
     documents: Iterable[Document], tokenizer: Any, num_tokens: int, texts_per_batch: int = TEXTS_PER_BATCH
 ) -> Tokens:
     """Return the first `num_tokens` tokens of documents, EOS after each; later documents are not read."""
-    parts, found = [Tokens(np.empty(0, np.int32), np.empty(0, bool))], 0
+    parts, total = [Tokens(np.empty(0, np.int32), np.empty(0, bool))], 0
     stream = tokenize(documents, tokenizer, texts_per_batch)
-    while found < num_tokens and (tokens := next(stream, None)):
+    while total < num_tokens and (tokens := next(stream, None)):
         parts.append(tokens)
-        found += len(tokens.ids)
-    ids, loss_mask = (np.concatenate(each)[:num_tokens] for each in zip(*parts, strict=True))
+        total += len(tokens.ids)
+    ids, loss_mask = (np.concatenate(arrays)[:num_tokens] for arrays in zip(*parts, strict=True))
     return Tokens(ids, loss_mask)

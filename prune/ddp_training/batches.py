@@ -5,7 +5,7 @@ Legend: B sequences of a micro-batch, H hidden size.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -42,6 +42,22 @@ def sequences_at_once(recipe: Settings, accelerator: Accelerator) -> int:
     return recipe.micro_batch_size or min(per_process, max(1, tokens // recipe.seq_len))
 
 
+class MicroBatch(NamedTuple):
+    """The sequences of one forward pass, on the device."""
+
+    numbers: list[int]
+    """Of its blocks."""
+    tokens: torch.Tensor
+    """int64 [B, seq_len]."""
+    labels_N: torch.Tensor
+    """int64 [B·(seq_len−1)]: the predicted tokens."""
+    loss_mask_N: torch.Tensor | None
+    """float32 [B·(seq_len−1)]: the loss mask divided by its mean over the step, so that the mean of the masked losses
+    is the mean over the tokens in the loss mask; None: all tokens."""
+    share: float
+    """Of the sequences of its step, over all processes."""
+
+
 class Batches:
     """Deterministic micro-batches. The sequences of a step do not depend on the number of processes."""
 
@@ -65,17 +81,6 @@ class Batches:
         """Return the block numbers of a step, over all processes."""
         return [(step * self.size + i) % len(self.blocks) for i in range(self.size)]
 
-    def loss_mask_of(self, step: int, numbers: list[int]) -> torch.Tensor | None:
-        """Return the loss mask of the predicted tokens in the blocks `numbers`, divided by its mean; None: all tokens.
-
-        Float32 [B·(seq_len−1)]. Its mean is 1 over a step of all processes, so the mean of the masked losses is the
-        mean over the tokens in the loss mask.
-        """
-        if self.loss_mask is None:
-            return None
-        loss_mask_N = self.loss_mask[numbers, 1:].flatten().float()
-        return (loss_mask_N / self.loss_share(step)).to(self.accelerator.device)
-
     def loss_share(self, step: int) -> float:
         """Return the share of a step's predicted tokens that contribute to the cross-entropy, in (0, 1]."""
         if self.loss_mask is None:
@@ -83,11 +88,17 @@ class Batches:
         loss_mask_BT = self.loss_mask[self.numbers(step), 1:]
         return max(1, int(loss_mask_BT.sum())) / loss_mask_BT.numel()
 
-    def step(self, step: int) -> Iterator[list[int]]:
-        """Yield the block numbers of this process's micro-batches."""
-        mine = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
-        for start in range(0, len(mine), self.micro_batch_size):
-            yield mine[start : start + self.micro_batch_size]
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        """Yield this process's micro-batches of a step."""
+        device, loss_share = self.accelerator.device, self.loss_share(step)
+        local = self.numbers(step)[self.accelerator.process_index :: self.accelerator.num_processes]
+        for start in range(0, len(local), self.micro_batch_size):
+            numbers = local[start : start + self.micro_batch_size]
+            tokens, loss_mask_N = self.blocks[numbers].to(device), None
+            if self.loss_mask is not None:
+                loss_mask_N = (self.loss_mask[numbers, 1:].flatten().float() / loss_share).to(device)
+            labels_N = tokens[:, 1:].reshape(-1)
+            yield MicroBatch(numbers, tokens, labels_N, loss_mask_N, len(numbers) / self.size)
 
 
 def fit_batches(
@@ -110,7 +121,7 @@ def fit_batches(
         if accelerator.is_main_process:
             say(f"memory is short: the micro-batch size is {fitting} instead of {batches.micro_batch_size} sequences")
         batches.micro_batch_size = fitting
-    if any(isinstance(each, DTensor) for each in model.model.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in model.model.parameters()):
         counts = accelerator.gather(torch.tensor([len(list(batches.step(0)))], device=accelerator.device))
         assert counts.min() == counts.max(), f"processes that share weights have {counts.tolist()} micro-batches"
 
@@ -133,8 +144,9 @@ class Teacher:
             self.cache = {}
 
     @torch.no_grad()
-    def hidden(self, tokens: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-        """Return [B·(seq_len−1), H] for `tokens`, which are the blocks `numbers`."""
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Return [B·(seq_len−1), H] for a micro-batch."""
+        numbers, tokens = batch.numbers, batch.tokens
         if self.cache is not None and all(number in self.cache for number in numbers):
             states = torch.stack([self.cache[number] for number in numbers]).to(tokens.device)
             return states.flatten(0, 1)

@@ -30,8 +30,8 @@ def fingerprint(
     return {
         "text": digest.hexdigest(),
         "weights": [[path.name, path.stat().st_size, _hash_of_pages(path)] for path in weights],
-        "config": [each for name, each in hashes if name == "config.json"],
-        "tokenizer": [[name, each] for name, each in hashes if name != "config.json"],
+        "config": [digest for name, digest in hashes if name == "config.json"],
+        "tokenizer": [[name, digest] for name, digest in hashes if name != "config.json"],
         **({"profile": sha256(Path(profile))} if profile else {}),
     }
 

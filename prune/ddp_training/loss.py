@@ -171,24 +171,6 @@ def _chunk_on_gpu(
     return sums, product_NV @ head.weight / (head.divisor * scale * num_tokens)
 
 
-def distilled_loss(
-    student_NH: torch.Tensor,
-    teacher_NH: torch.Tensor | None,
-    head: OutputHead,
-    labels_N: torch.Tensor,
-    eta: float,
-    teacher_head: OutputHead | None = None,
-    loss_mask_N: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, float, float]:
-    """Return (mean w·CE + η·KL, mean w·CE, mean KL) in nats per token (Eq. 16 and 17), the last two as numbers.
-
-    Arguments are those of `distill`.
-    """
-    loss, metrics = distill(student_NH, teacher_NH, head, labels_N, eta, teacher_head, loss_mask_N)
-    cross_entropy, divergence = metrics.tolist()
-    return loss, cross_entropy, divergence
-
-
 def distill(
     student_NH: torch.Tensor,
     teacher_NH: torch.Tensor | None,
@@ -203,19 +185,19 @@ def distill(
     student_NH, teacher_NH: final hidden states after the last norm; without a teacher, η is 0.
     labels_N: int64.
     teacher_head: None means that both models share `head`.
-    loss_mask_N: w, float32, as `Batches.loss_mask_of` returns it; None means 1.
+    loss_mask_N: w, float32, as `MicroBatch.loss_mask_N` holds it; None means 1.
     The first value is differentiable in `student_NH` only. The KL is exact, over the whole vocabulary.
     """
     eta = 0.0 if teacher_NH is None else eta
-    found: tuple[torch.Tensor, torch.Tensor] = _DistilledHead.apply(
+    loss_and_metrics: tuple[torch.Tensor, torch.Tensor] = _DistilledHead.apply(
         student_NH, teacher_NH, head, teacher_head or head, labels_N, eta, loss_mask_N
     )
-    return found
+    return loss_and_metrics
 
 
 @torch.no_grad()
 def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N: torch.Tensor) -> float:
-    """Return the summed cross-entropy of the labels in nats, in chunks; shapes as `distilled_loss`."""
+    """Return the summed cross-entropy of the labels in nats, in chunks; shapes as in `distill`."""
     total, size = 0.0, chunk_tokens(head)
     for hidden, labels in zip(hidden_NH.split(size), labels_N.split(size), strict=True):
         total += F.cross_entropy(head.logits(hidden), labels, reduction="sum").item()
@@ -243,7 +225,7 @@ def agreement(
     hidden_NH: torch.Tensor, head: OutputHead, teacher_NH: torch.Tensor, teacher_head: OutputHead
 ) -> tuple[float, int]:
     """Return the summed KL(teacher‖student) in nats, and the number of tokens with top-1 agreement; shapes as
-    `distilled_loss`."""
+    in `distill`."""
     divergence, agreeing, size = 0.0, 0, chunk_tokens(head)
     for hidden, teacher in zip(hidden_NH.split(size), teacher_NH.split(size), strict=True):
         logits, teacher_logits = head.logits(hidden), teacher_head.logits(teacher)

@@ -99,7 +99,7 @@ def fit_attention(model: Any, seq_len: int, device: torch.device) -> None:
         model.set_attn_implementation("eager")
 
 
-def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
+def checkpoint_layers(model: torch.nn.Module, checkpointed: bool) -> None:
     """Switch checkpointing of the decoder layers on or off.
 
     transformers checkpoints layers in training mode only. The modules inside stay in eval mode, so dropout stays off.
@@ -107,7 +107,7 @@ def checkpoint_layers(model: torch.nn.Module, wanted: bool) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.gradient_checkpointing = layer.training = wanted
+            layer.gradient_checkpointing = layer.training = checkpointed
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -141,7 +141,7 @@ def model_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, optimizer: s
 def adapter_bytes(shapes: Mapping[str, Sequence[int]], itemsize: int, rank: int) -> int:
     """Return the bytes that training low-rank adapters adds to a model. shapes: as above. Experts get no adapters."""
     others = (*FROZEN, ".experts.")
-    adapted = [shape for name, shape in shapes.items() if len(shape) == 2 and not any(each in name for each in others)]
+    adapted = [shape for name, shape in shapes.items() if len(shape) == 2 and not any(part in name for part in others)]
     return rank * sum(map(sum, adapted)) * (itemsize + state_bytes("adamw", itemsize))
 
 
@@ -178,15 +178,15 @@ def pending_bytes(model: torch.nn.Module, optimizer: str) -> int:
     """
     parameters = list(model.parameters())
     trained = sum(
-        pending_state(optimizer, each.dtype.itemsize) * local_part(each).numel()
-        for each in parameters
-        if each.requires_grad
+        pending_state(optimizer, parameter.dtype.itemsize) * local_part(parameter).numel()
+        for parameter in parameters
+        if parameter.requires_grad
     )
     itemsize, largest = parameters[0].dtype.itemsize, 0
     for layer in decoder_layers(model)[1]:
-        sharded = [each for each in layer.parameters() if isinstance(each, DTensor)]
-        gathered = 2 * itemsize * sum(each.numel() for each in sharded)
-        reduced = (itemsize + 4) * sum(each.numel() for each in sharded if each.requires_grad)
+        sharded = [parameter for parameter in layer.parameters() if isinstance(parameter, DTensor)]
+        gathered = 2 * itemsize * sum(parameter.numel() for parameter in sharded)
+        reduced = (itemsize + 4) * sum(parameter.numel() for parameter in sharded if parameter.requires_grad)
         largest = max(largest, gathered + reduced)
     return trained + largest
 
@@ -222,7 +222,7 @@ def activation_bytes(sized: SizedModel, seq_len: int) -> int:
     slots = num_chosen_experts(sized.model.config) if sizes.num_experts else 0
     channels = (sizes.num_layers - routed) * 4 * sizes.intermediate_size
     experts = routed * slots * (4 * sizes.expert_intermediate_size + sizes.hidden_size)
-    trained = any(each.requires_grad for each in sized.model.parameters())
+    trained = any(parameter.requires_grad for parameter in sized.model.parameters())
     norms = (8 + 2 * itemsize * trained) * sizes.hidden_size
     return sizes.num_layers * (norms + attention) + itemsize * (channels + experts)
 

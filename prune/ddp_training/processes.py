@@ -50,7 +50,7 @@ def start_tracker(accelerator: Accelerator, project: str, settings: Settings) ->
     values: dict[str, Any] = {}
     for name, value in settings.to_dict().items():
         table = value if isinstance(value, dict) else None
-        values |= {name: value} if table is None else {f"{name}.{key}": each for key, each in table.items()}
+        values |= {name: value} if table is None else {f"{name}.{key}": setting for key, setting in table.items()}
     accelerator.init_trackers(project, config=values)
 
 
@@ -77,13 +77,13 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
     Without this, the other processes would wait forever for the failed one. The block itself must not communicate. Any
     other exception ends its process at once, and the launcher ends the rest.
     """
-    own: DdpError | None = None
+    local: DdpError | None = None
     try:
         yield
     except DdpError as error:
-        own = error
-    raised: list[DdpError | None] = gather_object([own])
-    if first := own or next(filter(None, raised), None):
+        local = error
+    raised: list[DdpError | None] = gather_object([local])
+    if first := local or next(filter(None, raised), None):
         raise first
 
 
@@ -95,8 +95,8 @@ def main_process_first(accelerator: Accelerator, find: Callable[[], Found]) -> F
     for first in (True, False):
         with raise_on_all_ranks(accelerator):
             if accelerator.is_local_main_process == first:
-                found = find()
-    return found
+                value = find()
+    return value
 
 
 def broadcast_from_main(accelerator: Accelerator, value: Found) -> Found:
@@ -118,20 +118,20 @@ def gather_to_main(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tens
         if part.numel():
             distributed.send(part.contiguous(), 0)
         return None
-    whole = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
-    for rank, rows in enumerate(whole.chunk(accelerator.num_processes)):  # as FSDP shards them
+    gathered = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
+    for rank, rows in enumerate(gathered.chunk(accelerator.num_processes)):  # as FSDP shards them
         if rank:
             distributed.recv(rows, rank)
         else:
             rows.copy_(part)
-    return whole
+    return gathered
 
 
-def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, whole: torch.Tensor | None) -> None:
-    """Copy `whole` of the main process (None in the others) into the rows of a tensor that each process holds."""
+def scatter_from_main(accelerator: Accelerator, tensor: torch.Tensor, unsharded: torch.Tensor | None) -> None:
+    """Copy `unsharded` of the main process (None in the others) into the rows of a tensor that each process holds."""
     part = local_part(tensor)
-    if whole is not None:
-        pieces = whole.chunk(accelerator.num_processes) if isinstance(tensor, DTensor) else [whole]
+    if unsharded is not None:
+        pieces = unsharded.chunk(accelerator.num_processes) if isinstance(tensor, DTensor) else [unsharded]
         part.copy_(pieces[0])
         for rank, rows in enumerate(pieces[1:], 1):
             distributed.send(rows.to(part.device).contiguous(), rank)
@@ -147,7 +147,7 @@ def gather_pieces(accelerator: Accelerator, piece: Piece, tensor: torch.Tensor) 
     A piece is state that belongs to a process's rows of `tensor`, of any shape. If `tensor` is not sharded, the pieces
     are equal and one is returned. The result is in host memory.
     """
-    host = {name: each.cpu() for name, each in piece.items()}
+    host = {name: part.cpu() for name, part in piece.items()}
     if not isinstance(tensor, DTensor):
         return [host] if accelerator.is_main_process else []
     pieces = [host] * accelerator.num_processes if accelerator.is_main_process else None

@@ -257,8 +257,8 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
     with safe_open(path, framework="pt") as file:
         text, stored = file.metadata()["run"], json.loads(file.metadata()["checksums"])
         tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
-    found, header = _checksums(text, tensors), json.loads(text)
-    intact = found == stored if with_tensors else found["header"] == stored["header"]
+    computed, header = _checksums(text, tensors), json.loads(text)
+    intact = computed == stored if with_tensors else computed["header"] == stored["header"]
     if not intact or header["format"] != STATE_FORMAT:
         raise ValueError(f"{path} is damaged, or of another format")
     return header, tensors
@@ -283,10 +283,10 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _changed(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the names of settings and inputs that differ between two runs."""
-    mine, theirs = (decisive(run["recipe"]) | run["resolved"] | run["fingerprint"] for run in (ours, saved))
-    return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    first, second = (decisive(run["recipe"]) | run["resolved"] | run["fingerprint"] for run in (current, saved))
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
 
 
 def _make_private(folder: Path) -> None:

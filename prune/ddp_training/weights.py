@@ -90,21 +90,26 @@ class TrainedWeights:
                 torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))
             parameter.requires_grad_(True)
         hook = torch.Tensor.register_post_accumulate_grad_hook
-        own = weakref.proxy(self)  # a hook that held this object would keep the model in memory for good
-        self.hooks = [hook(each, partial(TrainedWeights._add, own, name)) for name, each in self.trained.items()]
+        proxy = weakref.proxy(self)  # a hook that held this object would keep the model in memory for good
+        self.hooks = [
+            hook(parameter, partial(TrainedWeights._add, proxy, name)) for name, parameter in self.trained.items()
+        ]
         self.share, self.sums, self.first = 1.0, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if self.in_8_bits:
             self.masters: dict[str, nn.Parameter] = dict(self.trained)
             # AdamW moves each number on its own, so it can be given a process's own rows, which share their memory.
-            self.moved = {name: nn.Parameter(local_part(each.detach())) for name, each in self.trained.items()}
+            self.moved = {name: nn.Parameter(local_part(weight.detach())) for name, weight in self.trained.items()}
             self.optimizer: Any = _adamw_8bit(list(self.moved.values()))
             return
         # The masters of float32 weights share their memory.
-        self.moved = self.masters = {name: nn.Parameter(each.detach().float()) for name, each in self.trained.items()}
-        kinds = [[each for each in self.masters.values() if isinstance(each, DTensor) is cut] for cut in (False, True)]
-        groups = [{"params": masters} for masters in kinds if masters]  # fused AdamW rejects a mixture
+        self.moved = self.masters = {
+            name: nn.Parameter(weight.detach().float()) for name, weight in self.trained.items()
+        }
+        sharded = [master for master in self.masters.values() if isinstance(master, DTensor)]
+        unsharded = [master for master in self.masters.values() if not isinstance(master, DTensor)]
+        groups = [{"params": masters} for masters in (unsharded, sharded) if masters]  # fused AdamW rejects a mixture
         if self.adapted:
-            self.first = {name: each.detach().clone() for name, each in self.masters.items()}
+            self.first = {name: weight.detach().clone() for name, weight in self.masters.items()}
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
 
     @contextmanager
@@ -221,11 +226,11 @@ class TrainedWeights:
         for name, master in self.masters.items() if self.optimizer.state else ():
             moments = {moment: self.optimizer.state[self.moved[name]][moment] for moment in MOMENTS}
             if not self.in_8_bits:
-                tensors |= self._gathered({f"{LEARNED}{moment}.{name}": each for moment, each in moments.items()})
+                tensors |= self._gathered({f"{LEARNED}{moment}.{name}": values for moment, values in moments.items()})
                 continue
             # 8-bit moments share a scale per 256 numbers of a process, so they are kept process by process
             for number, piece in enumerate(gather_pieces(self.accelerator, _parts(moments), master)):
-                tensors |= {f"{LEARNED}{part}.{number}.{name}": each for part, each in piece.items()}
+                tensors |= {f"{LEARNED}{part}.{number}.{name}": values for part, values in piece.items()}
         return tensors
 
     @torch.no_grad()
@@ -250,8 +255,8 @@ class TrainedWeights:
                 continue
             moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
             for moment, tensor in moments.items():
-                whole = tensors[f"{LEARNED}{moment}.{name}"] if is_main else None
-                scatter_from_main(self.accelerator, tensor, whole)
+                unsharded = tensors[f"{LEARNED}{moment}.{name}"] if is_main else None
+                scatter_from_main(self.accelerator, tensor, unsharded)
             self.optimizer.state[master] = {"step": torch.tensor(float(step), device=master.device)} | moments
         self._round()
 
@@ -278,7 +283,7 @@ class TrainedWeights:
     def _gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return whole tensors in the main process's host memory, {} in the others."""
         gathered = {name: gather_to_main(self.accelerator, tensor.detach()) for name, tensor in tensors.items()}
-        return {name: whole.cpu() for name, whole in gathered.items() if whole is not None}
+        return {name: tensor.cpu() for name, tensor in gathered.items() if tensor is not None}
 
     @torch.no_grad()
     def finish(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -321,7 +326,7 @@ class TrainedWeights:
         for name, module in self.model.named_modules():
             key = f"{name}.lora_{{}}.{ADAPTER}.weight"
             if key.format("A") in self.masters:
-                up, down = (self.masters[key.format(each)].detach() for each in "BA")
+                up, down = (self.masters[key.format(side)].detach() for side in "BA")
                 product = partial(_product, up, down, module.scaling[ADAPTER])
                 weight = module.get_base_layer().weight
                 weight.copy_(weight.float() + _shard_as(weight, product()))
@@ -407,13 +412,13 @@ def _product(up: torch.Tensor, down: torch.Tensor, scale: float) -> torch.Tensor
 
 def _parts(moments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the plain tensors of this process's part of moments: codes and scales, or a small moment as it is."""
-    found = dict[str, torch.Tensor]()
+    parts = dict[str, torch.Tensor]()
     for name, moment in moments.items():
         if hasattr(moment, "codes"):
-            found |= {f"{name}.codes": moment.codes, f"{name}.scale": moment.scale}
+            parts |= {f"{name}.codes": moment.codes, f"{name}.scale": moment.scale}
         else:
-            found[name] = moment
-    return found
+            parts[name] = moment
+    return parts
 
 
 def _saved_pieces(tensors: Mapping[str, torch.Tensor], name: str) -> list[Piece]:
@@ -442,8 +447,8 @@ def _dequantized(piece: Piece, moment: str) -> torch.Tensor:
     return state.dequantize()
 
 
-def _shard_as(pattern: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return `whole`, which every process has, sharded as `pattern` is, if it is."""
+def _shard_as(pattern: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:
+    """Return `unsharded`, which every process has, sharded as `pattern` is, if it is."""
     if not isinstance(pattern, DTensor):
-        return whole
-    return distribute_tensor(whole, pattern.device_mesh, pattern.placements, src_data_rank=None)
+        return unsharded
+    return distribute_tensor(unsharded, pattern.device_mesh, pattern.placements, src_data_rank=None)

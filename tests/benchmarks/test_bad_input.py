@@ -1,30 +1,21 @@
 """What a user can get wrong before an engine starts, and what an engine must leave behind: nothing."""
 
-import dataclasses
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import invoke
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from ddp_benchmarks import processes
 from ddp_benchmarks.engine import choose_port
 from ddp_benchmarks.evaluate import EvalSettings
-from ddp_benchmarks.keywords import BenchKeywords, EvalKeywords, ProfileKeywords, StepKeywords
 from ddp_benchmarks.models import check_vocabularies
-from ddp_benchmarks.processes import end_group, group_members
-from ddp_benchmarks.profile import ProfileSettings
 from ddp_benchmarks.sharegpt import Settings, results_file
-from ddp_benchmarks.side_by_side import StepSettings
 from ddp_vllm.errors import ModelError, OutputError, ServingError, SettingError
 
 
@@ -152,29 +143,3 @@ def test_a_lost_terminal_stops_the_engine_unless_ignored(before: str, number: in
         run.stdin.close()
         assert run.stdout.read() == said.replace("stopping", "stopped")
     assert run.returncode == 0
-
-
-def test_a_group_ends_whole_even_if_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STOP_SECONDS", 0.3)
-    script = "trap '' TERM; (trap '' TERM; sleep 3600) & sleep 3600; sleep 3600"
-    process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
-    while len(list(group_members(process.pid))) < 3:
-        time.sleep(0.02)
-    end_group(process.pid, process.poll)
-    assert list(group_members(process.pid)) == []
-    assert process.returncode is not None
-    assert os.getpid() not in group_members(process.pid)
-
-
-@pytest.mark.parametrize(
-    ("settings", "keywords", "arguments"),
-    [
-        (ProfileSettings, ProfileKeywords, {"model"}),
-        (Settings, BenchKeywords, {"dense", "pruned"}),
-        (StepSettings, StepKeywords, {"dense", "pruned", "workload"}),
-        (EvalSettings, EvalKeywords, {"model", "tasks", "output"}),
-    ],
-)
-def test_editors_know_every_setting_as_a_keyword(settings: type, keywords: Any, arguments: set[str]) -> None:
-    names = {field.name for field in dataclasses.fields(settings)}
-    assert keywords.__annotations__.keys() == names - arguments and not keywords.__required_keys__

@@ -5,7 +5,6 @@ import lzma
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -61,68 +60,6 @@ def test_the_runner_ends_a_step_and_keeps_its_rows(tmp_path: Path, monkeypatch: 
     assert steps["slow"]["result"]["rows"] == [{"us": 1.5}]
     page = (tmp_path / "README.md").read_text()
     assert "| slow | badly: out of time |" in page and "no such GPU" in page and "| 1.5 |" in page
-
-
-def test_a_step_is_interrupted_before_it_is_killed(tmp_path: Path) -> None:
-    import run as runner
-
-    begun, saved = tmp_path / "begun", tmp_path / "saved"
-    code = f"""import pathlib, time
-try:
-    pathlib.Path({str(begun)!r}).touch()
-    time.sleep(600)
-except KeyboardInterrupt:
-    pathlib.Path({str(saved)!r}).touch()"""
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    while not begun.exists():
-        time.sleep(0.05)
-    runner.stop(process)
-    assert saved.exists() and process.poll() is not None
-
-
-def test_pieces_and_libraries_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is too large for one call is divided, and joined where the last call runs."""
-    import pack
-    import run as runner
-
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    monkeypatch.setattr(pack, "REPO", tmp_path)
-    monkeypatch.setattr(runner, "REPO", tmp_path)
-    content, library = np.random.default_rng(0).bytes(2500), b"\x7fELF" * 99
-    calls = pack.Calls(limit=2**16 + 1000)
-    (tmp_path / "tokens.xz").write_bytes(content)
-    (tmp_path / "_vllm_fa3_C.abi3.so.xz").write_bytes(lzma.compress(library))
-    calls.put(tmp_path / "_vllm_fa3_C.abi3.so.xz", 1)
-    calls.put_pieces(tmp_path / "tokens.xz")
-    assert calls.pieces == {"tokens.xz": 3} and min(calls.room.values()) >= 0
-    for call in calls.room:
-        (calls.folder(call) / "plan.json").write_text(json.dumps({"pieces": calls.pieces}))
-        runner.Runner(str(call), tmp_path / "home", tmp_path / "out", 100.0).unpack()
-    assert (tmp_path / "home/tokens.xz").read_bytes() == content
-    assert (tmp_path / "home/vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so").read_bytes() == library
-
-
-def test_one_architecture_is_kept() -> None:
-    """An ELF file with one fat binary of three architectures: sizes and offsets stay, the others' code is zeros."""
-    import struct
-
-    import pack
-
-    def entry(kind: int, architecture: int, code: bytes) -> bytes:
-        return struct.pack("<HHIQ", kind, 1, 32, len(code)) + bytes(12) + struct.pack("<I", architecture) + code
-
-    entries = entry(2, 80, b"A" * 40) + entry(2, 90, b"H" * 24) + entry(1, 90, b"P" * 16)
-    fatbin = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
-    names = b"\0.nv_fatbin\0.shstrtab\0"
-    header = 64
-    sections = [(1, header, len(fatbin)), (12, header + len(fatbin), len(names))]
-    table = b"".join(struct.pack("<IIQQQQ", name, 0, 0, 0, at, size) + bytes(24) for name, at, size in sections)
-    elf = bytearray(header) + fatbin + names + table
-    struct.pack_into("<Q", elf, 0x28, header + len(fatbin) + len(names))
-    struct.pack_into("<HHH", elf, 0x3A, 64, 2, 1)
-    kept = pack.keep_one_architecture(bytes(elf))
-    assert len(kept) == len(elf) and kept.count(b"H") == 24 and b"AAAA" not in kept and b"PPPP" not in kept
-    assert struct.unpack_from("<Q", kept, header + 8) == (32 + 24,)
 
 
 @pytest.mark.nightly

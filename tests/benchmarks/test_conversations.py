@@ -1,6 +1,5 @@
 """ShareGPT in: what is malformed is refused with its line, what is unusable is passed over and counted."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -57,25 +56,6 @@ TALK = [("human", "a question of five words"), ("gpt", "an answer of five words"
 MESSAGES = [{"role": {"human": "user", "gpt": "assistant"}[speaker], "content": words} for speaker, words in TALK]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [{"role": "system", "content": "be brief"}, *MESSAGES]},
-        {"prompt": TALK[0][1], "completion": TALK[1][1]},
-        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
-        [{**MESSAGES[0], "content": [{"type": "text", "text": TALK[0][1]}]}, {"role": "assistant", "tool_calls": [{}]},
-         {"role": "tool", "content": "21"}, MESSAGES[1]],
-    ],
-    ids=["openai", "instruction", "trl", "parts and tools"],
-)  # fmt: skip
-@pytest.mark.parametrize("ending", [".jsonl", ".json", ".jsonl.gz"])
-def test_the_formats_of_prune_are_read_too(row: Any, ending: str, tmp_path: Path) -> None:
-    text = json.dumps([row] if ending == ".json" else row).encode()
-    (tmp_path / f"a{ending}").write_bytes(gzip.compress(text) if ending.endswith("gz") else text)
-    (entry,) = read_conversations(tmp_path / f"a{ending}")
-    assert [(turn["from"], turn["value"]) for turn in entry["conversations"]] == TALK
-
-
 def test_files_without_a_conversation_are_refused(tmp_path: Path) -> None:
     for content in (b"", b"[]", b"\xff\xfe\x00\x01"):
         (tmp_path / "none.json").write_bytes(content)
@@ -103,11 +83,3 @@ def test_sample_keeps_vllms_limits() -> None:
     assert "10 were requested, but no more are usable" in sample.describe()
     shorter = draw_sample(talks, count_words, num_prompts=10, seed=0, max_model_len=100)
     assert [entry["id"] for entry in shorter.entries] == ["7"]
-
-
-def test_sample_is_the_seeds_and_takes_nothing_twice() -> None:
-    talks = [talk(number) for number in range(50)]
-    first, again, other = (draw_sample(talks, count_words, num_prompts=20, seed=seed) for seed in (3, 3, 4))
-    assert first.sha256 == again.sha256 != other.sha256
-    assert len({entry["id"] for entry in first.entries}) == 20
-    assert "asked" not in first.describe()

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_benchmarks.tasks import choose_tasks, find_files, write_task
-from ddp_vllm.errors import SettingError, TextError
+from ddp_benchmarks.tasks import write_task
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 
 pytest.importorskip("lm_eval")
@@ -95,19 +94,6 @@ def test_lm_eval_reads_local_rows_with_its_own_prompts(data: Path, tmp_path: Pat
     assert built["mathqa"]["choices"] == ["1", "2", "3", "4", "5"]
     assert built["winogrande"]["choices"] == ["Ice met the fire and ice", "Ice met the fire and fire"]
     assert built["openbookqa"]["target"] in (1, "1")
-
-
-def test_rows_without_a_field_and_names_without_a_task_are_refused(data: Path, tmp_path: Path) -> None:
-    file = tmp_path / "piqa_val.jsonl"
-    for text, reason in (('{"goal": "x"}', "no field 'sol1'"), ("not json", "line 1: not JSON"), ("", "not a JSON")):
-        file.write_text(text)
-        with pytest.raises(TextError, match=reason):
-            write_task("piqa", file, tmp_path)
-    assert choose_tasks("piqa, arc_easy,piqa") == ("piqa", "arc_easy")
-    with pytest.raises(SettingError, match="empty"):
-        choose_tasks(" , ")
-    assert set(find_files(TASKS, [data])) == set(TASKS)
-    assert set(find_files(TASKS, [data / "c4_sample.jsonl"])) == {"c4"}
 
 
 def test_mean_is_unweighted_and_uses_the_papers_metrics() -> None:

@@ -54,12 +54,3 @@ def test_the_card_names_every_runtime_that_loads_the_folder(tmp_path: Path) -> N
     config = {**llama.config, **EXPERTS, "model_type": "ddp_qwen3_moe", "ddp_layers": [WIDTHS]}
     write_weights(tmp_path / "experts", config, [WIDTHS])
     assert named(read_checkpoint(tmp_path / "experts")) == [True, False, True, False]
-
-
-def test_the_card_says_whose_weights_a_folder_has(trained: Path) -> None:
-    """Masks of joint training were applied, and the result was recovered."""
-    checkpoint = read_checkpoint(trained)
-    changes = {"run": {"train": "weights"}, "applied_to": "owner/tiny"}
-    changes |= {"recovery": {"recipe": {"tokens": 64}, "texts": ["a.jsonl"]}}
-    card = model_card(dataclasses.replace(checkpoint, provenance=checkpoint.provenance | changes), "pruned")
-    assert "although the masks were learned together with trained weights; then all of them were trained on" in card

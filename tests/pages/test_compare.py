@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 from commands import assert_refused, invoke, passed
-from rich.table import Table
 from written_folders import MACHINE, write_bench, write_evaluation, write_masks, write_model
 
 from ddp_vllm.errors import SettingError
 from ddp_vllm.evaluations import perplexity_ratio
 from ddp_vllm.pages.measurements import collect
-from ddp_vllm.pages.terminal import SafeConsole
 from ddp_vllm.results import verdicts
 
 HALF = [(1, 5), (1, 9)]
@@ -62,23 +59,6 @@ def test_two_copies_of_one_model_have_the_results_of_their_own_place(tmp_path: P
         assert speed["metrics"]["requests_per_second"]["ratio"] == pytest.approx(ratio, abs=1e-3)
 
 
-def test_a_renamed_folder_keeps_its_results_and_gives_none_away(tmp_path: Path) -> None:
-    dense = write_dense(tmp_path / "base")
-    old = write_pruned(tmp_path / "half", dense)
-    write_evaluation(old, 0.6)
-    write_bench(old / "sharegpt.json", dense, old, FASTER)
-    renamed = old.rename(tmp_path / "first-try")
-    assert collect([renamed]).notes == {}
-    new = write_model(tmp_path / "half", widths=[(2, 16), (1, 5)], origin=str(dense))
-    kept, fresh = collect([renamed, new]).pruned
-    assert kept.quality and kept.speeds
-    assert fresh.quality is None and fresh.speeds == ()
-    moved = write_evaluation(new, 0.6).rename(tmp_path / "eval.json")
-    shutil.rmtree(new)
-    again = collect([write_pruned(new, dense)], results=[moved])  # as `prune --overwrite` leaves it
-    assert "results of half are left out, because it has changed since they were measured" in again.notes
-
-
 def test_results_of_another_machine_are_known_by_id(tmp_path: Path) -> None:
     """There the folder had another name and place; without an id, as of a model that was never here, a name counts."""
     dense = write_dense(tmp_path / "base")
@@ -121,18 +101,6 @@ def test_results_in_a_folder_that_eval_wrote_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = invoke("compare", pruned, "--results", tmp_path / "empty", "--overwrite")
     assert_refused(result, 4, "empty holds no results of ddp-vllm bench or eval")
-
-
-def test_an_escape_code_in_a_name_is_shown(tmp_path: Path) -> None:
-    """Of the page, of the model, and in the line of rich; none reaches the terminal."""
-    pruned = write_pruned(tmp_path / "half\x1b]0;evil\x07", "owner/dense")
-    result = passed(invoke("compare", pruned, "-o", tmp_path / "page\x1b[31m.html"))
-    assert "\\x1b]0;evil\\x07 was not evaluated" in result.stderr and "page\\x1b[31m.html and" in result.stdout
-    with (console := SafeConsole(force_terminal=True)).capture() as capture:
-        console.print("\x1b]0;evil", style="bold", markup=False)
-        console.print(Table("\x1b[2Jcell"))
-    shown = re.sub(r"\x1b\[[\d;]*m", "", result.output + capture.get())  # colors are rich's own
-    assert "\x1b" not in shown and "\\x1b]0;evil" in shown and "\\x1b[2J" in shown
 
 
 def write_family(folder: Path, dense: str) -> list[Path]:

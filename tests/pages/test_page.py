@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from written_folders import PageReader, write_bench, write_evaluation, write_model
+from written_folders import PageReader, write_evaluation, write_model
 
-from ddp_vllm.errors import CheckpointError, TextError
 from ddp_vllm.pages.compare import page_of
 from ddp_vllm.pages.measurements import Comparison, collect, retained
 from ddp_vllm.pages.page import Table, markdown_table, to_html, to_markdown
@@ -35,7 +34,7 @@ def test_page_says_whether_the_difference_is_real(dense: Path, pruned: Path) -> 
 def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
     comparison = collect([pruned])
     assert comparison.notes == {}
-    assert [entry.facts.kv_bytes_per_token for entry in comparison.entries] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
+    assert [model.facts.kv_bytes_per_token for model in comparison.models] == [2 * 2 * 4 * 4, 2 * 2 * 4 * 2]
     assert retained(comparison.pruned[0], comparison.dense) == pytest.approx(0.75)
     for text in (write_html(comparison), write_markdown(comparison)):
         assert "1.50× [1.45, 1.55] faster, offline" in text
@@ -44,17 +43,6 @@ def test_page_says_what_the_results_say(dense: Path, pruned: Path) -> None:
         assert "30.00" in text  # the perplexity
     reader = PageReader(page := write_html(comparison))
     assert reader.loaded == reader.links == [] and not re.search(r"url\((?!#)", page) and "<svg" in page
-
-
-def test_at_a_rate_the_page_tells_the_time_per_token(pruned: Path, dense: Path) -> None:
-    """There requests/s are what arrives."""
-    (pruned / "sharegpt.json").unlink()
-    served = pruned / "sharegpt-serve.json"
-    write_bench(served, dense, pruned, [(0.25, 0.25)] * 3, "0.25 requests/s")
-    text = write_markdown(collect([pruned]))
-    assert "time per output token: 1.5000× [1.5000, 1.5000] faster (only 3 pairs), 0.25 requests/s" in text
-    assert "| time per output token, 0.25 requests/s | 1 | 1.5000× [1.5000, 1.5000] |" in text
-    assert "<svg" in (page := write_html(collect([pruned]))) and "time per output token, times better" in page
 
 
 def test_different_rows_are_not_compared(dense: Path, pruned: Path) -> None:
@@ -81,18 +69,6 @@ def test_unmeasured_models_are_named(tmp_path: Path, dense: Path) -> None:
     assert "<svg" not in page  # one point is no picture
     assert "new was not measured" in page
     assert "&lt;b&gt;a&amp;b" in page and "<b>" not in page
-
-
-def test_bad_input(tmp_path: Path, dense: Path, pruned: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a pruned checkpoint"):
-        collect([dense])
-    with pytest.raises(CheckpointError, match="two folders are called half"):
-        collect([pruned, pruned])
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(TextError, match="not a results file"):
-        collect([pruned], results=[tmp_path / "other.json"])
-    with pytest.raises(TextError, match="cannot be read"):
-        collect([pruned], results=[tmp_path / "missing.json"])
 
 
 def test_what_a_cell_holds_stays_in_the_cell() -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +124,6 @@ def test_inspect_shows_widths_totals_and_quality(trained: Path) -> None:
     assert "sparsity was 25.0% before; 115 more units dropped, 2 revived" in text
 
 
-def test_what_a_file_says_is_neither_markup_nor_obeyed_by_the_terminal(trained: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(trained, tmp_path / "out[v2]"))
-    change = {"raw_sparsity": 0.1, "dropped": 1, "revived": 2}
-    write_masks(folder, {}, {"rounding": {"[/nope]": change, "\x1b[31mred": change}})
-    text = _inspect(folder)
-    assert "out[v2]: kept units" in text and "rounding of [/nope]" in text
-    assert "rounding of \\x1b[31mred" in text and "\x1b" not in text
-
-
 MODELS = ("dense", "pruned", "recovered")
 LOSSES = {"dense": [2.0, 2.2], "pruned": [2.5, 2.9], "recovered": [2.3, 2.4]}
 
@@ -184,18 +174,3 @@ def test_the_report_shows_the_three_models_side_by_side(recovered: Path) -> None
     assert "/mine/" not in page.partition("<summary>")[0]
     assert page.index("dense says") < page.index("<h2>Size")  # answers come first
     assert 'id="recovery"' in page
-
-
-BROKEN: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
-    "answers no lists": lambda r, q: r["answers"].update(dense=3),
-    "watched without numbers": lambda r, q: r.update(watched={"a": {}}),
-    "recovered no number": lambda r, q: q.update(recovered="good"),
-    "a loss out of bounds": lambda r, q: q["block_losses"].update(recovered=[1.0, 1e9]),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_what_is_not_ours_is_refused_in_one_line(case: str, trained: Path, tmp_path: Path) -> None:
-    parts = {"recovery": json.loads(json.dumps(recovery())), "perplexity": json.loads(json.dumps(quality()))}
-    BROKEN[case](parts["recovery"], parts["perplexity"])
-    assert_refused(invoke("report", rewrite(trained, tmp_path / "out", **parts)), 7)

@@ -1,8 +1,5 @@
 """Pairs to ratio, interval and sentence; the known answers are scipy's `stats.t.interval` and `stats.t.ppf`."""
 
-import random
-from math import exp
-
 import pytest
 
 from ddp_vllm.results import judge, t_quantile
@@ -18,17 +15,6 @@ def test_interval_of_five_known_pairs() -> None:
     assert verdict.ratio == pytest.approx(1.2494558, abs=1e-6)
     assert (verdict.low, verdict.high) == pytest.approx((1.1992921, 1.3017177), abs=1e-5)
     assert verdict.sentence == "1.25× [1.20, 1.30] faster"
-
-
-def test_interval_covers_the_truth_as_often_as_it_says() -> None:
-    generator = random.Random(1)
-    hits = 0
-    for _ in range(4000):
-        dense = [exp(generator.gauss(0, 0.1)) for _ in range(5)]
-        pruned = [1.3 * exp(generator.gauss(0, 0.1)) for _ in range(5)]
-        verdict = judge(dense, pruned)
-        hits += verdict.low <= 1.3 <= verdict.high
-    assert 0.94 <= hits / 4000 <= 0.96  # three standard deviations of the estimate are 0.0103
 
 
 @pytest.mark.parametrize(

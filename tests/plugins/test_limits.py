@@ -113,10 +113,3 @@ def test_a_pipeline_stage_without_a_kv_cache_is_refused(planned: dict[str, Any])
     assert re.search(message, planned["one stage"]["error"]), planned
     assert "error" not in planned["other stages"], planned
     assert "pipeline stage 1 of 2 has layers 0…0" in planned["no attention in two stages"]["error"], planned
-
-
-def test_a_padded_cache_is_told_with_the_flag(planned: dict[str, Any]) -> None:
-    (told,) = planned["windows"]["warnings"]
-    assert "layers have 3, 4 KV heads: vLLM pads the KV cache of each layer to 4. --disable-hybrid-kv" in told
-    for name in ("windows, flag", "dividing"):
-        assert planned[name]["warnings"] == [], name

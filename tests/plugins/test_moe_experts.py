@@ -16,7 +16,6 @@ from ddp_plugins.moe_experts import (
     quantize_weights,
     ragged_moe,
 )
-from ddp_vllm import huge_pages
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WIDTHS = st.lists(st.integers(0, 200), max_size=12)
@@ -78,16 +77,6 @@ def test_the_loop_takes_32_bit_ids_and_an_expert_chosen_twice() -> None:
     problem.check(y)
     twice = [torch.cat([tensor, tensor], 1) for tensor in (problem.weights, problem.ids)]
     torch.testing.assert_close(ragged_moe(*rest, *twice, problem.expert_map), 2 * y)
-
-
-@pytest.mark.parametrize("page", [1, 1 << 30], ids=["huge pages", "plain pages"])
-def test_finished_weights_are_copies_of_the_packed_ones(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "HUGE_PAGE", page)
-    problem = draw(CASES["widths 0, 1 and no block multiple"], torch.bfloat16)
-    for finished, packed in zip(problem.finished(), (problem.w13, problem.w2), strict=True):
-        assert torch.equal(finished, packed) and finished.is_contiguous()
-        assert finished.data_ptr() != packed.data_ptr()
-    assert all(not len(finished) for finished in draw(CASES["all experts gone"], torch.float32).finished()[1:])
 
 
 @pytest.mark.parametrize("fp8", ["", "channel"])

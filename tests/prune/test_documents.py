@@ -4,7 +4,6 @@ A conversation that a template rejects is made to alternate if that helps, and o
 The templates are short forms of published ones, with the conditions that raise.
 """
 
-import bz2
 import gzip
 import json
 import lzma
@@ -19,7 +18,7 @@ from runs import small_files
 
 from ddp_text.conversations import Notes
 from ddp_text.documents import Document, read_documents
-from ddp_text.rows import Rows, open_rows
+from ddp_text.rows import Rows
 from ddp_text.templates import ChatTemplate
 from ddp_vllm.errors import OutputError, TextError
 
@@ -72,8 +71,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "compression"),
-    [(".jsonl", ".gz"), (".jsonl", ".zst"), (".json", ""), (".json", ".xz"), (".parquet", ""), (".parquet", ".gz"),
-     (".txt", ""), (".txt", ".xz")],
+    [(".jsonl", ".zst"), (".json", ".xz"), (".parquet", ".gz"), (".txt", "")],
 )  # fmt: skip
 def test_every_format_gives_the_same_blocks(
     kind: str, compression: str, load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,7 +82,7 @@ def test_every_format_gives_the_same_blocks(
     expected = load(_write(tmp_path / "plain.jsonl", [{"text": text} for text in texts]))
     blocks = load(_write(tmp_path / f"other{kind}{compression}", [{"text": text} for text in texts]))
     assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
-    assert blocks.found == expected.found == expected.train.numel() + expected.heldout.numel()
+    assert blocks.num_tokens == expected.num_tokens == expected.train.numel() + expected.heldout.numel()
 
 
 def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path) -> None:
@@ -94,14 +92,14 @@ def test_text_may_be_in_another_column(load: Callable[..., Any], tmp_path: Path)
     blocks = load(named, text_column="body")
     assert torch.equal(blocks.train, expected.train) and torch.equal(blocks.heldout, expected.heldout)
     (tmp_path / "book.txt").write_text("\n".join(DOCUMENTS))
-    assert load(f"{tmp_path / 'book.txt'},{named}", text_column="body").found > blocks.found
+    assert load(f"{tmp_path / 'book.txt'},{named}", text_column="body").num_tokens > blocks.num_tokens
     with pytest.raises(
         TextError, match=r"plain.jsonl, line 1 has no column body, only text; name another with --text-column"
     ):
         load(f"{named},{tmp_path / 'plain.jsonl'}", text_column="body")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json.xz", "a.parquet.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet.gz"])
 def test_new_text_in_a_file_of_old_name_and_time_is_read(
     name: str, load: Callable[..., Any], tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -113,7 +111,7 @@ def test_new_text_in_a_file_of_old_name_and_time_is_read(
     assert "fox" in found[0] and "cat" in found[1] and "fox" not in found[1]
 
 
-@pytest.mark.parametrize("name", ["plain [v2].jsonl", "what?.jsonl", "all*.jsonl"])
+@pytest.mark.parametrize("name", ["plain [v2].jsonl"])
 def test_a_file_name_is_no_pattern(name: str, load: Callable[..., Any], write_texts: Callable[..., Path]) -> None:
     """Files that the pattern would match lie beside it."""
     expected = load(write_texts("expected.jsonl", DOCUMENTS))
@@ -125,18 +123,11 @@ def test_a_file_name_is_no_pattern(name: str, load: Callable[..., Any], write_te
 
 BAD: dict[str, tuple[str, bytes, list[str]]] = {  # file name, content, what the line must say
     "empty": ("a.txt", b"", ["is empty"]),
-    "empty document": ("a.jsonl", b'{"text": ""}\n', ["0 tokens"]),
-    "only blanks": ("a.jsonl", b"\n\n \n", ["a.jsonl"]),
     "binary": ("a.jsonl", b"\x00\xff\xfe{\x9d" * 50, ["cannot be read"]),
-    "binary text": ("a.txt", b"\x00\xff\xfe\x9d" * 500, ["cannot be read"]),
     "no parquet": ("a.parquet", b"PAR1 but no more", ["cannot be read"]),
-    "no gzip": ("a.jsonl.gz", b'{"text": "plain"}\n', ["cannot be read"]),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "plain"}\n' * 999)[:40], ["cannot be read"]),
     "unknown ending": ("a.docx", b"words", ["unknown ending", ".docx", ".jsonl"]),
-    "unknown compression": ("a.jsonl.bz2", bz2.compress(b'{"text": "x"}\n'), ["unknown ending", ".bz2", "zst"]),
     "missing column": ("a.jsonl", b'{"body": "words", "id": 1}\n', ["no column text", "body", "id", "--text-column"]),
-    "column of numbers": ("a.jsonl", b'{"text": 5}\n', ["text"]),
-    "malformed turns": ("a.jsonl", b'{"conversations": ["hello", "you"]}\n', ["a.jsonl"]),
     "too short": ("a.jsonl", b'{"text": "a few words"}\n', ["tokens", "require 80", "--seq-len"]),
 }
 
@@ -237,20 +228,7 @@ def test_a_question_and_its_answer_are_a_conversation_in_every_format(row: dict[
         assert document(bare, tokenizer).text == "<user>add<assistant>5"
 
 
-@pytest.mark.parametrize(
-    "row", [{"text": None, "id": 1}, {"conversations": None}, {"messages": []}, {"prompt": "a", "response": ""}]
-)
-def test_a_row_may_be_empty(row: dict[str, Any], tokenizer: Any) -> None:
-    assert document(row, tokenizer) == Document("")
-
-
-def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path) -> None:
-    """A table of 3,000 columns took 28 s a pass; messages still name all of them."""
-    rows = open_rows(str(_write(tmp_path / "keys.parquet", [{"text": "fox", **{f"k{n}": n for n in range(30)}}])))
-    assert list(rows.read(None)) == [(0, {"text": "fox"})] and len(rows.columns) == 31
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.xz", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl"])
 def test_a_full_disk_of_the_cache_is_not_blamed_on_the_text(
     name: str, load: Callable[..., Any], tmp_path: Path, cache: Path
 ) -> None:

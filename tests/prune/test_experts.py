@@ -13,13 +13,10 @@ import pytest
 import torch
 from commands import assert_refused, invoke
 from runs import edit_json, edit_weights
-from runs import weights as weights_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
-    LlamaForCausalLM,
-    LlamaModel,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -31,17 +28,14 @@ from ddp_models.loading import load_model
 from ddp_models.source import Source, open_source
 from ddp_prune import experts as experts_module
 from ddp_prune.experts import grouped, looped
-from ddp_prune.export import apply_masks, export
+from ddp_prune.export import export
 from ddp_prune.gates import GatedModel, Masks
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import CheckpointError, ModelError
-from ddp_vllm.families import FAMILIES, unit_shapes
-from ddp_vllm.masks import MASKS_FILE
+from ddp_vllm.errors import ModelError
+from ddp_vllm.families import unit_shapes
 from ddp_vllm.pages.summary import removed_parameters, units
 from ddp_vllm.remote_code.configuration_ddp import DeepseekConfig
-from ddp_vllm.remote_code.files import INDEX_FILE
-from ddp_vllm.remote_code.modeling_ddp_moe import DeepseekForCausalLM, DeepseekModel, register_deepseek
-from ddp_vllm.remote_code.tensors import TABLES
+from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 from ddp_vllm.remote_code.widths import is_routed
 
 NUM_EXPERTS, CHANNELS = 8, 24
@@ -119,10 +113,6 @@ def _logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
         return model(tokens).logits
 
 
-def test_every_family_with_experts_has_a_case() -> None:
-    assert set(CASES) == {name for name in FAMILIES if TABLES[name].has_experts}
-
-
 @pytest.fixture(scope="module")
 def exported(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the pruned checkpoint of each family, and the logits of plain transformers without ddp-vllm."""
@@ -134,35 +124,6 @@ def exported(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = subprocess.run([sys.executable, "-I", "-c", PLAIN, *CASES], capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder
-
-
-@pytest.mark.parametrize("model_type", CASES)
-def test_every_tensor_is_there_and_has_its_shape(model_type: str, exported: Path, tmp_path: Path) -> None:
-    """Of every layer also attention, norms and, where it has no experts, the MLP; whatever the family calls them."""
-    folder = Path(shutil.copytree(exported / model_type, tmp_path / "copy"))
-    (folder / INDEX_FILE).unlink()  # which would name what is missing first
-    optional = ("_norm.weight", "a_layernorm.weight")  # some families have them
-    if model_type == "deepseek_v2":
-        optional += ("q_proj.weight", "q_a_proj.weight", "q_b_proj.weight")  # one or two, by the config
-    weights, alike = weights_of(folder), dict[str, list[str]]()
-    for name in weights:
-        alike.setdefault(re.sub(r"\d+", "", name), []).append(name)
-    for kind, (name, *more) in alike.items():
-        wrong = [torch.cat([weights[name], weights[name][:1]]), weights[name][..., None], weights[name][..., :-1]]
-        damaged = [({**weights, name: each.contiguous()}, re.escape(name)) for each in wrong]
-        if (
-            ".layers." in kind
-            and kind.endswith("weight")
-            and not kind.endswith(optional)
-            and ".experts." not in kind
-            and "shared_exp" not in kind
-        ):
-            kept = {other: value for other, value in weights.items() if other not in (name, *more)}  # in no layer
-            damaged.append((kept, r"layer \d lacks the tensors of"))
-        for tensors, said in damaged:
-            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-            with pytest.raises(CheckpointError, match=said):
-                read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("model_type", CASES)
@@ -224,7 +185,7 @@ def test_gradients_are_slopes(dense: Any) -> None:
     assert torch.autograd.gradcheck(run, (x, masks), fast_mode=True)
 
 
-@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
 def test_learns_in_bfloat16(model_type: str, dense: Any) -> None:
     """Routers hand out weights in other dtypes; the masks' gradient stays in float32."""
     source = open_source(str(dense(model_type)))
@@ -321,16 +282,6 @@ def test_layers_with_experts_are_those_of_the_model(config: Any) -> None:
     assert [is_routed(config.to_dict(), index) for index in range(len(routed))] == routed
 
 
-def test_masks_of_another_model_are_refused(exported: Path, tiny_model: Path, dense: Any, tmp_path: Path) -> None:
-    masks = exported / "qwen3_moe" / MASKS_FILE
-    for folder, said in (
-        (tiny_model, r"gates of experts.*requires gates of attn.*another model"),
-        (dense("olmoe"), r"\[2, 8, 24\].*\[3, 8, 24\].*another model"),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            apply_masks(str(folder), masks, tmp_path / "out", overwrite=False)
-
-
 def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
     """What is left of the block is its shared expert; the note says that fewer are left than a token is sent to."""
     source = open_source(str(dense("qwen2_moe")))
@@ -348,10 +299,7 @@ def test_a_layer_may_lose_all_its_experts(dense: Any, tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "top-k above the experts": ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9.*8 experts.*1…8"),
-    "no top-k": ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
     "other width": ({"moe_intermediate_size": 32}, r"shape \[(24, 64|64, 24)\].*requires 32 along axis"),
-    "other experts": ({"num_experts": None, "num_local_experts": 9}, r"mlp\.gate\.weight .*\[8, 64\].*\[9, 64\]"),
-    "no width": ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
     "a tensor missing": ({}, r"layer 2 lacks the tensors of mlp\.experts\.3\.down_proj"),
 }  # fmt: skip
 
@@ -373,17 +321,11 @@ def _width(value: Any) -> Callable[[dict[str, Any]], None]:
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "negative": (_width(-1), ["expert_intermediate_sizes[3]", "-1", "0…24"]),
-    "fractional": (_width(2.5), ["expert_intermediate_sizes[3]", "2.5", "integer"]),
-    "above dense": (_width(25), ["25", "0…24"]),
     "of another checkpoint": (_width(1), ["layers.2.mlp.experts.3", "requires 1"]),
-    "removed, but there": (_width(0), ["layers.2.mlp.experts.3", "removes"]),
-    "one too few": (lambda c: c["ddp_layers"][2]["expert_intermediate_sizes"].pop(), ["7 widths for 8 experts"]),
     "none": (lambda c: c["ddp_layers"][2].pop("expert_intermediate_sizes"), ["ddp_layers[2]", "no expert_interm"]),
     "in a dense layer": (
         lambda c: c["ddp_layers"][1].update(expert_intermediate_sizes=[1] * 8), ["ddp_layers[1]", "no routed experts"],
     ),
-    "heads": (lambda c: c["ddp_layers"][0].update(query_heads_per_kv_head=[2]), ["ddp_layers[0]", "attention must"]),
-    "MLP": (lambda c: c["ddp_layers"][1].update(intermediate_size=39), ["ddp_layers[1]", "39", "40"]),
     "quantized": (lambda c: c.update(quantization_config={"quant_method": "fp8"}), ["quantized", "fp8_per_channel"]),
 }  # fmt: skip
 
@@ -398,10 +340,3 @@ def test_a_config_that_contradicts_the_weights(case: str, exported: Path, tmp_pa
     assert_refused(invoke("inspect", folder), 7, *words)
     with pytest.raises(ValueError, match=re.escape(words[0])):  # the travelling files say the same
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-
-
-def test_a_llama_loaded_before_does_not_keep_gates_from_deepseek() -> None:
-    """transformers caches on the class what it found out about Llama, and DeepSeek (v1) is a subclass here."""
-    for llama, deepseek in ((LlamaForCausalLM, DeepseekForCausalLM), (LlamaModel, DeepseekModel)):
-        assert not llama._can_set_experts_implementation()
-        assert deepseek._can_set_experts_implementation()

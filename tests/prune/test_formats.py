@@ -105,22 +105,8 @@ def test_a_turn_of_weight_0_is_not_in_the_loss(tokenizer: Any) -> None:
         assert found.text == tokenizer.apply_chat_template(turns, tokenize=False)
 
 
-ASSISTANTS = (
-    "ASSISTANT",
-    "Assistant",
-    "GPT",
-    "gpt-4",
-    "gpt-4o-mini",
-    "model",
-    "ai",
-    "AI",
-    "bot",
-    "chatbot",
-    "Claude-3",
-)
-ROLES = [*((name, "assistant") for name in ASSISTANTS), ("USER", "user"), ("Human", "user"), ("System", "system"),
-         ("developer", "system"), ("observation", "tool"), ("tool_response", "tool"), ("function_call", "assistant"),
-         ("tool", "tool"), ("function", "tool")]  # fmt: skip
+ROLES = [("GPT", "assistant"), ("gpt-4o-mini", "assistant"), ("Human", "user"), ("developer", "system"),
+         ("observation", "tool"), ("function_call", "assistant")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("speaker", "role"), ROLES)
@@ -128,13 +114,6 @@ def test_speakers_are_known_by_their_names_of_any_case(speaker: str, role: str, 
     tokenizer.chat_template = LENIENT
     found = document({"conversations": [{"from": speaker, "value": "nine foxes"}]}, tokenizer)
     assert found.text == f"<{role}>nine foxes" and (found.loss_mask is not None) == (role == "assistant")
-
-
-def test_a_role_that_the_template_knows_stays(tokenizer: Any) -> None:
-    tokenizer.chat_template = LENIENT + "{% if messages[0].role == 'developer' %}!{% endif %}"
-    assert (
-        document({"messages": [{"role": "developer", "content": "be brief"}]}, tokenizer).text == "<developer>be brief!"
-    )
 
 
 ALPACA = {
@@ -188,27 +167,12 @@ def test_a_named_column_may_hold_conversations(
 
 WRONG: dict[str, tuple[Any, str]] = {  # rows, what the line says
     "number": ({"messages": [QUESTION, {"role": "assistant", "content": 17}]}, "turn 2 has a number under content"),
-    "object": ({"conversations": [{"from": "human", "value": {"a": 1}}]}, "turn 1 has an object under value"),
-    "true": ({"messages": [{"role": "user", "content": True}]}, "turn 1 has true or false under content"),
     "null turn": ({"messages": [QUESTION, None]}, "turn 2 is null"),
-    "string turn": ({"messages": ["hi"]}, "turn 1 is a string"),
-    "part": ({"messages": [{"role": "user", "content": [7]}]}, "turn 1 has a number among the parts"),
     "no role": ({"messages": [{"content": "a"}]}, "turn 1 has no role"),
-    "role is a number": ({"messages": [{"role": 1, "content": "a"}]}, "turn 1 has a number under role"),
-    "no content": ({"messages": [{"role": "user", "words": "a"}]}, "turn 1 has no content, only role, words"),
     "dict of turns": ({"messages": {"role": "user"}}, "messages holds an object"),
-    "string of turns": ({"messages": "hello"}, "messages holds a string"),
-    "text is a list": ({"text": ["a", "b"]}, "text, turn 1 is a string"),
     "text is a number": ({"text": 5}, "text holds a number"),
-    "answer is a number": ({"prompt": "a", "completion": 5}, "line 2 has a number under completion"),
-    "answer is false": ({"question": "a", "answer": False}, "line 2 has true or false under answer"),
-    "context": ({"question": "a", "answer": "b", "context": {"c": 1}}, "an object under context"),
-    "system": ({"messages": [QUESTION], "system": 3}, "a number under system"),
-    "history": ({"prompt": "a", "response": "b", "history": "no"}, "history holds a string"),
     "tools": ({"messages": [QUESTION], "tools": "no"}, "a string under tools"),
     "own columns": ({"id": 1, "chosen": "a", "rejected": "b"}, "only id, chosen, rejected"),
-    "rows below": ({"data": [{"text": "a"}]}, "write the rows under data one per line"),
-    "a string": ("text", "line 2 is a string"),
     "list of strings": (["a", "b"], "turn 1 is a string"),
 }  # fmt: skip
 
@@ -258,12 +222,6 @@ def test_conversations_that_a_template_rejects_or_shortens_are_counted(tokenizer
     assert notes_of([{"messages": system}], tokenizer, tmp_path) == [
         "turns that the chat template leaves out or changes: system (1)"
     ]
-
-
-def test_text_that_is_too_short_says_what_was_dropped(load: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": []}) + "\n" + json.dumps({"text": "fox"}) + "\n")
-    with pytest.raises(TextError, match=r"holds 2 tokens, .*; .*a\.jsonl: 1 rows without text"):
-        load(tmp_path / "a.jsonl")
 
 
 def test_a_template_that_fails_names_the_row(load: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:

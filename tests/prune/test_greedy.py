@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_prune.selection import best_support, cut_rows, evenly, exact_support, greedy, limit_counts
+from ddp_prune.selection import best_support, cut_rows, exact_support, greedy, limit_counts, rank_evenly_per_kv_head
 
 
 def _whole(budget: float) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_rows_without_cost_are_kept() -> None:
 @pytest.mark.parametrize("queries_per_kv", [1, 2, 4])
 def test_query_heads_removed_evenly_leave_every_kv_head_equally_many(queries_per_kv: int) -> None:
     importance = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    order, kv_heads = evenly(importance, queries_per_kv), 8 // queries_per_kv
+    order, kv_heads = rank_evenly_per_kv_head(importance, queries_per_kv), 8 // queries_per_kv
     rows = cut_rows(importance, order_RU=order, block=kv_heads)
     (kept,) = best_support([rows], _whole(13))
     counts = kept.unflatten(1, (kv_heads, queries_per_kv)).sum(-1)

@@ -1,7 +1,6 @@
 """Joint training of masks and weights: better than scales alone, written as evaluated, resumed to the bit."""
 
 import math
-import weakref
 from html import unescape
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +13,6 @@ from commands import invoke, passed
 from runs import die_at, heldout_of, prune, weights
 from transformers import AutoModelForCausalLM
 
-from ddp_models import loading
 from ddp_prune import gates
 from ddp_training import memory
 from ddp_training.loss import losses
@@ -79,33 +77,6 @@ def test_weights_are_trained_where_memory_holds_it_and_a_resumed_run_keeps_its_c
     result = passed(run())
     assert "resuming after step 2" in result.output
     assert read_checkpoint(tmp_path / "out").provenance["run"]["train"] == chosen
-
-
-@pytest.mark.parametrize(
-    ("options", "alive"),
-    [
-        (["--distillation", "2"], [0, 1, 0, 1] * 2),
-        pytest.param(["--distillation", "0"], [0, 0, 0, 1, 0, 1], marks=pytest.mark.nightly),
-    ],
-    ids=["distilled", "not distilled"],
-)
-def test_the_models_of_a_size_are_freed_before_the_next(
-    options: list[str], alive: list[int], tiny_model: Path, tiny_text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """How many models are in memory when one is loaded: to prune, a teacher if it has something to say; to recover."""
-    load_model, models, found = loading.load_model, list[weakref.ref[Any]](), []
-
-    def load(*arguments: Any) -> Any:
-        found.append(sum(each() is not None for each in models))
-        model = load_model(*arguments)
-        models.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(loading, "load_model", load)
-    options = ["--train", "weights", *options]
-    passed(prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4"))
-    assert found == alive
 
 
 def test_masks_of_joint_training_are_applied_without_what_weights_learned(

@@ -9,7 +9,7 @@ from family_cases import CASES
 from transformers import AutoModelForCausalLM
 
 from ddp_training import loss as loss_module
-from ddp_training.loss import OutputHead, distilled_loss
+from ddp_training.loss import OutputHead, distill
 
 HEADS: dict[str, dict[str, float]] = {"plain": {}, "granite": {"divisor": 4.0}, "gemma": {"cap": 2.5}}
 HEADS["both"] = {"divisor": 0.5, "cap": 1.5}
@@ -34,7 +34,8 @@ def test_loss_and_gradient_equal_plain_pytorch(
     weights = torch.linspace(-1, 3, 53).clamp_min(0) if weighted else None
     teacher_weight = weight.roll(1, 0) if weighted else weight
     heads = [OutputHead(weight=each, **HEADS[head]) for each in (weight, teacher_weight)]
-    loss, cross_entropy, divergence = distilled_loss(student, teacher, heads[0], labels, eta, heads[1], weights)
+    loss, metrics = distill(student, teacher, heads[0], labels, eta, heads[1], weights)
+    cross_entropy, divergence = metrics.tolist()
     (3.0 * loss).backward()
     gradient, student.grad = student.grad, None
     divisor, cap = HEADS[head].get("divisor", 1.0), HEADS[head].get("cap")
@@ -59,7 +60,8 @@ def test_peaked_distributions_lose_no_digits(scale: float) -> None:
     exact_p, exact_t = (F.log_softmax(scale * (hidden @ weight.t()), -1) for hidden in (student.detach(), teacher))
     labels[::2] = exact_p.argmax(-1)[::2]
     single = [tensor.detach().float() for tensor in (student, teacher, scale * weight)]
-    _, cross_entropy, divergence = distilled_loss(single[0], single[1], OutputHead(weight=single[2]), labels, 2.0)
+    metrics = distill(single[0], single[1], OutputHead(weight=single[2]), labels, 2.0)[1]
+    cross_entropy, divergence = metrics.tolist()
     assert cross_entropy == pytest.approx(F.nll_loss(exact_p, labels).item(), rel=1e-4)
     assert divergence == pytest.approx(
         F.kl_div(exact_p, exact_t, log_target=True, reduction="batchmean").item(), rel=1e-4

@@ -1,9 +1,7 @@
 """Fitting a device: checkpointed layers, narrow copies, estimates of memory, and free memory."""
 
 import gc
-import math
 import weakref
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from runs import pools_of
-from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,26 +17,21 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ddp_prune.gates import GatedModel, Masks, narrow_layers
+from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run
 from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_training import memory
 from ddp_training.memory import (
-    USABLE,
     activation_bytes,
     checkpoint_layers,
     fit_activations,
-    fit_attention,
     free_memory,
-    gate_bytes,
     pass_bytes,
-    pending_bytes,
-    state_bytes,
 )
 from ddp_training.run_state import RunState
-from ddp_training.weights import MOMENTS, TrainedWeights, step_seed
+from ddp_training.weights import TrainedWeights, step_seed
 from ddp_vllm.families import dimensions_of, family_of
 
 LAYERS, TOKENS = 6, torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -63,57 +54,6 @@ def gated(request: pytest.FixtureRequest) -> GatedModel:
         return _gated(LlamaForCausalLM(LlamaConfig(**SIZES)))
     routing = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     return _gated(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **routing)))
-
-
-def _gradients(gated: GatedModel) -> tuple[Masks, Masks, torch.Tensor, int]:
-    """Return gradients and squares of the masks, the hidden states, and the bytes kept for backward."""
-    masks = {kind: torch.full(shape, 0.8).requires_grad_() for kind, shape in gated.shapes.items()}
-    squares = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in gated.model.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with gated.masks(masks, squares):
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            hidden = gated.model.get_decoder()(TOKENS, use_cache=False).last_hidden_state
-        hidden.square().sum().backward()
-    gradients = {kind: mask.grad for kind, mask in masks.items() if mask.grad is not None}
-    assert gradients.keys() == masks.keys()
-    return gradients, squares, hidden.detach(), sum(kept.values())
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_kept_is_what_the_arithmetic_says(dtype: torch.dtype, attention: str, gated: GatedModel) -> None:
-    gated.model.to(dtype).set_attn_implementation(attention)
-    num_tokens = TOKENS.numel()
-    checkpoint_layers(gated.model, False)
-    assert _gradients(gated)[3] / num_tokens == pytest.approx(activation_bytes(gated, TOKENS.shape[1]), rel=0.1)
-    checkpoint_layers(gated.model, True)
-    inputs = LAYERS * SIZES["hidden_size"] * dtype.itemsize
-    final_norm = SIZES["hidden_size"] * 4
-    assert _gradients(gated)[3] / num_tokens == pytest.approx(inputs + final_norm, rel=0.15)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gate_takes_in_backward_what_the_arithmetic_says(dtype: torch.dtype) -> None:
-    gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype))
-    masks = {kind: torch.full(shape, 0.8).requires_grad_() for kind, shape in gated.shapes.items()}
-    squares = {kind: torch.zeros(shape) for kind, shape in gated.shapes.items()}
-    x = torch.randn(4096, SIZES["intermediate_size"], dtype=dtype).requires_grad_()
-    with gated.masks(masks, squares):
-        y = gated.layers[0].get_submodule("mlp.down_proj")(x)
-    gradient = torch.randn_like(y)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        torch.autograd.grad(y, (x, masks["mlp"]), gradient)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    assert max(accumulate(allocated)) / len(x) == pytest.approx(gate_bytes(gated), rel=0.05)
 
 
 def test_auto_takes_half_the_sequences_before_it_checkpoints(
@@ -149,59 +89,6 @@ def test_fewer_sequences_a_pass_where_memory_is_short(
     assert fitting(0) == 1
     checkpoint_layers(gated.model, setting == "off")
     assert (pass_bytes(gated, 4, 64, torch.device("cpu")) < needed) == (setting == "off")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "optimizer"),
-    [
-        (torch.float32, "adamw"),
-        (torch.bfloat16, "adamw"),
-        (torch.bfloat16, "adamw-8bit"),
-        (torch.float32, "adamw-8bit"),
-    ],
-    ids=str,
-)
-def test_gradients_and_moments_that_are_still_to_come_are_counted(
-    dtype: torch.dtype, optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the first step of weights that learn: what fits then, narrow copies too, must fit in the second step."""
-    gated = _gated(LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype))
-    fit_attention(gated.model, 64, torch.device("cpu"))
-    assert pending_bytes(gated.model, optimizer) == 0 == pending_bytes(gated.model, "")
-    copies = sum(p.nbytes for name, p in gated.model.named_parameters() if name.endswith("proj.weight"))
-    weights = TrainedWeights(gated.model, Accelerator(cpu=True), optimizer=optimizer)
-    later = pending_bytes(gated.model, optimizer)
-
-    def chosen(needed: float) -> tuple[int, bool]:
-        monkeypatch.setattr(memory, "get_max_memory", lambda: {"cpu": later + math.ceil(needed / USABLE) + 2})
-        narrow = narrow_layers(gated, Accelerator(cpu=True), 1, 64, optimizer)
-        return fit_activations(gated, "off", 4, 64, Accelerator(cpu=True), optimizer), narrow is not None
-
-    one, four = (pass_bytes(gated, number, 64, torch.device("cpu")) for number in (1, 4))
-    assert chosen(four - 10)[0] == 2 and chosen(four)[0] == 4
-    assert not chosen(one + copies - 10)[1] and chosen(one + copies)[1]
-    for _ in range(2):  # two passes
-        gated.model.get_decoder()(TOKENS, use_cache=False).last_hidden_state.sum().backward()
-        assert all(each.grad is None for each in weights.trained.values())
-    norm = weights.join()
-    sums = sum(each.nbytes for each in weights.sums.values())
-    with torch.compiler.set_stance("force_eager"):
-        weights.move(1e-3, norm)
-    moments = [weights.optimizer.state[each][name] for each in weights.moved.values() for name in MOMENTS]
-    # torchao keeps small weights' moments in the dtype of the weights, and a scale per 256 numbers
-    assert later == pytest.approx(sums + sum(map(bytes_of, moments)), rel=0.1 if optimizer == "adamw-8bit" else 0)
-    num_weights = sum(each.numel() for each in weights.trained.values())
-    separate = sum(
-        master.nbytes for name, master in weights.masters.items()
-        if master.untyped_storage().data_ptr() != weights.trained[name].untyped_storage().data_ptr()
-    )  # fmt: skip
-    assert state_bytes(optimizer, dtype.itemsize) * num_weights == separate + later
-    with pytest.raises(KeyError):
-        state_bytes("auto", dtype.itemsize)
-
-
-def bytes_of(moment: torch.Tensor) -> int:
-    return sum(part.nbytes for part in (moment.codes, moment.scale)) if hasattr(moment, "codes") else moment.nbytes
 
 
 def test_8_bit_moments_and_rounding_resume_to_the_bit() -> None:

@@ -10,17 +10,14 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata, TensorInfo, filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects
 from runs import edit_weights, export_whole, weights
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel
 
-import ddp_vllm
 from ddp_models.loading import load_model, loading_options
 from ddp_models.source import open_source, weight_files
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import choose_head_unit
-from ddp_vllm.remote_code.files import file_tensors
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # changes of the config, what the line must say
     "nothing recognized": ({"model_type": "gpt2"}, ["no MLP", "GPT2LMHeadModel", "mlp (GPT2MLP)", "attn ("]),
@@ -43,14 +40,6 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
 def _edit(folder: Path, changes: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-
-
-def test_config_without_the_optional_sizes(folder: Path) -> None:
-    LlamaForCausalLM(LlamaConfig.from_pretrained(folder, num_key_value_heads=8)).save_pretrained(folder)
-    _edit(folder, {"head_dim": None, "num_key_value_heads": None})
-    sizes = open_source(str(folder)).sizes
-    assert (sizes.head_dim, sizes.num_kv_heads) == (8, 8)
-    assert choose_head_unit("auto", sizes) == "query-head"
 
 
 def test_auto_learns_in_the_stored_format_but_for_float16(tiny_model: Path, tmp_path: Path) -> None:
@@ -101,14 +90,6 @@ def _weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path
 MLP = "model.layers.1.mlp.{}_proj.weight"
 
 
-def test_shapes_on_disk_are_those_of_the_parameters(folder: Path) -> None:
-    """A tied head that was written down as well is no parameter of its own."""
-    _weights(lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}))(folder)
-    source = open_source(str(folder))
-    parameters = load_model(source, "auto").named_parameters()
-    assert source.shapes == {name: list(parameter.shape) for name, parameter in parameters}
-
-
 def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
     """Mistral's and Llama's repositories hold their weights twice."""
     listed = [
@@ -127,25 +108,6 @@ def test_what_is_downloaded_is_what_is_read(monkeypatch: pytest.MonkeyPatch, tin
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     open_source("owner/name")
     assert fetched == [*listed[:6], "tokenizer.model"]
-
-
-def test_estimates_for_other_gpus_download_no_weights(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, folder: Path, tmp_path: Path
-) -> None:
-    tensors = {
-        name: TensorInfo(dtype=dtype, shape=shape, data_offsets=(0, 0))
-        for name, shape, dtype in file_tensors(folder / "model.safetensors")
-    }
-    file = SafetensorsFileMetadata(metadata={}, tensors=tensors)
-    headers = SafetensorsRepoMetadata(
-        metadata=None, sharded=False, weight_map={}, files_metadata={"model.safetensors": file}
-    )
-    monkeypatch.setattr("ddp_models.source.hub_fault", lambda: "")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda _: headers)
-    (folder / "model.safetensors").unlink()
-    settings: dict[str, Any] = {"sparsity": 0.25, "on": "2xrtx4090-24gb", "output": tmp_path / "pruned"}
-    assert ddp_vllm.plan("owner/name", **settings).lines == ddp_vllm.plan(tiny_model, **settings).lines
 
 
 @pytest.mark.parametrize("beside", ["the shards of an index", "a stray file"])
@@ -173,33 +135,22 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     **{case: (partial(_edit, changes=changes), words) for case, (changes, words) in REFUSED.items()},
     "no safetensors": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), [".safetensors"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["config.json is missing"]),
-    "config no object": (lambda f: (f / "config.json").write_text("[]"), ["config.json is not an object"]),
     "shard missing": (
         lambda f: _replace_by_index(f, '{"weight_map": {"a": "model-2.safetensors"}}'),
         ["model-2.safetensors"],
     ),
-    "index no object": (lambda f: _replace_by_index(f, "[]"), ["index"]),
     "index outside the folder": (  # masks would be learned on one file, and the other cut
         lambda f: _replace_by_index(f, '{"weight_map": {"model.norm.weight": "../model-1.safetensors"}}'),
         ["'../model-1.safetensors', not a file of its folder"],
-    ),
-    "index of mixed types": (
-        lambda f: _replace_by_index(f, '{"weight_map": {"a": 1, "b": "model-1.safetensors"}}'),
-        ["names 1, not a file"],
     ),
     "a decoder saved alone": (
         lambda f: LlamaModel.from_pretrained(f).save_pretrained(f),
         ["'embed_tokens.weight'", "not model.layers.…", "AutoModelForCausalLM", "save_pretrained"],
     ),
     "a missing projection": (_weights(lambda w: w.pop(MLP.format("up"))), ["layer 1", "mlp.up_proj", "again"]),
-    "a missing norm": (_weights(lambda w: w.pop("model.norm.weight")), ["model.norm.weight is missing", "again"]),
     "rows fewer than the heads of the config": (
         _weights(lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.ones(24, 64)})),
         ["model.layers.2.self_attn.k_proj.weight", "[24, 64]", "config.json requires 32 along axis 0"],
-    ),
-    "weights cut short": (
-        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:50]),
-        ["model.safetensors"],
     ),
 }
 
@@ -211,7 +162,7 @@ def test_a_model_that_cannot_be_pruned(case: str, folder: Path) -> None:
     _refused(str(folder), words)
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "~/nowhere", "nowhere", "a/b/c", ""])
+@pytest.mark.parametrize("model", ["./nowhere", "a/b/c", ""])
 def test_an_unknown_folder(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     _refused(model, [model, "folder"])

@@ -11,7 +11,7 @@ from commands import assert_refused, invoke, passed
 from latency_profiles import written
 from runs import prune
 
-from ddp_prune import cli, plan, verbs
+from ddp_prune import plan, verbs
 from ddp_prune.recipe import Recipe, load_recipes
 from ddp_vllm.errors import SettingError
 
@@ -31,18 +31,6 @@ TAKEN: dict[str, str] = {  # options of prune: a value other than the default; w
     "minutes": "0.2 --seq-len 16 --batch-size 2 --train masks",
     "other_machine": " --budget latency --profile PROFILE --context-length 1024",
 }  # fmt: skip
-UNTRIED = (
-    "--output",
-    "--dry-run",
-    "--shard",
-    "--json",
-    "--quiet",
-)  # in all other cases; the last one takes several processes
-
-
-def test_every_option_of_prune_is_tried() -> None:
-    found = {flag for option in cli.prune.params if option.name != "model" for flag in option.opts}
-    assert found == {"-o", *UNTRIED, *(f"--{each.replace('_', '-')}" for each in TAKEN)}
 
 
 def test_options_reach_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,14 +133,6 @@ def test_a_dry_run_measures_a_step(tiny_model: Path, tmp_path: Path) -> None:
     assert re.search(needs, text), text
     needs = r"^time: about [\d.]+ \w+: 1,300 steps of [\d.]+ \w+ and trials of .* as \d+, measured"
     assert re.search(needs, text, re.MULTILINE), text
-
-
-@pytest.mark.usefixtures("short_of_memory")
-def test_one_of_several_processes_prints_a_dry_run(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert dry_run(tiny_model, tmp_path, "--sparsity", "0.4") == ""
 
 
 @pytest.mark.usefixtures("short_of_memory")

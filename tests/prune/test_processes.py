@@ -14,7 +14,6 @@ from two_processes import (
     BLOCKS,
     SETTINGS,
     command_line,
-    exchange_layouts,
     keep_weights,
     launch,
     learn,
@@ -22,7 +21,7 @@ from two_processes import (
     summed_gradients,
 )
 
-from ddp_models.loading import check_sharding, load_model, load_sharded
+from ddp_models.loading import load_model, load_sharded
 from ddp_models.source import open_source
 from ddp_prune.gates import GatedModel
 from ddp_prune.recipe import Recipe
@@ -31,7 +30,7 @@ from ddp_prune.train import train
 from ddp_prune.trainer import Learned
 from ddp_training.memory import pending_bytes
 from ddp_training.run_state import RunState
-from ddp_vllm.errors import ModelError, SettingError
+from ddp_vllm.errors import ModelError
 
 PRUNE = ["--sparsity", "0.4", "--steps", "6", "--batch-size", "4", "--seq-len", "16"]
 TOKENS = torch.randint(1, 320, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -89,12 +88,6 @@ def test_all_go_on_where_the_main_process_was(learned: tuple[Learned, Path]) -> 
     assert not (folder / "machine-1").exists()
 
 
-def test_one_process_decides_when_all_save(learned: tuple[Learned, Path]) -> None:
-    """The clock of process 1 is a thousand times as fast; a state of shared weights is gathered by all together."""
-    first, second = (json.loads((learned[1] / f"facts-{rank}.json").read_text())["saved"] for rank in (0, 1))
-    assert first == second and len(first) == 3 and first[-1] == SETTINGS["steps"]
-
-
 def test_each_process_holds_its_share_of_every_layer_and_the_head(
     learned: tuple[Learned, Path], tiny_model: Path, tiny_experts: Path
 ) -> None:
@@ -149,16 +142,6 @@ def test_only_the_main_process_gathers_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "machine-1").exists()
 
 
-def test_8_bit_moments_resume_on_another_number_of_processes(tiny_model: Path, tmp_path: Path) -> None:
-    """Their groups of 256 numbers are others, so they are rounded once more."""
-    for code, _, stderr in launch(tmp_path, exchange_layouts, str(tiny_model), tmp_path):
-        assert code == 0, stderr
-    differences = json.loads((tmp_path / "differences").read_text())
-    for name, difference in differences.items():
-        assert difference == 0 if name.startswith("weights.weight.") else difference < 0.02, (name, difference)
-    assert sum(difference > 0 for difference in differences.values()) > 10
-
-
 def test_what_one_process_meets_ends_all(learned: tuple[Learned, Path]) -> None:
     for rank in (0, 1):
         assert json.loads((learned[1] / f"facts-{rank}.json").read_text())["error"] == (
@@ -175,12 +158,6 @@ def test_a_failure_is_one_line_and_the_exit_code_of_both(tiny_model: Path, tmp_p
     assert line.startswith("ddp-vllm: short.txt holds") and line.count("\n") == 1, line
     assert out == silence == ""
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.run").exists()
-
-
-def test_sharding_requires_several_processes_with_equal_batches() -> None:
-    with pytest.raises(SettingError, match=r"batch_size is 10, which 4 processes .* make it 12"):
-        check_sharding(Recipe(model="m", sparsity=0.2, shard=True, batch_size=10), 4)
-    check_sharding(Recipe(model="m", sparsity=0.2, shard=True), 8)
 
 
 @pytest.fixture

@@ -147,13 +147,6 @@ def test_ctrl_c_lets_the_step_end_and_saves_it(
     assert same[0] == same[1]
 
 
-def test_apply_refuses_masks_that_do_not_split(pruned: tuple[Path, Result], tiny_model: Path, tmp_path: Path) -> None:
-    result = invoke("apply", tiny_model, "--masks", pruned[0] / MASKS_FILE, "-o", tmp_path / "out", "--tp", 8)
-    words = ["tensor-parallel size 8 does not split layer", "KV heads", "valid sizes: 1", "prune with --tp 8"]
-    assert_refused(result, 2, *words)
-    assert list(tmp_path.iterdir()) == []
-
-
 class Notes(GeneralTracker):
     """A tracker that keeps what it gets. As for tensorboard, settings must be plain values."""
 

@@ -7,18 +7,16 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy
 import pytest
 
-from ddp_prune.recipe import AlmSettings, Recipe, RecipeKeywords, load_recipe, load_recipes
+from ddp_prune.recipe import AlmSettings, Recipe, load_recipe, load_recipes
 from ddp_prune.run import Run
-from ddp_recover.recipe import RecoveryKeywords, RecoveryRecipe, load_recovery
+from ddp_recover.recipe import RecoveryRecipe
 from ddp_vllm.errors import SettingError
-from ddp_vllm.settings import kind_of
 
-KEYWORDS = {Recipe: RecipeKeywords, RecoveryRecipe: RecoveryKeywords}
 GIVEN = {"model": "m", "sparsity": 0.2}
 OUT_OF_RANGE: list[tuple[str, Any, str]] = [  # setting, value, the limit its message names
     ("sparsity", 0.0, "between 0 and 1"),
@@ -157,14 +155,6 @@ def test_two_alternatives_at_one_level_are_refused(
         load_recipe(tmp_path / "r.toml", {**passed, "model": "m"})
 
 
-def test_a_recovery_takes_tokens_or_minutes(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text("tokens = 1000000\n")
-    given = {"model": "m", "teacher": "me/dense", "minutes": 5.0}
-    assert load_recovery(tmp_path / "r.toml", given, {}).tokens == 0
-    with pytest.raises(SettingError, match="tokens and minutes are given"):
-        load_recovery(None, {**given, "tokens": 100}, {})
-
-
 def test_a_recipe_in_python_states_a_speedup_alone_and_sizes_of_any_type_of_number() -> None:
     assert Recipe(model="m", speedup=1.25).budget == "latency"
     with pytest.raises(SettingError, match=r"speedup is 0\.9; it must be above 1"):
@@ -173,15 +163,6 @@ def test_a_recipe_in_python_states_a_speedup_alone_and_sizes_of_any_type_of_numb
         Recipe(model="m", sparsity=0.2, speedup=1.25)
     with pytest.raises(SettingError, match="sparsity has 'a', a str; give numbers"):
         load_recipes(None, {"model": "m", "sparsity": [0.1, "a"]})
-
-
-@pytest.mark.parametrize("recipe", KEYWORDS)
-def test_editors_know_every_setting_as_a_keyword(recipe: type) -> None:
-    keywords = get_type_hints(KEYWORDS[recipe])
-    fields = {field.name: kind_of(field) for field in dataclasses.fields(recipe) if field.name != "model"}
-    assert keywords.keys() == fields.keys() and not KEYWORDS[recipe].__required_keys__
-    for name, kind in fields.items():
-        assert name == "alm" or kind in (get_args(keywords[name]) or (keywords[name],)), name
 
 
 @pytest.mark.parametrize("make", [Recipe, RecoveryRecipe])
@@ -201,13 +182,6 @@ def test_text_that_is_trained_on_is_not_watched(make: Any, tmp_path: Path, monke
         with pytest.raises(SettingError, match=r"watch is .*, but data trains on part of it"):
             make(**known, data=data, watch=watch)
     make(**known, data="a.jsonl,b/c:small", watch="b/c:large,b/c:small:test")
-
-
-@pytest.mark.parametrize("make", [Recipe, RecoveryRecipe])
-def test_8_bit_steps_are_refused_in_float16(make: Any) -> None:
-    known = GIVEN if make is Recipe else {"model": "m", "teacher": "t"}
-    with pytest.raises(SettingError, match="dtype 'float16', in which its small steps would be rounded away"):
-        make(**known, dtype="float16", optimizer="adamw-8bit")
 
 
 def test_sizes_may_come_from_numpy() -> None:

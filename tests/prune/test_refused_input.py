@@ -100,20 +100,6 @@ def test_models_that_cannot_be_pruned(case: str, model: Path, tiny_text: Path, t
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_a_dry_run_refuses_the_same_models(model: Path, tiny_text: Path, tmp_path: Path) -> None:
-    edit_json(model / "config.json", hidden_act="nope")
-    assert_refused(prune(model, tiny_text, tmp_path / "out", "--dry-run"), 3, str(model))
-
-
-@pytest.mark.nightly  # importing lm-eval takes long
-def test_eval_of_a_dense_model_that_no_class_can_load(model: Path, tmp_path: Path) -> None:
-    edit_json(model / "config.json", hidden_act="nope")
-    rows = tmp_path / "piqa_val.jsonl"
-    rows.write_text(json.dumps({"goal": "melt ice", "sol1": "the sun", "sol2": "down", "label": 0}) + "\n")
-    result = invoke("eval", model, "--tasks", "piqa", "--rows", rows, "-o", tmp_path / "out")
-    assert_refused(result, 3, str(model), "cannot be loaded by lm-eval's hf backend")
-
-
 @pytest.mark.parametrize("where", ["load", "Evaluation"])
 def test_a_model_that_a_device_cannot_hold(
     where: str, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,17 +192,6 @@ def test_masks_that_cannot_be_applied(pruned: Path, tiny_model: Path, tmp_path: 
     passed(apply(tiny_model, masks, tmp_path / "fine"))  # fields that are not read may be odd
     shutil.rmtree(tmp_path / "fine")
     assert [path.name for path in tmp_path.iterdir()] == [MASKS_FILE]
-
-
-def test_a_watched_text_with_a_token_that_the_model_does_not_know(
-    model: Path, tiny_text: Path, tmp_path: Path, write_texts: Callable[..., Path]
-) -> None:
-    """As the text to train on, before the model is loaded."""
-    _tokenizer(_one_token_more, model)
-    plain = write_texts("plain.jsonl", ["The fox jumps over " * 400])
-    arguments = ["--watch", str(tiny_text), "--heldout-blocks", "4"]
-    assert_refused(prune(model, plain, tmp_path / "out", *arguments), 3, "makes token 320", "0 to 319")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Whole experts: those that go leave the router too, and what is written is a stock checkpoint."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ddp_prune.masks_file import read_masks
 from ddp_prune.recipe import Recipe
 from ddp_training.loss import losses
 from ddp_vllm.checkpoint import read_checkpoint
-from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.errors import SettingError
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.pages.metrics import gather
@@ -200,22 +199,3 @@ def test_models_whose_experts_cannot_go(family: str, changes: dict[str, Any], re
     source = open_source(str(tmp_path / "dense"))
     with pytest.raises(SettingError, match=reason):
         export(source, whole_gates((2, 8, CHANNELS)), tmp_path / "out", head_unit="expert", provenance={})
-
-
-def test_masks_that_are_not_whole_experts(made: Path, tmp_path: Path) -> None:
-    source = open_source(str(made / "dense-olmoe"))
-    for change in ((0, slice(None), 3), (0, slice(None))):  # a part of each expert, all of one layer's
-        gates = whole_gates((3, NUM_EXPERTS, CHANNELS))
-        gates["experts"][change] = 0.0
-        with pytest.raises(CheckpointError, match="do not keep whole experts"):
-            export(source, gates, tmp_path / "out", head_unit="expert", provenance={})
-    masks = made / "olmoe" / MASKS_FILE
-    with pytest.raises(SettingError, match="with all their channels; leave --align out"):
-        apply_masks(str(source.folder), masks, tmp_path / "out", overwrite=False, align=8)
-
-
-def test_masks_of_another_folder_are_noticed(made: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made / "mixtral", tmp_path / "pruned"))
-    shutil.copy(made / "qwen3_moe" / MASKS_FILE, folder)
-    with pytest.raises(CheckpointError, match="keep other experts of layer 1"):
-        read_checkpoint(folder)

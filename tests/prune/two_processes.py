@@ -31,11 +31,11 @@ from ddp_prune.run import Run
 from ddp_prune.train import train
 from ddp_prune.trainer import Trainer
 from ddp_training import loop as train_module
-from ddp_training.loss import OutputHead, distilled_loss, final_hidden
+from ddp_training.loss import OutputHead, distill, final_hidden
 from ddp_training.memory import free_memory, peak_bytes, reset_peak
 from ddp_training.processes import local_part, raise_on_all_ranks
 from ddp_training.run_state import RunState, load_run
-from ddp_training.weights import MOMENTS, TrainedWeights, _dequantized, _saved_pieces
+from ddp_training.weights import TrainedWeights
 from ddp_vllm.errors import TextError
 
 BLOCKS = torch.randint(1, 320, (12, 16), generator=torch.Generator().manual_seed(0))  # four passes in 12 steps
@@ -91,12 +91,8 @@ def command_line(*arguments: str) -> None:
 
 
 def timed_command_line(*arguments: str) -> None:
-    """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, one of recovery half a second, and two are enough."""
-    with (
-        patch("ddp_prune.timing.FEWEST_STEPS", 2),
-        patch("ddp_prune.timing.seconds_a_step", lambda *_: 0.05),
-        patch("ddp_recover.weight_trainer.WeightTrainer.seconds_a_step", lambda _: 0.5),
-    ):
+    """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, and two are enough."""
+    with patch("ddp_prune.timing.FEWEST_STEPS", 2), patch("ddp_prune.timing.seconds_a_step", lambda *_: 0.05):
         command_line(*arguments)
 
 
@@ -183,7 +179,7 @@ def summed_gradients(model: Any, accelerator: Accelerator, numbers: Sequence[int
     for number in numbers:
         tokens = BLOCKS[[number]]
         hidden, labels = final_hidden(model, tokens), tokens[:, 1:].flatten()
-        distilled_loss(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
+        distill(hidden, None, OutputHead.of(model), labels, 0.0)[0].backward()
     weights.join()
     return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in weights.sums.items()}
 
@@ -244,37 +240,3 @@ def keep_weights(model: str, folder: Path) -> None:
         peaks["free"] = free_memory(accelerator)
     (folder / f"memory-{rank}.json").write_text(json.dumps(peaks), encoding="utf-8")
     accelerator.end_training()
-
-
-def exchange_layouts(model: str, folder: Path) -> None:
-    """Resume 8-bit moments of whole weights with cut ones, and the other way round; process 0 writes `differences`.
-
-    They are the largest differences of each tensor, as a share of its largest number.
-    """
-    accelerator, source = Accelerator(cpu=True), open_source(model)
-    torch.compiler.set_stance("force_eager")
-    cut = load_sharded(source, "bfloat16", accelerator.device, accelerator.num_processes)
-    both = [TrainedWeights(each, accelerator, optimizer="adamw-8bit") for each in (load_model(source, "bfloat16"), cut)]
-    for weights in both:
-        weights.sums = {name: master.detach() * 0.1 for name, master in weights.masters.items()}
-        weights.move(1e-3, 0.5)
-    differences: dict[str, float] = {}
-    for saving, resuming in (both, both[::-1]):
-        saved = saving.state()
-        resuming.forget()
-        resuming.restore(1, saved)
-        one, other = plain_state(saved), plain_state(resuming.state())
-        for name, tensor in one.items():
-            difference = float((tensor - other[name]).abs().max() / tensor.abs().max())
-            differences[name] = max(difference, differences.get(name, 0.0))
-    if accelerator.is_main_process:
-        (folder / "differences").write_text(json.dumps(differences), encoding="utf-8")
-
-
-def plain_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights and moments of a saved state as whole tensors of float32."""
-    found = {name: tensor.float() for name, tensor in state.items() if name.startswith("weights.weight.")}
-    for name in [each.removeprefix("weights.weight.") for each in found]:
-        pieces = _saved_pieces(state, name)
-        found |= {f"{moment}.{name}": torch.cat([_dequantized(each, moment) for each in pieces]) for moment in MOMENTS}
-    return found

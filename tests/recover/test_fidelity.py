@@ -18,7 +18,7 @@ from ddp_training.loss import OutputHead, agreement
 from ddp_vllm import api
 from ddp_vllm.cache import cache_folder
 from ddp_vllm.evaluations import perplexity_ratio
-from ddp_vllm.pages.compare import text_table
+from ddp_vllm.pages.compare import comparison_table
 from ddp_vllm.pages.measurements import collect
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -80,8 +80,8 @@ def test_text_of_ones_own(pruned: Path, tiny_model: Path, tiny_text: Path, text:
     assert missed.exit_code == 9 and json.loads(missed.stdout)["texts"].keys() == {text.name}
     assert "above --max-ratio 0.01; train for longer" in missed.stderr
     assert (met := passed(invoke(*gated, "1e9", "--quiet"))).output == "", met.output
-    (plain, _) = text_table(collect([pruned])).rows
-    assert plain[0] == text.name and "×" in str(plain[2])
+    rows = {row[0]: row[-1] for row in comparison_table(collect([pruned])).rows}
+    assert "×" in rows[f"perplexity on {text.name}, × dense"]
     same = api.evaluate_text(str(tiny_model), str(text), against=str(tiny_model), output=tmp_path, max_length=16)
     near = same["texts"][text.name]["agreement"]["pruned"]
     assert near["top1"] == 1 and near["kl"] == pytest.approx(0, abs=1e-5)

@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from click.testing import Result
 from commands import assert_refused, invoke, passed
 from runs import assert_same_weights, die_at, prune, recover, weights
 from transformers import AutoModelForCausalLM
 
-from ddp_recover.recipe import RecoveryRecipe
-from ddp_recover.recover import Models, _resolved
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
-from ddp_training import weights as trained_weights
 from ddp_training.loss import losses
 from ddp_training.run_state import RunState
 from ddp_vllm.checkpoint import read_checkpoint
@@ -97,18 +93,6 @@ def test_minutes_become_a_number_of_steps_that_a_resumed_run_keeps(
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["tokens"] == 9 * 32
     passed(recover(pruned, tmp_path / "untimed", "--tokens", "288"))
     assert_same_weights(tmp_path / "out", tmp_path / "untimed")  # timing a step trained nothing
-
-
-def test_experts_are_trained_at_their_widths(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """Mixtral's names on disk are not those of transformers' modules."""
-    passed(prune(tiny_experts, tiny_text, tmp_path / "pruned"))
-    for method in ("weights", "lora"):
-        passed(recover(tmp_path / "pruned", tmp_path / method, "--train", method))
-        before, after = weights(tmp_path / "pruned"), weights(tmp_path / method)
-        experts = [name for name in before if ".block_sparse_moe.experts." in name]
-        assert len(experts) > 10 and not any(torch.equal(before[name], after[name]) for name in experts)
-        quality = read_checkpoint(tmp_path / method).provenance["perplexity"]
-        assert quality["recovered"] < quality["pruned"]
 
 
 class Killed(BaseException):
@@ -210,20 +194,6 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
     assert read_checkpoint(tmp_path / "recovered").provenance["recovery"]["recipe"]["teacher"] == "copy"
 
 
-@pytest.mark.parametrize(
-    ("free", "train", "optimizer"),
-    [(10**9, "weights", "adamw"), (10**6, "weights", "adamw-8bit"), (10**5, "lora", "adamw")],
-)
-def test_auto_trains_all_weights_where_memory_holds_an_optimizer(
-    free: int, train: str, optimizer: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddp_training.memory.free_memory", lambda _: free)
-    with torch.compiler.set_stance("force_eager"):
-        passed(recover(pruned, tmp_path / "out", "--tokens", "64"))
-    recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
-    assert (recipe["train"], recipe["optimizer"]) == (train, optimizer)
-
-
 def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,28 +215,3 @@ def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["optimizer"] == "adamw-8bit"
     other = passed(run("other", "--optimizer", "adamw"))
     assert "optimizer changed since the run" in other.output
-
-
-@pytest.mark.parametrize(
-    ("dtype", "obstacle", "method", "chosen"),
-    [
-        ("bfloat16", "", "weights", ("weights", "adamw-8bit")),
-        ("float16", "", "weights", ("weights", "adamw")),  # it was asked for, and may fit
-        ("float16", "", "auto", ("lora", "adamw")),
-        ("bfloat16", "no compiler", "auto", ("lora", "adamw")),
-        ("bfloat16", "no compiler", "weights", ("weights", "adamw")),
-    ],
-)
-def test_an_optimizer_that_cannot_run_here_is_not_chosen(
-    dtype: str, obstacle: str, method: str, chosen: tuple[str, str], pruned: Path, tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Of 200,000 weights memory holds 8 bytes each, but not 16."""
-    monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: obstacle)
-    monkeypatch.setattr("ddp_training.memory.free_memory", lambda _: 10**6)
-    settings = {"model": str(pruned), "teacher": str(tiny_model), "dtype": dtype, "train": method}
-    model = AutoModelForCausalLM.from_pretrained(pruned, trust_remote_code=True, dtype=getattr(torch, dtype))
-    tokenizer = load_tokenizer(str(pruned))
-    models = Models(model=model, teacher=None, sizes=None, tokenizer=tokenizer, accelerator=Accelerator(cpu=True))  # type: ignore[arg-type]
-    resolved = _resolved(RecoveryRecipe(**settings), models)
-    assert (resolved.train, resolved.optimizer) == chosen

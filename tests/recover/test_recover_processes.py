@@ -60,6 +60,7 @@ def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
     assert_close(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.nightly
 def test_two_processes_with_sharded_weights_prune_for_minutes(
     tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:

@@ -1,15 +1,14 @@
 """Scores of heads and MLP channels, on a model of one layer whose answers are worked out unit by unit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ddp_prune.gates import GatedModel, Masks
-from ddp_study.activation_scores import depth, exempt_lowest, flap, lorap, slimllm, tyr, wanda_sp
+from ddp_prune.gates import GatedModel
+from ddp_study.activation_scores import exempt_lowest, flap, lorap, slimllm, tyr, wanda_sp
 from ddp_study.gradient_scores import llm_pruner, llm_pruner_mixed, of_gates
 from ddp_study.scores import magnitude
 from ddp_vllm.families import dimensions_of, family_of
@@ -189,38 +188,3 @@ def test_gradients_of_gates(gated: GatedModel) -> None:
     slope = (loss(1.01) - loss(0.99)) / 0.02
     torch.testing.assert_close(first["mlp"][0, 3].double(), slope.abs(), rtol=2e-2, atol=1e-4)
     assert (second["mlp"] * len(BLOCKS) * BLOCKS.shape[1] >= first["mlp"].square() - 1e-6).all()  # Cauchy-Schwarz
-
-
-def test_influence_is_how_far_a_layer_turns_its_input() -> None:
-    """By the hidden states that the stock model returns; the same for all units of a layer."""
-    gated = make(LlamaConfig, "kv-group", 2)
-    model: Any = gated.model
-    expected = torch.zeros(())
-    for tokens in BLOCKS.split(1):
-        states = model.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
-        expected += 1 - F.cosine_similarity(states[0], states[1], dim=-1).mean()
-    scores = depth(gated, BLOCKS)
-    for kind, shape in gated.shapes.items():
-        assert scores[kind].shape == shape and scores[kind].unique().numel() == 2
-        torch.testing.assert_close(scores[kind][0, 0], expected)
-
-
-SCORES: list[Callable[[GatedModel, torch.Tensor], Masks]] = [magnitude, wanda_sp, slimllm, llm_pruner_mixed]
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_fused_projections_score_as_separate_ones(score: Callable[[GatedModel, torch.Tensor], Masks]) -> None:
-    """Phi-3 with the weights of a Llama, which a score leaves as it was."""
-    fused, separate = make(Phi3Config, "kv-group"), make(LlamaConfig, "kv-group")
-    there = dict(separate.model.named_parameters())
-    for name, parameter in fused.model.named_parameters():
-        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-        kind = next((kind for kind in parts if kind in name), None)
-        names = [name.replace(kind, part) for part in parts[kind]] if kind else [name]
-        parameter.data.copy_(torch.cat([there[each] for each in names]))
-    model: Any = separate.model
-    before, expected = model(BLOCKS).logits, score(separate, BLOCKS)
-    assert torch.equal(model(BLOCKS).logits, before)
-    assert not any(module._forward_hooks for module in model.modules())
-    for kind, found in score(fused, BLOCKS).items():
-        torch.testing.assert_close(found, expected[kind], rtol=1e-3, atol=1e-4)

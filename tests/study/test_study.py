@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from click.testing import Result
 from commands import assert_refused, invoke, passed
-from runs import BLOCKS, Lab, pools_of
 
 from ddp_prune.masks_file import read_masks
-from ddp_prune.run import Run
 from ddp_study.scores import Score, even_support
-from ddp_study.searches import HardConcrete
 from ddp_study.study import METHODS
-from ddp_study.tables import TABLES, chains
-from ddp_training.batches import Batches
 from ddp_training.run_state import RunState
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -172,81 +166,4 @@ def test_what_cannot_be_studied_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_hard_concrete_is_that_of_the_paper(tiny_model: Path, tmp_path: Path) -> None:
-    """Eq. 8 and 9 have no temperature, and the appendix gives all latent variables one learning rate."""
-    lab = Lab(tiny_model, tmp_path, "kv-group")
-    recipe = lab.recipe(controller="alm", polish=0.0)
-    pools = pools_of(lab.gated, recipe)
-    trainer = HardConcrete(lab.gated, Batches(BLOCKS, recipe, Accelerator()), Run.alone(recipe), pools, Accelerator())
-    assert trainer.optimizer.param_groups[0]["base"] == recipe.alm.learning_rate
-    kind, z = next(iter(trainer.gates.z.items()))
-    u = torch.rand(z.shape, generator=torch.Generator().manual_seed(recipe.seed))
-    sampled = torch.sigmoid(u.log() - (1 - u).log() + z) * 1.2 - 0.1
-    torch.testing.assert_close(trainer.forward_masks()[kind], sampled.clamp(0, 1), atol=1e-5, rtol=0)
-    torch.testing.assert_close(trainer.score(z, 0.0), torch.sigmoid(z - math.log(0.1 / 1.1)))
-
-
 ROWS = {"relaxations": 0, "recovery": 2, "cost": 0, "tokens": 0}  # rows that a dense model cannot have, of all
-
-
-@pytest.mark.parametrize("table", [*list(ROWS)[:3], pytest.param("tokens", marks=pytest.mark.nightly)])
-def test_a_table_has_its_rows_and_says_if_the_paper_is_right(
-    table: str, tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
-) -> None:
-    passed(run_table(table, tiny_model, tiny_text, test_text, tmp_path, "--sparsity", "0.4"))
-    with open(tmp_path / f"{table}.csv", newline="") as file:
-        dense, *rows = csv.DictReader(file)
-    assert dense["method"] == "dense" and [row["method"] for row in rows] == list(TABLES[table].rows)
-    assert sum(bool(row["reason"]) for row in rows) == ROWS[table]
-    said = (tmp_path / f"{table}.md").read_text()
-    assert f"The paper: {TABLES[table].finding}. Here: " in said and "not measured" not in said
-    assert "<svg" in (tmp_path / f"{table}.html").read_text()
-    number = {row["method"]: row for row in rows if not row["reason"]}
-    for column, order in chains(TABLES[table], list(number)):
-        values = [float(number[name][column]) for name in order]
-        holds = "holds" if values == sorted(set(values), reverse=True) else "does not hold"
-        claims = said.partition("Here: ")[2].partition(".\n")[0].split("; ")
-        assert any(f" {order[0]} " in claim and claim.endswith(f", {holds}") for claim in claims), order
-    if table == "tokens":
-        assert [int(row["tokens"]) for row in rows] == [2 * 16 * steps for steps in (1, 1, 2, 4)] * 2
-    if table == "cost":
-        assert all(float(row["peak_bytes"]) > 1e7 for row in rows)
-        assert int(number["ours+train=weights"]["learns"]) > 100 * int(number["ours"]["learns"]) > 0
-    if table == "recovery":
-        lorap, recovered = number["lorap"], number["lorap+recovered"]
-        files = (tmp_path / "cells" / f"{name}_0.4_0.safetensors" for name in ("lorap", "lorap+recovered"))
-        before, after = (read_masks(file)[0] for file in files)
-        assert all(torch.equal(before[kind] > 0, after[kind] > 0) for kind in before)
-        assert int(recovered["tokens"]) == int(lorap["tokens"]) + 4 * 2 * 16
-        assert recovered["perplexity"] != number["ours"]["perplexity"]
-
-
-def test_tables_share_cells_and_each_shows_its_own(
-    tiny_experts: Path, tiny_text: Path, test_text: Path, tmp_path: Path
-) -> None:
-    """A budget in every expert is for mixtures alone; a cell of another table is measured once."""
-    passed(run_table("groups", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4"))
-    before = cells(tmp_path)
-    assert len(before) == 7 and not any("reason" in cell for cell in before.values())
-    for name, axes in {"paper+scope=expert": (0, 1), "paper+scope=layer": (0,)}.items():
-        kept = read_masks(tmp_path / "cells" / f"{name}_0.4_0.safetensors")[0]["experts"] > 0
-        places = kept.flatten(0, len(axes) - 1).flatten(1).sum(1)
-        assert places.max() - places.min() <= 1, name
-    result = passed(run_table("shapes", tiny_experts, tiny_text, test_text, tmp_path, "--sparsity", "0.4"))
-    assert result.output.count("measured before") == 2 and cells(tmp_path) == before
-    said = (tmp_path / "shapes.md").read_text()
-    assert "experts lose more the less often they are chosen in " in said and "scope=layer" not in said
-
-
-def test_text_given_again_makes_rows_of_its_own(
-    tiny_model: Path, tiny_text: Path, test_text: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text(tiny_text.read_text()[::-1])
-    small = (tiny_model, tiny_text, test_text, tmp_path / "out", "--sparsity", "0.4", "--methods", "ours,fisher")
-    assert_refused(run_table("data", *small[:4]), 2, "pass others with --other-data")
-    passed(run_table("data", *small, "--other-data", str(other)))
-    found = {str(cell["method"]): cell for cell in cells(tmp_path / "out").values()}
-    assert set(found) == {"dense", "ours", "fisher", f"ours+data={other}", f"fisher+data={other}"}
-    assert found["ours"]["perplexity"] != found[f"ours+data={other}"]["perplexity"]
-    assert f"ours+data={other}" in (tmp_path / "out" / "data.md").read_text().partition("Here: ")[2]
