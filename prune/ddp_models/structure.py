@@ -127,7 +127,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         where, found["mlp"] = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
     if experts_block:
         where, found["experts"], stacked = _experts_on_disk(
-            model, stored, prefix, experts.index(experts_block), experts_block
+            model, stored, shapes, prefix, experts.index(experts_block), experts_block
         )
     rows = [
         LayerChannels(
@@ -175,7 +175,7 @@ def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerChann
         yield "shared experts"
     pruned = {index for index, row in enumerate(rows) if row.to_json()}
     if others := [str(index) for index in range(len(rows)) if index not in pruned]:
-        yield f"the MLPs or experts of layers {', '.join(others)}, which have another form"
+        yield f"layers {', '.join(others)}, where no MLP or experts of that form were recognized"
     loaded = set(model.state_dict())
     others = [name for name, target in stored.items() if target not in loaded]
     if any("mtp" in name or ".layers." in name for name in others):
@@ -358,7 +358,12 @@ def _mlp_on_disk(stored: Mapping[str, str], prefix: str, layer: int, mlp: Mlp) -
 
 
 def _experts_on_disk(
-    model: Any, stored: Mapping[str, str], prefix: str, layer: int, experts: Experts
+    model: Any,
+    stored: Mapping[str, str],
+    shapes: Mapping[str, Sequence[int]],
+    prefix: str,
+    layer: int,
+    experts: Experts,
 ) -> tuple[str, Block, dict[str, tuple[str, ...]]]:
     """Return the module of the layers on disk, the experts by their names there, and tensors that stack all experts.
 
@@ -379,7 +384,7 @@ def _experts_on_disk(
         if not found:
             raise ModelError(f"{name} is missing on disk; download the model again")
         where, rest = _split(found[0], layer)
-        if len(found) == 1:
+        if len(found) == 1 and [*shapes[found[0]]] == [*weight.shape]:
             stacked[rest] = single
         elif {re.sub(r"\.experts\.\d+\.", ".experts.{}.", _split(each, layer)[1]) for each in found} != {
             f"{each}.weight" for each in single

@@ -255,7 +255,7 @@ def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_
     found = find_structure(tmp_path, shapes)
     assert [layer.intermediate_size for layer in found.widths.layers] == [96, 96, None]
     assert found.widths.mlp == Block(inputs=PLAIN[:2], output=PLAIN[2], intermediate_size=96)
-    assert "the MLPs or experts of layers 2, which have another form" in found.left_alone
+    assert "layers 2, where no MLP or experts of that form were recognized" in found.left_alone
 
 
 @pytest.mark.nightly
