@@ -112,10 +112,9 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
     except SchemaError as error:
         return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
-    if states_widths(config):
-        return f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
     if config.get("quantization_config"):
-        return "it is quantized already; export the folder it was made from"
+        of_stock = f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
+        return of_stock if states_widths(config) else "it is quantized already; export the folder it was made from"
     if checkpoint.widths.table.has_experts:
         if checkpoint.stock or not is_pruned(checkpoint.folder):
             return (
