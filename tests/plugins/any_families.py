@@ -33,8 +33,8 @@ ROUTED = {"moe_intermediate_size": EXPERT, "num_experts_per_tok": 3}
 LINEAR_ATTENTION = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 QWEN_VISION = {
     "depth": 1,
@@ -55,7 +55,7 @@ PIXTRAL = {
     "image_size": 32,
     "patch_size": 8,
 }
-YARN = {
+YARN = {  # vLLM 0.32's CPU kernel for plain interleaved RoPE is wrong with two heads, dense as well
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -65,9 +65,9 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
-NO_HEAD_DIM = {"head_dim": None}
+NO_HEAD_DIM = {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type -> its config's class, and settings beyond SIZES
-    "olmo2": ("Olmo2Config", NO_HEAD_DIM),
+    "olmo2": ("Olmo2Config", NO_HEAD_DIM),  # which is 32 with two heads
     "olmo3": ("Olmo3Config", NO_HEAD_DIM | {"sliding_window": 8}),
     "glm4": ("Glm4Config", {}),  # gate and up are one tensor
     "gemma4_text": ("Gemma4TextConfig", {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}),
@@ -119,6 +119,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type -> its config'
             "v_head_dim": 32,
             "head_dim": 64,
             "rope_parameters": YARN,
+            "topk_method": "noaux_tc",  # vLLM reads both, which transformers takes for granted
+            "scoring_func": "sigmoid",
         },
     ),
     "ernie4_5_moe": (
@@ -129,11 +131,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type -> its config'
             "moe_k": 3,
             "moe_num_shared_experts": 1,
             "moe_layer_start_index": 1,
+            "rope_parameters": {name: value for name, value in YARN.items() if "mscale" not in name},
         },
     ),
     "minimax_m2": (
         "MiniMaxM2Config",
-        {"intermediate_size": EXPERT, "num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 3},
+        {
+            "intermediate_size": EXPERT,
+            "num_local_experts": NUM_EXPERTS,
+            "num_experts_per_tok": 3,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
     ),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1Config",
@@ -157,7 +167,9 @@ def make_dense(folder: Path, family: str) -> None:
     auto = AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32).eval()
     for name, tensor in model.state_dict().items():
-        if tensor.dim() > 1:
+        if family == "ernie4_5_moe" and "correction_bias" in name:
+            tensor.zero_()  # vLLM 0.32's router on a CPU ignores it where scores are softmax, dense as well
+        elif tensor.dim() > 1:
             torch.nn.init.normal_(tensor, std=0.12)
         elif name.endswith(("bias", "norm.weight")):  # they start at 0 and 1, where a mix-up would not show
             tensor += 0.1 * torch.randn(tensor.shape)
@@ -176,14 +188,14 @@ def answers(model: Any, num_tokens: int = NUM_NEW_TOKENS) -> dict[str, Any]:
     return {"outputs": [generate(model, prompt, num_tokens) for prompt in PROMPTS]}
 
 
-def narrow(folder: Path) -> dict[str, Any]:
-    """Replace a dense folder by one with narrower MLPs and experts; return what the dense model with zeros generates."""
+def narrow(folder: Path) -> Any:
+    """Narrow the MLPs and experts of a dense folder; return the dense model with zeros."""
     weights = load_file(folder / "model.safetensors")
     compact, stated = cut(weights)
     save_file(
         weights, folder / "model.safetensors", metadata={"format": "pt"}
     )  # zeros in the place of removed channels
-    reference = answers(load_dense(folder))
+    reference = load_dense(folder)
     save_file(compact, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
