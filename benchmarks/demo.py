@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_benchmarks.engine import CPU_DEFAULTS, Server
+from ddp_benchmarks.fetch import fetch_conversations, fetch_model
 from ddp_benchmarks.processes import kill_with_us, terminable
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.cli import quiet_libraries
-from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 from ddp_vllm.pages.summary import answers, perplexities
 
 FOLDER = Path("demo-output")

@@ -105,7 +105,7 @@ def run_cases(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str
     cases["speedup"] = partial(prune, dense, data, speedup=1.15, profile=str(profile), train="weights")
     cases["latency"] = partial(prune, dense, data, sparsity=0.3, budget="latency", profile=str(profile), align=8)
     cases["several sizes"] = partial(prune_sizes, dense, data, sparsity=[0.2, 0.4], train="weights")
-    cases["recovered"] = partial(recover, dense, data, method="full")
+    cases["recovered"] = partial(recover, dense, data, train="weights")
     cases["recovered by low rank"] = partial(recover, dense, data, method="lora")
     cases["killed and resumed"] = partial(resumed, dense, data, sparsity=0.4, train="weights")
     hashes = {}

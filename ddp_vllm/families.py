@@ -1,21 +1,25 @@
-"""Lists the model families that can be pruned, and refuses models whose features pruning cannot preserve.
+"""Lists the model families whose heads can be pruned, and the sizes of these and of any other model.
 
 A gate scales the contribution of one unit to the residual stream, at the input of the projection that writes it:
 `o_proj` for heads, `down_proj` for channels. Removing the unit removes its rows of the projections that compute it and
 its columns of the projection that writes it (`remote_code/tensors.py`). In a mixture of experts the units are the
 channels of each routed expert, and nothing else is pruned. How to add a family: docs/families.md.
+
+Of a model without a row here, the MLPs or routed experts are pruned, which `ddp_models/structure.py` finds. Its config
+then describes them (`remote_code/module_widths.py`).
 """
 
 import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from ddp_vllm.errors import ModelError, SettingError
 from ddp_vllm.remote_code.files import WidthsError, short
+from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import MODEL_TYPE_PREFIX, TABLES, TensorTable, dense_type
 from ddp_vllm.remote_code.widths import (
     EXPERT_COUNT_KEYS,
@@ -32,6 +36,11 @@ from ddp_vllm.schema import NAME, SchemaError, check
 
 EXPERTS = "mlp.experts"  # transformers' module of routed experts in a decoder layer; names on disk differ
 ROUTER = "mlp.gate"  # transformers' module of the router
+BLOCK_NAMES = {
+    "attn": "attention",
+    "mlp": "mlp",
+    "experts": "experts",
+}  # module type -> name in the setting `prune`
 WHOLE_EXPERT = "expert"  # value of `head_unit` if the units are whole routed experts
 FAMILIES = {  # model_type of the dense config -> the family's name in class names of remote code and vLLM's plugin
     "llama": "Llama",
@@ -59,6 +68,11 @@ class Family:
     name: str
     """The name that its classes contain, such as Qwen3."""
     tensors: TensorTable
+    """Projections by their names in transformers, which differ from those on disk in mixtures of experts."""
+    experts: str = EXPERTS
+    """Module of routed experts in a decoder layer, in transformers."""
+    removes_blocks: bool = True
+    """Whether a block without units is removed with its norms and its output bias; otherwise these stay."""
 
     @property
     def pruned_architecture(self) -> str:
@@ -81,19 +95,6 @@ class Family:
         return "modeling_ddp_moe" if self.tensors.has_experts else "modeling_ddp"
 
 
-REFUSED = {  # model_type -> the feature that pruning, transformers or vLLM cannot preserve
-    "olmo2": "its q/k norm spans all heads, so removing one changes the others",
-    "olmo3": "its q/k norm spans all heads, so removing one changes the others",
-    "gpt_oss": "its attention has a sink per head, which the exported model cannot store",
-    "gemma3": "it is multimodal; extract its text model (model_type gemma3_text) and prune that",
-    "gemma3n": "its layers share KV caches",
-    "gemma": "ddp-vllm has no model class for it; Gemma-2 and Gemma-3 are supported",
-    "phi4_multimodal": "it is multimodal",
-    "phimoe": "its experts and norms differ from Mixtral's, and ddp-vllm has no model class for it",
-    "granitemoe": "the experts of Granite are fused on disk",
-    "granitemoeshared": "the experts of Granite are fused on disk",
-    "granitemoehybrid": "it has state-space layers",
-}
 FEATURES = {  # key of a config that, if set, enables a feature the exported model lacks -> the feature's name
     "dual_chunk_attention_config": "dual chunk attention",
     "attention_chunk_size": "chunked attention",
@@ -104,25 +105,29 @@ FEATURES = {  # key of a config that, if set, enables a feature the exported mod
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the row of a dense config. Raises: ModelError, naming the supported families."""
+def check_dense(config: Mapping[str, Any]) -> None:
+    """Refuse a config that is not of a dense, unquantized model. Raises: ModelError."""
     try:
         check(config, {"layer_types?": (None, [NAME]), "model_type?": NAME}, "config.json")
     except SchemaError as error:
         raise ModelError(f"{error}; download the model again") from error
     model_type = str(config.get("model_type"))
-    if model_type in REFUSED:
-        raise ModelError(f"{model_type} cannot be pruned: {REFUSED[model_type]}")
-    if model_type.startswith("ddp_"):
+    if model_type.startswith(MODEL_TYPE_PREFIX) or states_widths(config):
         raise ModelError(f"the model is pruned already ({model_type}); prune its dense model")
-    if model_type not in FAMILIES:
-        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "?") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
             f"the {model_type} checkpoint is quantized ({method}); supported are bfloat16, float16 and float32: "
             "use the unquantized checkpoint"
         )
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the row of a dense config. Raises: ModelError, naming the families."""
+    check_dense(config)
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise ModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
     _check_features(model_type, config)
     return Family(name=FAMILIES[model_type], tensors=TABLES[model_type])
 
@@ -175,6 +180,14 @@ def pruned_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> d
     own = per_layer_config(rest, widths)
     upstream = {"base_architecture": f"{family.name}ForCausalLM", "per_layer_config": own} if own else {}
     return head | rest | {"ddp_layers": [layer.to_json() for layer in widths]} | upstream
+
+
+def described_config(config: Mapping[str, Any], widths: ModuleWidths) -> dict[str, Any]:
+    """Return the config of a pruned model of the stock class: the dense config, and the widths of its modules."""
+    dropped = ("auto_map", "_name_or_path", "quantization_config")
+    rest = {key: value for key, value in config.items() if key not in dropped}
+    code = {"auto_map": {"AutoConfig": "configuration_ddp_widths.AnyConfig"}}  # for transformers without ddp-vllm
+    return rest | code | {"quantization_config": widths.to_json()}
 
 
 def per_layer_config(config: Mapping[str, Any], widths: Sequence[LayerWidths]) -> dict[str, Any]:
@@ -251,11 +264,20 @@ class Dimensions:
     expert_intermediate_size: int = 0
     routed_layers: tuple[int, ...] = ()
     """Layers with routed experts."""
+    mlp_layers: tuple[int, ...] = ()
+    """Layers with an MLP that can be pruned."""
+    blocks: tuple[str, ...] = ("attn", "mlp")
+    """Module types with gates: `attn`, `mlp`, `experts`."""
 
     @property
     def queries_per_kv(self) -> int:
         """Query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads
+
+    def layers_of(self, block: str) -> tuple[int, ...]:
+        """Return the layers that a module type has gates in, one row of its masks each."""
+        every = tuple(range(self.num_layers))
+        return {"attn": every, "mlp": self.mlp_layers, "experts": self.routed_layers}[block]
 
     def units_in(self, unit: str) -> int:
         """Return the number of units of a kind (key of `tensors.BLOCK_OF`) per dense layer or expert."""
@@ -270,6 +292,8 @@ class Dimensions:
 
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Read the sizes that pruning requires. Raises: ModelError for missing or contradictory sizes."""
+    if states_widths(config):
+        return _described_dimensions(config)
     try:
         check_sizes(config, "hidden_size")
     except WidthsError as error:
@@ -282,10 +306,13 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
             check_routing(config)
         except WidthsError as error:
             raise ModelError(str(error)) from None
+    every = tuple(range(config["num_hidden_layers"]))
     return Dimensions(
         num_experts=num_experts,
         expert_intermediate_size=dense_expert_size(config) if num_experts else 0,
-        routed_layers=tuple(index for index in range(config["num_hidden_layers"]) if is_routed(config, index)),
+        routed_layers=tuple(index for index in every if is_routed(config, index)),
+        mlp_layers=() if num_experts else every,
+        blocks=("experts",) if num_experts else ("attn", "mlp"),
         num_layers=config["num_hidden_layers"],
         num_query_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -293,6 +320,37 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
         intermediate_size=config["intermediate_size"],
         hidden_size=config["hidden_size"],
     )
+
+
+def _described_dimensions(config: Mapping[str, Any]) -> Dimensions:
+    """Return the sizes of a model whose config describes its MLPs and experts. Raises: ModelError."""
+    text = text_config(config)
+    try:
+        widths = ModuleWidths.of(config)
+    except WidthsError as error:
+        raise ModelError(str(error)) from None
+    heads = int(text.get("num_attention_heads") or 1)
+    mlp, experts = widths.mlp, widths.experts
+    layers = list(enumerate(widths.layers))
+    return Dimensions(
+        num_layers=len(layers),
+        num_query_heads=heads,
+        num_kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or (text.get("hidden_size") or 0) // heads),
+        intermediate_size=mlp.intermediate_size if mlp else int(text.get("intermediate_size") or 0),
+        hidden_size=int(text.get("hidden_size") or 0),
+        num_experts=experts.num_experts if experts else 0,
+        expert_intermediate_size=experts.intermediate_size if experts else 0,
+        routed_layers=tuple(index for index, layer in layers if layer.expert_intermediate_sizes is not None),
+        mlp_layers=tuple(index for index, layer in layers if layer.intermediate_size is not None),
+        blocks=tuple(name for name, block in (("mlp", mlp), ("experts", experts)) if block),
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model: that inside a multimodal model's config, or the config itself."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
 def choose_head_unit(requested: str, sizes: Dimensions) -> str:
@@ -303,15 +361,29 @@ def choose_head_unit(requested: str, sizes: Dimensions) -> str:
 
 
 def unit_shapes(sizes: Dimensions, head_unit: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the gates per module type: [L, U], or [L, E, C] of experts in a mixture of experts."""
-    if sizes.num_experts:
-        return {"experts": (len(sizes.routed_layers), sizes.num_experts, sizes.expert_intermediate_size)}
+    """Return the shape of the gates per module type: [L, U], or [L, E, C] of routed experts."""
     heads = sizes.num_kv_heads if head_unit == "kv-group" else sizes.num_query_heads
-    return {"attn": (sizes.num_layers, heads), "mlp": (sizes.num_layers, sizes.intermediate_size)}
+    units = {
+        "attn": (heads,),
+        "mlp": (sizes.intermediate_size,),
+        "experts": (sizes.num_experts, sizes.expert_intermediate_size),
+    }
+    return {block: (len(sizes.layers_of(block)), *units[block]) for block in sizes.blocks}
 
 
 def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
     """Return the widths of the dense model from its config."""
+    if states_widths(config):
+        sizes = dimensions_of(config)
+        experts = (sizes.expert_intermediate_size,) * sizes.num_experts
+        return [
+            replace(
+                layer,
+                intermediate_size=layer.intermediate_size and sizes.intermediate_size,
+                expert_intermediate_sizes=layer.expert_intermediate_sizes and experts,
+            )
+            for layer in described_layers(config)
+        ]
     heads, experts = config["num_attention_heads"], count_experts(config)
     kv_heads, width = dense_kv_heads(config), dense_expert_size(config)
     return [
@@ -322,3 +394,17 @@ def dense_layers(config: Mapping[str, Any]) -> list[LayerWidths]:
         )
         for index in range(config["num_hidden_layers"])
     ]
+
+
+def described_layers(config: Mapping[str, Any]) -> tuple[LayerWidths, ...]:
+    """Return the widths of the blocks that a config describes; blocks without a description have width 0."""
+    sizes = dimensions_of(config)
+    heads = (sizes.queries_per_kv,) * sizes.num_kv_heads
+    return tuple(
+        LayerWidths(
+            query_heads_per_kv_head=heads,
+            intermediate_size=layer.intermediate_size or 0,
+            expert_intermediate_sizes=layer.expert_intermediate_sizes,
+        )
+        for layer in ModuleWidths.of(config).layers
+    )

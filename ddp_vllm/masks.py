@@ -1,8 +1,8 @@
 """The masks file of a pruned folder: gates, the search results behind them, and their provenance.
 
 `ddp_masks.safetensors` holds float32 tensors `<module type>.gates`, `.z` and `.saliency`, and the provenance as JSON in
-its metadata, under the one key `ddp` (safetensors writes several keys in any order). Checksums of both, `seals` in the
-provenance, detect damage; files of older versions have none.
+its metadata, under the one key `ddp` (safetensors writes several keys in any order). Both have
+checksums in the provenance, which detect damage; files of older versions have none.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ PROVENANCE = _SAMPLES | {
     "ddp_vllm?": NAME, "head_unit?": NAME, "applied_to?": TEXT, "recipe?": _RECIPE, "search_steps?": COUNT,
     "targets?": {str: Number(0, 1)},
     "run?": {"train?": NAME}, "converted?": {"from": NAME, "format": NAME},
-    "texts?": [TEXT], "learned_from?": {"text?": NAME},
+    "texts?": [TEXT], "fingerprint?": {"text?": NAME},
     "perplexity?": (None, QUALITY), "watched?": {str: (None, QUALITY)},
     "rounding?": {str: {"raw_sparsity": Number(0, 1), "dropped": COUNT, "revived": COUNT}},
     "experts?": {"of": Number(1, 10_000, whole=True), "stay": {str: [COUNT, 10_000]}},
@@ -69,7 +69,7 @@ def checksums(header: str, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]
 def masks_metadata(provenance: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a masks file; tensors: numpy arrays by name."""
     text = json.dumps(provenance)
-    return {"ddp": json.dumps({**provenance, "seals": checksums(text, _labeled(tensors))})}
+    return {"ddp": json.dumps({**provenance, "checksums": checksums(text, _labeled(tensors))})}
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
             names = sorted(file.keys())
             tensors = {name: file.get_tensor(name) for name in names} if with_tensors else {}
         provenance = parse_json(metadata.get("ddp", "{}"))
-        check(provenance, {"seals?": {"header": NAME, "tensors": NAME}}, "its provenance")
-        if stored := provenance.pop("seals", None):
+        check(provenance, {"checksums?": {"header": NAME, "tensors": NAME}}, "its provenance")
+        if stored := provenance.pop("checksums", None):
             found = checksums(json.dumps(provenance), _labeled(tensors))
             if stored["header"] != found["header"]:
                 raise ValueError("its provenance does not match its checksum")

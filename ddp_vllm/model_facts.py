@@ -17,6 +17,7 @@ from ddp_vllm.families import warn, warn_of_foreign_code
 from ddp_vllm.formats import SUBBLOCKS, is_leftover, opened_in_place
 from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.remote_code.files import WEIGHTS, WidthsError, file_tensors, read_json
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.widths import ModelWidths, head_dim
 from ddp_vllm.schema import COUNT, NAME, TEXT, Number, SchemaError, check
 
@@ -163,7 +164,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def is_pruned(folder: Path) -> bool:
     """Tell whether ddp-vllm made the folder of a model. Raises: ModelError if it has no config."""
-    return "ddp_layers" in read_config(folder) or "experts" in read_provenance(folder / MASKS_FILE)
+    config = read_config(folder)
+    return "ddp_layers" in config or states_widths(config) or "experts" in read_provenance(folder / MASKS_FILE)
 
 
 def local_folder(model: str) -> Path | None:

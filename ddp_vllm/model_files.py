@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_vllm.remote_code import FILES
+from ddp_vllm.remote_code import FILES, WIDTHS_FILES
+from ddp_vllm.remote_code.module_widths import states_widths
 
 TOKENIZER_AND_CONFIG_FILES = (  # copied along with the weights: data files known by name, never code
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -38,7 +39,7 @@ def write_model_files(folder: Path, source: Path, config: Mapping[str, Any]) -> 
     if settings.pop("auto_map", None) is not None:  # it would name code, which is not copied
         write_json(settings, tokenizer)
     write_json(config, folder / "config.json")
-    for file in FILES if "ddp_layers" in config else ():
+    for file in FILES if "ddp_layers" in config else WIDTHS_FILES if states_widths(config) else ():
         shutil.copyfile(file, folder / file.name)
 
 

@@ -2,17 +2,16 @@
 
 | a killed process may leave | content | removed by |
 |---|---|---|
-| `.NAME.tmp` | a folder that was being written, or the old one after the exchange | `clear`, in every later command |
-| `.NAME.old` | the old folder, if the system cannot exchange two | `clear`, which first completes the rename |
+| `.NAME.tmp` | a folder that was being written | `clear`, in every later command |
+| `.NAME.old` | the folder that it was to replace | `clear`, which puts it back if there is no other |
 | `.NAME.lock` | the lock of the folder's writer | `clear` |
 | `.NAME.<8 hex digits>.tmp` | a file that was being written, locked by its writer | `clear_file`, in later writers |
 | `NAME.run` | the state of an interrupted run (`ddp_training.run_state`) | the run, at the end of its command |
 | `NAME.run.tmp` | the same folder while it is deleted | the same command, run again |
 
-No link is followed, and only files and folders of ours (`manifest.is_ours`) are removed. Nothing here imports torch.
+No link is followed, and only folders of ours (`manifest.is_ours`) are removed. Nothing here imports torch.
 """
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -26,15 +25,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_vllm.errors import OutputError, is_utf8
-from ddp_vllm.manifest import MANIFEST, amended, is_ours, is_whole, manifest_of
-from ddp_vllm.remote_code.files import read_bytes
+from ddp_vllm.manifest import MANIFEST, is_ours, manifest_of
 
 LONGEST_NAME = 200  # bytes of a folder's name, to which endings are added; file systems allow 255
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # on some network file systems; filelock itself handles ENOSYS
 RUN_METRICS, RUN_STATE = "metrics.jsonl", "state.safetensors"  # in the folder of a run
-LARGEST_METRICS = 1 << 34  # bytes
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Raise OutputError for any OSError inside the block."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in FULL or "requested and" in str(error)  # numpy's tofile, which states no errno
+        remedy = "make room there, or choose another output" if is_full else "choose another output"
+        raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -45,10 +52,24 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """
     clear(output)
     with writing(output):
-        _check_output(output, overwrite=overwrite)
+        _check_name(output)
+        parent = next(folder for folder in output.absolute().parents if folder.exists())
+        try:
+            tempfile.TemporaryFile(dir=parent).close()  # os.access trusts root, whom some mounts refuse
+        except OSError:
+            raise OutputError(
+                f"{output} cannot be written: {parent} is not a folder you may write to; choose another one"
+            ) from None
+        if output.exists() and not overwrite:
+            raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
+        if output.exists() and not is_ours(output):
+            raise OutputError(
+                f"{output} was not written by ddp-vllm, so --overwrite leaves it alone; choose another folder"
+            )
 
 
-def _check_output(output: Path, *, overwrite: bool) -> None:
+def _check_name(output: Path) -> None:
+    """Refuse a name that a finished folder cannot be given. Raises: OutputError."""
     if output.is_symlink():
         raise OutputError(f"{output} is a link, which a finished folder would replace; give the folder it points to")
     if output.name in ("", "..") or os.path.ismount(output) or Path.cwd().is_relative_to(output.resolve()):
@@ -60,48 +81,6 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         raise OutputError(f"{output.name} is not a name of at most {LONGEST_NAME} bytes of UTF-8; choose a shorter one")
     if output.name.startswith("."):
         raise OutputError(f"{output} begins with a dot, as the names of temporary folders do; choose another name")
-    parent = next(folder for folder in output.absolute().parents if folder.exists())
-    try:
-        tempfile.TemporaryFile(dir=parent).close()  # os.access trusts root, whom some mounts refuse
-    except OSError:
-        raise OutputError(
-            f"{output} cannot be written: {parent} is not a folder you may write to; choose another one"
-        ) from None
-    if not output.exists():
-        return
-    if not overwrite:
-        raise OutputError(f"{output} exists; choose another folder or pass --overwrite")
-    if not is_ours(output):
-        raise OutputError(
-            f"{output} was not written by ddp-vllm, so --overwrite leaves it alone; choose another folder"
-        )
-
-
-def clear(output: Path) -> None:
-    """Complete or undo the writing of a folder by a killed process, unless another process is writing it now.
-
-    Raises: OutputError if a link or files of others have the names of our temporary folders.
-    """
-    temporary, old, lock = _working_paths(output)
-    if not any(map(os.path.lexists, (temporary, old, lock))):
-        return
-    with writing(output), suppress(_TakenError), locked(lock, ""):
-        _clear(output, temporary, old)
-
-
-def _working_paths(output: Path) -> list[Path]:
-    """Return the paths of the new folder while it is written, of the folder that it replaces, and of the lock."""
-    return [output.parent / f".{output.name}.{kind}" for kind in ("tmp", "old", "lock")]
-
-
-def _clear(output: Path, temporary: Path, old: Path) -> None:
-    for path in (temporary, old):
-        if os.path.lexists(path) and not is_ours(path):
-            raise OutputError(f"{path} is a link or holds files that ddp-vllm did not write; move it away")
-    if os.path.lexists(old) and not os.path.lexists(output):  # killed between the two renames of `_replace`
-        os.rename(temporary if is_whole(temporary) else old, output)
-    for path in (temporary, old):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_file(output: Path, *, overwrite: bool) -> None:
@@ -118,6 +97,32 @@ def make_folder(folder: Path) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+
+
+def clear(output: Path) -> None:
+    """Undo the writing of a folder by a killed process, unless another process is writing it now.
+
+    Raises: OutputError if a link or files of others have the names of our temporary folders.
+    """
+    paths = _working_paths(output)
+    if any(map(os.path.lexists, paths)):
+        with writing(output), suppress(_TakenError), locked(paths[2], ""):
+            _clear(output, *paths[:2])
+
+
+def _working_paths(output: Path) -> list[Path]:
+    """Return the paths of the new folder while it is written, of the folder that it replaces, and of the lock."""
+    return [output.parent / f".{output.name}.{kind}" for kind in ("tmp", "old", "lock")]
+
+
+def _clear(output: Path, temporary: Path, old: Path) -> None:
+    for path in (temporary, old):
+        if os.path.lexists(path) and not is_ours(path):
+            raise OutputError(f"{path} is a link or holds files that ddp-vllm did not write; move it away")
+    if old.exists() and not os.path.lexists(output):  # killed between the two renames of `atomic_folder`
+        os.rename(old, output)
+    for path in (temporary, old):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -144,30 +149,12 @@ def atomic_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
                     path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files for their owner alone
                 sync(path)
             sync(temporary)
-            _replace(output, temporary, old)
+            if output.exists():
+                os.rename(output, old)
+            os.rename(temporary, output)
             sync(output.parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if os.path.lexists(output):  # otherwise the old folder is the only copy
-                shutil.rmtree(old, ignore_errors=True)
-
-
-def _replace(output: Path, temporary: Path, old: Path) -> None:
-    """Replace `output` by a complete folder, in one step if the system can exchange two folders."""
-    if not output.exists():
-        os.rename(temporary, output)
-    elif not _exchanged(temporary, output):
-        os.rename(output, old)
-        os.rename(temporary, output)
-
-
-def _exchanged(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step. Returns False if the system cannot, as on any system but Linux."""
-    try:
-        rename = ctypes.CDLL(None).renameat2
-    except AttributeError:
-        return False
-    return bool(rename(HERE, os.fsencode(first.absolute()), HERE, os.fsencode(second.absolute()), EXCHANGE) == 0)
+            _clear(output, temporary, old)
 
 
 @contextmanager
@@ -193,10 +180,11 @@ def atomic_file(output: Path, *, private: bool = False) -> Iterator[Path]:
 
 
 def clear_file(output: Path) -> None:
-    """Remove the temporary files of `output` that killed processes left; a living process has locked its own."""
+    """Remove the temporary files of `output` that killed processes left; a living process has locked its file."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.tmp")
     with suppress(OSError):  # the folder is missing or unreadable, or another process removed the file
-        for path in [output.with_name(each.name) for each in os.scandir(output.parent) if pattern.fullmatch(each.name)]:
+        for name in filter(pattern.fullmatch, os.listdir(output.parent)):
+            path = output.with_name(name)
             if not stat.S_ISREG(path.lstat().st_mode):
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -210,60 +198,25 @@ def clear_file(output: Path) -> None:
 
 def write_text(text: str, output: Path) -> None:
     """Replace a text file in one step, and make its folder. Raises: OutputError."""
-    with writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(output) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+    write_files(output.parent, {output.name: text.encode()})
 
 
-def write_into(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files (name -> content) into a folder, and update its manifest. Raises: OutputError."""
-    with writing(folder):
-        for name, content in files.items():
-            path = folder / name
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace files (name -> content) of a folder, each in one step. Raises: OutputError."""
+    for name, content in files.items():
+        path = folder / name
+        with writing(path):
             if path.parent != folder and path.parent.is_symlink():
                 raise OutputError(f"{path.parent} is a link, which ddp-vllm does not follow; remove it")
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(path) as temporary:
                 temporary.write_bytes(content)
-        try:
-            manifest = amended(folder, files)
-        except ValueError as error:
-            raise OutputError(f"{folder}: {error}; write the model again") from error
-        if manifest is not None:
-            write_text(manifest, folder / MANIFEST)
 
 
 def run_folders(output: Path) -> tuple[Path, Path, Path]:
     """Return the folder of a run, the folder of an earlier run that it put aside, and its own name during deletion."""
     run, old, deleted = (output.parent / f"{output.name}.run{ending}" for ending in ("", ".old", ".tmp"))
     return run, old, deleted
-
-
-def is_unfinished(output: Path) -> bool:
-    """Tell whether a run has written `output` and was killed before its command had finished.
-
-    The folder of a run is deleted last. Its metrics, with the seconds of every step, are copied into the output.
-    """
-    run, _, deleted = run_folders(output)
-    if os.path.lexists(deleted):
-        return output.is_dir()
-    try:
-        metrics = read_bytes(run / RUN_METRICS, LARGEST_METRICS)
-        return bool(metrics) and metrics in (read_bytes(path, LARGEST_METRICS) for path in output.glob("ddp_*.jsonl"))
-    except OSError:
-        return False
-
-
-@contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Raise OutputError for any OSError inside the block."""
-    try:
-        yield
-    except OSError as error:
-        is_full = error.errno in FULL or "requested and" in str(error)  # numpy's tofile, which states no errno
-        remedy = "make room there, or choose another output" if is_full else "choose another output"
-        raise OutputError(f"{output} cannot be written ({error}); {remedy}") from error
 
 
 class _TakenError(OutputError):
@@ -287,11 +240,11 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-    ours = _identity(path)
+    identity = _identity(path)
     try:
         yield
     finally:
-        if _identity(path) == ours:  # the block may have moved it, and another process made a new one
+        if _identity(path) == identity:  # the block may have moved it, and another process made a new one
             path.unlink(missing_ok=True)  # before the release: a waiting process notices and creates a new file
         lock.release()
 
@@ -299,10 +252,10 @@ def locked(path: Path, taken: str, *, wait: bool = False) -> Iterator[None]:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return the device and the inode of a file; None if there is no file."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def sync(path: Path) -> None:

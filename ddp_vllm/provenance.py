@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_vllm.cache import cache_folder
-from ddp_vllm.errors import OutputError
+from ddp_vllm.errors import CheckpointError, OutputError
 from ddp_vllm.manifest import sha256
-from ddp_vllm.masks import read_provenance
+from ddp_vllm.masks import MASKS_FILE, read_provenance
 from ddp_vllm.output import write_text
 
 PATHS = ("model", "teacher", "data", "watch", "profile")  # settings that may hold paths; `data` and `watch` several
@@ -92,6 +92,14 @@ def local_provenance(masks: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, OutputError):
         return provenance | json.loads(_paths_file(masks).read_text(encoding="utf-8"))
     return provenance
+
+
+def provenance_of(folder: Path) -> dict[str, Any]:
+    """Return the provenance of a pruned folder; {} if there is no such folder or its masks file cannot be read."""
+    try:
+        return read_provenance(folder / MASKS_FILE)
+    except CheckpointError:
+        return {}
 
 
 def _paths_file(masks: Path) -> Path:

@@ -33,7 +33,7 @@ ARROWS = {
 }
 TABLE = ROOT / "ddp_vllm" / "api.py"  # the one file of the ground floor that names the packages above it
 BORROWED = {  # package -> the verbs of other packages that it calls through that table
-    "ddp_prune": {"profile", "recover"},  # a target speedup needs a profile of this machine; --recover-minutes
+    "ddp_prune": {"profile"},  # a target speedup requires a profile of this machine
     "ddp_benchmarks": {"evaluate_text"},  # eval --text
 }
 HEAVY = ("torch", "vllm", "transformers", "datasets", "accelerate", "lm_eval", "matplotlib", "rich", "numpy")

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ddp_vllm import output
 from ddp_vllm.cache import check_cache, is_own
 from ddp_vllm.errors import CheckpointError, OutputError
-from ddp_vllm.manifest import MANIFEST, check_manifest, differences, manifest_of
-from ddp_vllm.output import atomic_file, atomic_folder, check_file, check_output, locked, write_into, write_text
+from ddp_vllm.manifest import MANIFEST, check_manifest, differences
+from ddp_vllm.output import atomic_file, atomic_folder, check_file, check_output, locked, write_files, write_text
 
 
 @pytest.fixture
@@ -29,8 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("overwrite", "error"), [(False, ValueError), (True, KeyboardInterrupt)])
 def test_a_folder_appears_whole_or_not_at_all(
     overwrite: bool, error: type[BaseException], folder: Path, tmp_path: Path
 ) -> None:
@@ -73,41 +71,12 @@ def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:
 
 
 def test_what_was_put_aside_stays_while_there_is_nothing_else(folder: Path) -> None:
-    """Killed between the two renames, with a new folder that is not whole: the next attempt begins with the old one."""
+    """Killed between the two renames: the next attempt begins with the old one."""
     folder.rename(folder.with_name(".pruned.old"))
     with pytest.raises(ValueError), atomic_folder(folder, overwrite=True):
         raise ValueError
     assert (folder / "config.json").read_text() == '{"old": 1}'
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-def test_a_rename_that_a_kill_cut_in_two_is_completed(folder: Path) -> None:
-    """Where the new folder has its manifest, it is whole."""
-    with atomic_folder(folder.with_name("new")) as new:
-        (new / "config.json").write_text("{}")
-    folder.with_name("new").rename(folder.with_name(".pruned.tmp"))
-    folder.rename(folder.with_name(".pruned.old"))
-    folder.with_name(".pruned.lock").touch()
-    with pytest.raises(OutputError, match="exists"):
-        check_output(folder, overwrite=False)
-    assert (folder / "config.json").read_text() == "{}"
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_folder_is_replaced_without_a_moment_in_which_there_is_none(
-    can_exchange: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or, where two folders cannot be exchanged, by two renames."""
-    renames: list[str] = []
-    rename = os.rename
-    monkeypatch.setattr(os, "rename", lambda one, two: (renames.append(two.name), rename(one, two)))
-    if not can_exchange:
-        monkeypatch.setattr(output, "_exchanged", lambda *_: False)
-    with atomic_folder(folder, overwrite=True) as new:
-        (new / "config.json").write_text("{}")
-    assert renames == ([] if can_exchange else [".pruned.old", "pruned"])
-    assert (folder / "config.json").read_text() == "{}" and [*folder.parent.iterdir()] == [folder]
 
 
 def test_what_a_kill_left_goes_also_where_nothing_is_written(folder: Path) -> None:
@@ -136,18 +105,6 @@ def test_the_temporary_file_of_a_killed_process_goes_with_the_next(tmp_path: Pat
             clears()
             assert [*tmp_path.glob(".x.gguf.????????.tmp")] == [temporary]
     assert {path.name for path in tmp_path.iterdir()} == {"x.gguf", others.name}
-
-
-def test_a_report_that_was_killed_is_cured_by_drawing_it_again(folder: Path) -> None:
-    (folder / MANIFEST).write_text(manifest_of(folder))
-    files = {"report.html": b"page", "report/widths.csv": b"1"}
-    write_into(folder, files)
-    for name in ("report/widths.csv", "report.html", MANIFEST):
-        temporary = (folder / name).with_name(f".{(folder / name).name}.0123abcd.tmp")
-        temporary.write_bytes(b"half")
-    assert len(list(differences(folder))) == 3
-    write_into(folder, files)
-    assert list(differences(folder)) == []
 
 
 def test_two_cannot_write_the_same_folder(tmp_path: Path) -> None:
@@ -217,11 +174,11 @@ def test_a_report_follows_no_links(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     (folder / MANIFEST).write_text('{"sha256": {}}')
     (folder / "report.html").symlink_to(tmp_path / "thesis.txt")
-    write_into(folder, {"report.html": b"page"})
+    write_files(folder, {"report.html": b"page"})
     assert (folder / "report.html").read_text() == "page" and not (folder / "report.html").is_symlink()
     (folder / "report").symlink_to(tmp_path)
     with pytest.raises(OutputError, match="is a link"):
-        write_into(folder, {"report/thesis.txt": b""})
+        write_files(folder, {"report/thesis.txt": b""})
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
@@ -230,19 +187,17 @@ def test_the_manifest_tells_what_is_not_as_it_was_written(tmp_path: Path) -> Non
         for name in ("config.json", "model.safetensors", "tokenizer.json"):
             (folder / name).write_text(name)
     folder = tmp_path / "out"
-    write_into(folder, {"report.html": b"1", "report/widths.csv": b"2"})
-    for name in ("eval/results.json", "sharegpt-offline.json", "sharegpt-serve.png"):
-        write_text("results", folder / name)
+    pages = ("README.md", "report.html", "report/widths.png")
+    for name in (*pages, "eval/results.json", "sharegpt-offline.json", "sharegpt-serve.png"):
+        write_text("written later", folder / name)
     assert list(differences(folder)) == []
     (folder / "tokenizer.json").unlink()
     (folder / "model.safetensors").write_bytes(b"model.safetensorr")
-    (folder / "report" / "evil.py").touch()
+    (folder / "evil.py").touch()
     os.mkfifo(folder / "pipe")
     assert list(differences(folder)) == [
-        "tokenizer.json is missing", "pipe was added", "report/evil.py was added", "model.safetensors was changed"
+        "tokenizer.json is missing", "evil.py was added", "pipe was added", "model.safetensors was changed"
     ]  # fmt: skip
-    write_into(folder, {"report.html": b"3"})  # blesses nothing else
-    assert len(list(differences(folder))) == 4
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     with pytest.raises(CheckpointError, match=r"config.json is not a file"):

@@ -28,7 +28,7 @@ from ddp_vllm.errors import DdpError, ModelError, ServingError, SettingError, Te
 from ddp_vllm.evaluations import TASKS, mean_accuracy
 from ddp_vllm.families import register_pruned
 from ddp_vllm.formats import check_states_no_widths
-from ddp_vllm.hub.reach import hub_fault
+from ddp_vllm.hub import hub_fault
 from ddp_vllm.machine import versions
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder, model_id, weight_files
 from ddp_vllm.remote_code.files import read_json

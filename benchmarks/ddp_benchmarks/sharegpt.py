@@ -19,10 +19,10 @@ from typing import Any
 
 from ddp_benchmarks.conversations import Sample, draw_sample, read_conversations, write_sample
 from ddp_benchmarks.engine import Engine, Server, vllm_command, vllm_file_contains
+from ddp_benchmarks.fetch import fetch_conversations
 from ddp_benchmarks.models import check_vocabularies, max_model_len, token_counter
 from ddp_benchmarks.protocol import check_engine_arguments, check_lowest, new_results, rotated
 from ddp_vllm.errors import OutputError, ServingError, SettingError
-from ddp_vllm.hub.fetch import fetch_conversations
 from ddp_vllm.machine import today
 from ddp_vllm.model_facts import describe_model, is_pruned
 from ddp_vllm.output import check_file

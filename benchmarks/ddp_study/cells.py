@@ -246,7 +246,7 @@ class Cells:
         facts = fingerprint([text.train], *files, profile=recipe.profile if recipe.budget == "latency" else "")
         joint = None
         asked = Run.alone(recipe, train=recipe.train, optimizer=OPTIMIZER if recipe.train == "weights" else "")
-        run = RunState(path.with_suffix(""), recipe, resolved=asked.to_dict(), learned_from=facts)
+        run = RunState(path.with_suffix(""), recipe, resolved=asked.to_dict(), fingerprint=facts)
         with run.locked():
             if recipe.train == "weights":
                 weights = TrainedWeights(self.gated.model, self.accelerator, optimizer=OPTIMIZER)

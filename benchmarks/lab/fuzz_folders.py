@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "eos_token_id": 0, "bos_token_id": None, "initializer_range": 0.2, "max_position_embeddings": 256,
 }  # fmt: skip
-LEARNED_FROM = {"text": "a", "weights": [["model.safetensors", 1, 2, "b"]], "config": ["c"], "tokenizer": [["d", "e"]]}
+FINGERPRINT = {"text": "a", "weights": [["model.safetensors", 1, 2, "b"]], "config": ["c"], "tokenizer": [["d", "e"]]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Sound:
     def run_state(self, folder: Path) -> RunState:
         """Return the saved run of a folder."""
         recipe = Recipe(model="m", sparsity=0.4, steps=9)
-        return RunState(folder / "out", recipe, learned_from=LEARNED_FROM)
+        return RunState(folder / "out", recipe, fingerprint=FINGERPRINT)
 
 
 def write_sound(folder: Path) -> Sound:

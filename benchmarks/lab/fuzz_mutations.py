@@ -111,7 +111,7 @@ def of_tensors(content: bytes, rng: random.Random) -> tuple[bytes, str]:
         name, metadata = rng.choice(inside), header["__metadata__"]
         changed, what = of_json(json.loads(metadata[name]), rng)
         if name == "ddp" and isinstance(changed, dict) and rng.random() < 0.9:
-            changed.pop("seals", None)  # as after editing by hand: without the checksum
+            changed.pop("checksums", None)  # as after editing by hand: without the checksum
         metadata[name] = _dumps(changed)
         what = f"{name}: {what}"
     else:
@@ -124,7 +124,7 @@ def of_tensors(content: bytes, rng: random.Random) -> tuple[bytes, str]:
 def is_sealed(path: Path) -> bool:
     """Return whether a masks file has a checksum."""
     with safe_open(path, framework="numpy") as file:
-        return "seals" in json.loads((file.metadata() or {}).get("ddp", "{}"))
+        return "checksums" in json.loads((file.metadata() or {}).get("ddp", "{}"))
 
 
 def _dumps(found: Any) -> str:

@@ -316,7 +316,7 @@ def _masks(path: Path) -> str:
     with safe_open(path, framework="numpy") as file:
         said = json.loads((file.metadata() or {}).get("ddp", "{}"))
         tensors = [[name, _digest(file.get_tensor(name).tobytes())] for name in sorted(file.keys())]
-    said.pop("seals", None)
+    said.pop("checksums", None)
     return _digest([tensors, _without(said)])
 
 

@@ -31,6 +31,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from ddp_benchmarks.fetch import fetch_conversations, fetch_model
 from ddp_benchmarks.protocol import script_parser
 from ddp_models.loading import load_model
 from ddp_models.source import open_source
@@ -39,7 +40,6 @@ from ddp_study.study import read_test_blocks
 from ddp_text.blocks import load_blocks
 from ddp_text.tokens import load_tokenizer
 from ddp_training.loss import OutputHead, distilled_loss, final_hidden, perplexity_of
-from ddp_vllm.hub.fetch import fetch_conversations, fetch_model
 from ddp_vllm.output import atomic_folder
 from study import add_test_options, gate, print_result
 

@@ -10,10 +10,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
+from ddp_vllm.families import dimensions_of
 from ddp_vllm.gguf.graphs import missing_parts
 from ddp_vllm.pages.page import Page, to_markdown
-from ddp_vllm.pages.summary import dense_name, has_experts, lead, sections, texts_of
+from ddp_vllm.pages.summary import dense_name, lead, sections, texts_of
 from ddp_vllm.provenance import bare_name, is_hub_name
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import dense_type
 
 TEXT = """# {name}
@@ -56,6 +58,9 @@ LLAMA_CPP = """In llama.cpp, from a file that ddp-vllm makes from the downloaded
 ddp-vllm export {place} --outtype q8_0 -o {name}.gguf
 llama-server -m {name}.gguf
 ```"""
+
+
+_UNITS_OF = {"attn": "attention heads", "mlp": "MLP channels", "experts": "channels of the routed experts"}
 
 
 def model_card(
@@ -131,9 +136,10 @@ def _loading(checkpoint: Checkpoint) -> Iterator[str]:
         yield ORDINARY
         return
     yield PLUGIN
-    if not has_experts(checkpoint):
+    is_described = states_widths(checkpoint.config)
+    if not checkpoint.has_experts and not is_described:
         yield STOCK
-    is_quantized = "quantization_config" in checkpoint.config
+    is_quantized = "quantization_config" in checkpoint.config and not is_described
     yield TRANSFORMERS + " It also requires the package compressed-tensors." * is_quantized
     if not missing_parts(dense_type(checkpoint.config)) and not is_quantized:
         yield LLAMA_CPP
@@ -143,4 +149,5 @@ def _removed_units(checkpoint: Checkpoint) -> str:
     """Return the kind of the removed units, in words."""
     if checkpoint.stock:
         return "whole experts, equally many of each layer,"
-    return "channels of the routed experts" if has_experts(checkpoint) else "attention heads and MLP channels"
+    blocks = [_UNITS_OF[kind] for kind in dimensions_of(checkpoint.config).blocks]
+    return " and ".join(blocks)

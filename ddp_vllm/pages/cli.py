@@ -1,4 +1,4 @@
-"""The verbs inspect, verify, report and compare. Libraries that draw are imported when one of them runs."""
+"""The commands inspect, verify, report, compare and push. Libraries that draw are imported when one of them runs."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ def inspect(folder: Path, as_json: bool) -> None:
 def verify(folder: Path) -> None:
     """Compare every file of a pruned checkpoint with the SHA-256 in its manifest.
 
-    No file may be missing, changed or added, except the results of `eval` and `bench`. Then the checkpoint is checked
-    as by `inspect`.
+    No file may be missing, changed or added, except the model card, the report, and results of `eval` and `bench`. Then
+    the checkpoint is checked as by `inspect`.
     """
     echo(f"{folder}: {len(verify_folder(folder))} files are as they were written")
 
@@ -85,3 +85,29 @@ def compare(folders: tuple[Path, ...], output: Path, tolerance: float | None, as
     echo(f"{output} and {output.with_suffix('.md')}", err=as_json)
     if tolerance is not None and not within(comparison, tolerance):
         raise LimitError(f"{choice(comparison, tolerance)}; train for longer with ddp-vllm recover, or remove less")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("repository")
+@click.option("--private", is_flag=True, help="Make a new repository private.")
+@click.option("--revision", show_default="main", help="Branch to push to; a new one is made.")
+@click.option("--license", "license_name", help="License of the dense model in the hub's spelling, e.g. apache-2.0.")
+@click.option(
+    "--base-model", show_default="the model it was pruned from, if on the hub", help="The dense model on the hub."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be published, without using the network.")
+def push(folder: Path, repository: str, dry_run: bool, **options: Any) -> None:
+    """Publish a pruned checkpoint on the Hugging Face hub, as OWNER/NAME.
+
+    \b
+    ddp-vllm push ./pruned me/llama-pruned --license apache-2.0
+
+    Every file is compared with the manifest first. No other file is sent except a new model card and the report. Log in
+    first with `hf auth login`, or set HF_TOKEN.
+    """
+    sizes = verbs.push(folder, repository, dry_run=dry_run, **options)
+    for name, size in sizes.items():
+        echo(f"{size:>15,}  {name}")
+    total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
+    echo(f"{total} {'would be published' if dry_run else 'published'} to {repository}")

@@ -17,6 +17,7 @@ from ddp_vllm.families import dimensions_of, unit_shapes
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE, read_masks_file
 from ddp_vllm.pages.summary import times_chosen
 from ddp_vllm.remote_code.files import LARGEST_JSON, parse_json, read_bytes, short
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.schema import COUNT, Number, check
 
 MOST_STEPS = 200_000  # lines of a metrics file, which take seconds to read; the paper's search has 1,000 steps
@@ -60,12 +61,16 @@ def gather(checkpoint: Checkpoint) -> Metrics:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: masks or metrics cannot be read ({error}); copy the folder again") from error
     _check_masks(metrics)
+    layers, sizes = checkpoint.layers, dimensions_of(checkpoint.config)
     kept = {
-        "mlp": [layer.intermediate_size for layer in checkpoint.layers],
+        "mlp": [layers[index].intermediate_size for index in sizes.mlp_layers],
         "experts": [list(row) for layer in checkpoint.layers if (row := layer.expert_intermediate_sizes) is not None],
     }
     gates = metrics.gates
-    if any((gates[kind] > 0).sum(-1).tolist() != widths for kind, widths in kept.items() if kind in gates):
+    least = int(states_widths(checkpoint.config))  # the MLP of a stock class keeps a channel of zeros
+    left = {kind: (values > 0).sum(-1) for kind, values in gates.items()}
+    left |= {"mlp": np.maximum(left["mlp"], least)} if "mlp" in left else {}
+    if any(left[kind].tolist() != widths for kind, widths in kept.items() if kind in gates):
         raise CheckpointError(
             f"{folder}: {MASKS_FILE} and config.json are of different checkpoints; run ddp-vllm apply again"
         )

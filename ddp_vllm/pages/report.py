@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from ddp_vllm.checkpoint import Checkpoint
-from ddp_vllm.output import write_into
+from ddp_vllm.families import dimensions_of
+from ddp_vllm.manifest import PICTURE_FOLDER, REPORT_FILE
+from ddp_vllm.output import write_files
 from ddp_vllm.pages import pictures
 from ddp_vllm.pages.metrics import Metrics, expert_use, expert_widths, gather, kept_scales
 from ddp_vllm.pages.page import Page, Picture, Section, Table, to_html
@@ -20,23 +22,24 @@ from ddp_vllm.pages.summary import answers, dense_name, lead, sections
 from ddp_vllm.provenance import bare_name
 from ddp_vllm.remote_code.widths import dense_kv_heads
 
-REPORT_FILE, PICTURE_FOLDER = "report.html", "report"
 SHOWN = 3  # answers that are not folded away
 
 
-def write_report(checkpoint: Checkpoint, folder: Path) -> Path:
+def write_report(checkpoint: Checkpoint, folder: Path, name: str = "") -> Path:
     """Write `report.html` and `report/` into `folder`, replacing older ones, and return the path of the page.
+
+    name: of the checkpoint, by default that of its folder.
 
     Raises: CheckpointError as `gather`; OutputError if nothing can be written there.
     """
     drawn = draw(gather(checkpoint))
     files = {f"{PICTURE_FOLDER}/{picture.name}.png": picture.png for picture in drawn}
-    page = dataclasses.replace(page_of(checkpoint, drawn), files=[*files])
-    write_into(folder, files | {REPORT_FILE: to_html(page).encode()})
+    page = dataclasses.replace(page_of(checkpoint, drawn, name or checkpoint.folder.resolve().name), files=[*files])
+    write_files(folder, files | {REPORT_FILE: to_html(page).encode()})
     return folder / REPORT_FILE
 
 
-def page_of(checkpoint: Checkpoint, drawn: Sequence[Picture]) -> Page:
+def page_of(checkpoint: Checkpoint, drawn: Sequence[Picture], name: str) -> Page:
     """Return the page: statements, answers, tables, pictures, and the recipes."""
     provenance = checkpoint.provenance
     *tables, widths = sections(checkpoint)
@@ -45,7 +48,7 @@ def page_of(checkpoint: Checkpoint, drawn: Sequence[Picture]) -> Page:
     learned = f"{dense}; masks learned on {learned_on}"
     version = provenance.get("ddp_vllm", "of an unknown version")
     return Page(
-        title=f"{bare_name(dense)}, pruned: {checkpoint.folder.resolve().name}",
+        title=f"{bare_name(dense)}, pruned: {name}",
         lead=[*lead(checkpoint), ("dense model", dense if "converted" in provenance else learned)],
         sections=[*_answers(provenance), *tables, *shown, widths, *_recipes(provenance)],
         footer=[f"All numbers are from the checkpoint, which ddp-vllm {version} wrote."],
@@ -118,8 +121,9 @@ def _heads(metrics: Metrics) -> Picture:
 
 
 def _widths(metrics: Metrics) -> Picture:
-    kept_L = [layer.intermediate_size for layer in metrics.checkpoint.layers]
-    dense = metrics.checkpoint.config["intermediate_size"]
+    sizes = dimensions_of(metrics.checkpoint.config)
+    kept_L = [metrics.checkpoint.layers[index].intermediate_size for index in sizes.mlp_layers]
+    dense = sizes.intermediate_size
     return pictures.render(
         partial(pictures.draw_widths, kept_L=kept_L, dense=dense),
         name="widths",

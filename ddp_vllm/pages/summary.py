@@ -11,11 +11,12 @@ from typing import Any
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.evaluations import fidelity, mean_loss
-from ddp_vllm.families import dense_layers
+from ddp_vllm.families import dense_layers, dimensions_of, text_config
 from ddp_vllm.latency import Workload
 from ddp_vllm.pages.page import Section, Table
 from ddp_vllm.provenance import bare_name
-from ddp_vllm.remote_code.widths import LayerWidths, dense_expert_size, dense_kv_heads
+from ddp_vllm.remote_code.module_widths import states_widths
+from ddp_vllm.remote_code.widths import LayerWidths, ModelWidths, dense_kv_heads
 from ddp_vllm.results import measured_on, with_interval
 from ddp_vllm.tensor_parallel import tensor_parallel_sizes
 
@@ -27,14 +28,13 @@ MODELS = ("dense", "pruned", "recovered")  # the stages of a checkpoint, in orde
 SMALL_LOSS, MEDIUM_LOSS = 1.05, 1.2  # ratios of perplexity; rules of thumb, not measured on answers
 CONTEXT_LENGTH = 2048  # for counting FLOPs if the recipe has none
 
-_UNITS: dict[str, Callable[[LayerWidths], int]] = {
-    "KV heads": lambda layer: layer.num_kv_heads,
-    "query heads": lambda layer: layer.num_query_heads,
-    "MLP channels": lambda layer: layer.intermediate_size,
-}
-_UNITS_OF_EXPERTS: dict[str, Callable[[LayerWidths], int]] = {
-    "experts": lambda layer: sum(map(bool, layer.expert_intermediate_sizes or ())),
-    "expert channels": lambda layer: sum(layer.expert_intermediate_sizes or ()),
+_UNITS: dict[str, dict[str, Callable[[LayerWidths], int]]] = {  # module type -> kind of unit -> its number in a layer
+    "attn": {"KV heads": lambda layer: layer.num_kv_heads, "query heads": lambda layer: layer.num_query_heads},
+    "mlp": {"MLP channels": lambda layer: layer.intermediate_size},
+    "experts": {
+        "experts": lambda layer: sum(map(bool, layer.expert_intermediate_sizes or ())),
+        "expert channels": lambda layer: sum(layer.expert_intermediate_sizes or ()),
+    },
 }
 
 
@@ -48,7 +48,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "name": checkpoint.folder.resolve().name,
         "model_type": checkpoint.config["model_type"],
         "parameters": checkpoint.num_parameters,
-        "layers": checkpoint.config["ddp_layers"],
+        "layers": [layer.to_json() for layer in checkpoint.layers],
         "sizes": [{"what": label, "dense": dense, "pruned": left} for label, dense, left in sizes(checkpoint)],
         "notes": routing_notes(checkpoint),
         **made,
@@ -64,11 +64,11 @@ def dense_name(checkpoint: Checkpoint) -> str:
 def lead(checkpoint: Checkpoint) -> Iterator[Statement]:
     """Yield the main statements: a verdict, the removed share, the quality, the speed, how the weights were trained."""
     provenance = checkpoint.provenance
-    parameters, _, cache = footprint(checkpoint)
+    parameters, _, *cache = footprint(checkpoint)
     quality = provenance.get("perplexity")
     if quality:
         yield "verdict", verdict(quality)
-    shares = [f"{1 - left / dense:.1%} of the {name}" for name, dense, left in (parameters, cache) if dense]
+    shares = [f"{1 - left / dense:.1%} of the {name}" for name, dense, left in (parameters, *cache) if dense]
     yield "removed", " and ".join(shares)
     if not quality:
         yield "held-out perplexity", "not measured; ddp-vllm eval --text FILE measures it"
@@ -109,11 +109,13 @@ def details(checkpoint: Checkpoint) -> Iterator[Statement]:
     if converted := provenance.get("converted"):
         sizes_of = "its config.json and its widest layers" if "applied_to" not in provenance else dense_name(checkpoint)
         yield "converted", f"widths from the {converted['format']} of {converted['from']}; dense sizes from {sizes_of}"
-    devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
-    yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
-    if quantized := checkpoint.config.get("quantization_config"):
-        form = quantized.get("format", "an unnamed format")
-        yield "quantization", f"weights in {form} of compressed-tensors; all figures were measured before quantization"
+    if not states_widths(checkpoint.config):
+        devices = ", ".join(map(str, tensor_parallel_sizes(checkpoint.config, checkpoint.layers)))
+        yield "tensor parallel", f"--tensor-parallel-size {devices} splits every layer without padding"
+        if quantized := checkpoint.config.get("quantization_config"):
+            form = quantized.get("format", "an unnamed format")
+            remark = "all figures were measured before quantization"
+            yield "quantization", f"weights in {form} of compressed-tensors; {remark}"
     yield from (("note", note) for note in routing_notes(checkpoint))
 
 
@@ -127,7 +129,7 @@ def sections(checkpoint: Checkpoint) -> Iterator[Section]:
         yield from _quality(f"Perplexity on {bare_name(name)}", quality, "text that no weight was trained on")
     known = Table(headings=["about", "statement"], rows=list(details(checkpoint)), is_text=True)
     yield Section(heading="Details", table=known)
-    if text_hash := provenance.get("learned_from", {}).get("text"):
+    if text_hash := provenance.get("fingerprint", {}).get("text"):
         rows = [("training and held-out tokens", f"SHA-256 {text_hash}")]
         table = Table(headings=["of", "checksum"], rows=rows, is_text=True)
         yield Section(heading="Checksums", table=table, folded=True)
@@ -147,11 +149,6 @@ def _quality(heading: str, quality: Mapping[str, Any] | None, text: str) -> Iter
         yield Section(heading=heading, table=table, remark=remark)
 
 
-def has_experts(checkpoint: Checkpoint) -> bool:
-    """Tell whether routed experts were pruned, and nothing else."""
-    return checkpoint.widths.table.has_experts
-
-
 def sizes(checkpoint: Checkpoint) -> list[Size]:
     """Return all sizes of a model: units, parameters, FLOPs, KV cache."""
     parameters, *per_token = footprint(checkpoint)
@@ -161,7 +158,7 @@ def sizes(checkpoint: Checkpoint) -> list[Size]:
 def units(checkpoint: Checkpoint) -> list[Size]:
     """Count each kind of unit that can be pruned in such a model, over all layers."""
     dense = dense_layers(checkpoint.config)
-    kinds = _UNITS_OF_EXPERTS if has_experts(checkpoint) else _UNITS
+    kinds = {label: count for kind in dimensions_of(checkpoint.config).blocks for label, count in _UNITS[kind].items()}
     return [(label, sum(map(count, dense)), sum(map(count, checkpoint.layers))) for label, count in kinds.items()]
 
 
@@ -170,8 +167,9 @@ def footprint(checkpoint: Checkpoint) -> list[Size]:
     context = _context(checkpoint)
     parameters = checkpoint.num_parameters
     found = [("parameters", parameters + removed_parameters(checkpoint), parameters)]
-    for budget, label in (("flops", f"FLOPs per token at {context:,}"), ("kv-bytes", "KV-cache bytes per token")):
-        config = checkpoint.stock or checkpoint.config
+    config = checkpoint.stock or checkpoint.config
+    cache = [] if states_widths(config) else [("kv-bytes", "KV-cache bytes per token")]  # it differs by architecture
+    for budget, label in [("flops", f"FLOPs per token at {context:,}"), *cache]:
         left = whole_model(budget, config, checkpoint.layers, checkpoint.shapes, context)
         found.append((label, round(left + _removed(budget, checkpoint)), round(left)))
     return found
@@ -191,7 +189,9 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
     kept units have them.
     """
     priced = int(_removed("params", checkpoint))
-    if has_experts(checkpoint):
+    if not isinstance(checkpoint.widths, ModelWidths):  # nothing but channels was removed
+        return priced
+    if checkpoint.has_experts:
         _, dense, left = units(checkpoint)[0]
         return priced + (int(checkpoint.config["hidden_size"]) * (dense - left) if checkpoint.stock else 0)
     without_attention = sum(not layer.num_kv_heads for layer in checkpoint.layers)
@@ -207,6 +207,7 @@ def removed_parameters(checkpoint: Checkpoint) -> int:
 
 def _vectors(block: str, checkpoint: Checkpoint) -> int:
     """Return the parameters in a block's norms and output bias."""
+    assert isinstance(checkpoint.widths, ModelWidths)
     table = checkpoint.widths.table
     bias = f".{table.output(block).name}.bias"
     count = len(table.norms[block]) + any(name.endswith(bias) for name in checkpoint.shapes)
@@ -235,10 +236,14 @@ def size_table(checkpoint: Checkpoint) -> Table:
 
 def width_table(checkpoint: Checkpoint) -> Table:
     """Return the kept units of each layer; the last column is the share of its channels. Uneven groups are listed."""
-    if has_experts(checkpoint):
+    if checkpoint.has_experts:
         return _expert_widths(checkpoint)
     config = checkpoint.config
-    width = config["intermediate_size"]
+    width = dimensions_of(config).intermediate_size
+    if states_widths(config):
+        sizes = [layer.intermediate_size for layer in checkpoint.layers]
+        channels = [[index, f"{size:,}", f"{size / width:.0%}"] for index, size in enumerate(sizes) if size]
+        return Table(headings=["layer", f"MLP channels of {width:,}", "MLP left"], rows=channels)
     rows = []
     for index, layer in enumerate(checkpoint.layers):
         groups = layer.query_heads_per_kv_head
@@ -257,7 +262,8 @@ def width_table(checkpoint: Checkpoint) -> Table:
 
 def _expert_widths(checkpoint: Checkpoint) -> Table:
     """Return the number of kept experts of each layer and their widths."""
-    width, chosen = dense_expert_size(checkpoint.config), times_chosen(checkpoint.provenance)
+    width = dimensions_of(checkpoint.config).expert_intermediate_size
+    chosen = times_chosen(checkpoint.provenance)
     rows = []
     for index, layer in enumerate(checkpoint.layers):
         if (all_sizes := layer.expert_intermediate_sizes) is not None:
@@ -272,7 +278,7 @@ def _expert_widths(checkpoint: Checkpoint) -> Table:
 
 def routing_notes(checkpoint: Checkpoint) -> list[str]:
     """Return sentences on idle and on too few experts; none for a dense model."""
-    notes, chosen = [], checkpoint.config.get("num_experts_per_tok", 0)
+    notes, chosen = [], text_config(checkpoint.config).get("num_experts_per_tok", 0)
     counts = times_chosen(checkpoint.provenance)
     idle = {index: row.count(0) for index, row in counts.items() if 0 in row}
     if idle:
@@ -317,7 +323,7 @@ def weight_training(provenance: Mapping[str, Any]) -> str:
         training = "those of the dense model, although the masks were learned together with trained weights"
     if recovery := provenance.get("recovery"):
         recipe = recovery.get("recipe", {})
-        trained = "low-rank additions to them" if recipe.get("method") == "lora" else "all of them"
+        trained = "low-rank additions to them" if recipe.get("train") == "lora" else "all of them"
         tokens = f"{recipe.get('tokens', 0):,} tokens of {texts_of(provenance)}"
         training += f"; then {trained} were trained on the dense model's outputs, on {tokens}"
     return training

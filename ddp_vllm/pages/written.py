@@ -1,22 +1,36 @@
-"""Shows the checkpoint that `prune` or `recover` has written."""
+"""Writes the pages of a checkpoint that `prune` or `recover` is writing, and shows it afterwards."""
+
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from ddp_vllm.checkpoint import Checkpoint
+from ddp_vllm.manifest import REPORT_FILE
+from ddp_vllm.pages.card import write_card
 from ddp_vllm.pages.report import write_report
 from ddp_vllm.pages.terminal import print_checkpoint
 
 
-def show(checkpoint: Checkpoint, dense: str, console: Console) -> None:
-    """Print a summary of a checkpoint, draw its report, and print the commands to serve and measure it.
+def write_pages(folder: Path, output: Path) -> Checkpoint:
+    """Check a folder that will become `output`, write its card and report, and return it as the checkpoint at `output`.
+
+    Raises: CheckpointError, OutputError.
+    """
+    checkpoint = write_card(folder, output)
+    write_report(replace(checkpoint, folder=folder), folder, output.name)
+    return checkpoint
+
+
+def print_written(checkpoint: Checkpoint, dense: str, console: Console) -> None:
+    """Print a summary of a checkpoint, and the commands to look at it, serve it and measure it.
 
     dense: the name of the dense model, as the user gave it.
     """
     output = checkpoint.folder
     print_checkpoint(checkpoint, console)
-    page = write_report(checkpoint, output)
     console.print(
-        f"\nwritten: {output}\nlook at it: {page}\nserve it:   vllm serve {output}"
+        f"\nwritten: {output}\nlook at it: {output / REPORT_FILE}\nserve it:   vllm serve {output}"
         f"\nmeasure it: ddp-vllm bench sharegpt --dense {dense} --pruned {output}",
         markup=False,
     )

@@ -10,3 +10,5 @@ from pathlib import Path
 
 NAMES = ("tensors", "files", "widths", "configuration_ddp", "stock_vllm", "modeling_ddp", "modeling_ddp_moe")
 FILES = tuple(Path(__file__).with_name(f"{name}.py") for name in NAMES)
+WIDTHS_NAMES = ("files", "module_widths", "configuration_ddp_widths")  # of models of a stock class
+WIDTHS_FILES = tuple(Path(__file__).with_name(f"{name}.py") for name in WIDTHS_NAMES)

@@ -63,7 +63,7 @@ class Evaluation:
         num_blocks = sum(map(len, self.texts.values()))
         self.say(f"evaluating the {who} model: {num_blocks:,} held-out sequences, {len(PROMPTS)} answers")
         checkpoint_layers(model, False)
-        if not model.config.to_dict().get("attn_logit_softcapping"):
+        if model._supports_sdpa and not model.config.get_text_config().to_dict().get("attn_logit_softcapping"):
             model.set_attn_implementation("sdpa")
         self.evaluate_texts(who, model)
         self.answers[who] = sample(model, self.tokenizer)

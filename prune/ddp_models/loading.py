@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ddp_models.source import AGAIN, Source, weight_files
+from ddp_training.decoder import auto_class, decoder_layers
+from ddp_training.loss import OutputHead, final_hidden
 from ddp_training.settings import TrainingSettings
 from ddp_vllm.errors import ModelError, SettingError, reading
-from ddp_vllm.remote_code.tensors import LAYERS
 
 
 def check_sharding(recipe: TrainingSettings, num_processes: int) -> None:
@@ -41,8 +42,25 @@ def load(source: Source, recipe: TrainingSettings, accelerator: Accelerator) -> 
     """Load a model for a run, whole or sharded; see `load_model` and `load_sharded`."""
     gc.collect()  # models of earlier sizes: FSDP and peft leave reference cycles
     if recipe.shard:
-        return load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
-    return load_model(source, recipe.dtype, accelerator.device)
+        model = load_sharded(source, recipe.dtype, accelerator.device, accelerator.num_processes)
+    else:
+        model = load_model(source, recipe.dtype, accelerator.device)
+    if source.structure:
+        check_head(source, model)
+    return model
+
+
+@torch.no_grad()
+def check_head(source: Source, model: Any) -> None:
+    """Refuse a model whose logits are computed otherwise than `OutputHead` computes them. Raises: ModelError."""
+    head = OutputHead.of(model)
+    tokens = torch.arange(1, min(9, len(head.weight)), device=head.weight.device)[None]
+    ours, stock = head.logits(final_hidden(model, tokens)), model(tokens, use_cache=False).logits[0, :-1].float()
+    if not torch.allclose(ours, stock, atol=0.02 * float(stock.abs().max()), rtol=0.02):
+        raise ModelError(
+            f"{source.folder}: {type(model).__name__} computes its logits in a way that ddp-vllm does not know; "
+            "the loss would be another one, so it cannot be pruned"
+        )
 
 
 def load_teacher(source: Source, recipe: TrainingSettings, accelerator: Accelerator, student: Any) -> Any:
@@ -79,9 +97,9 @@ def loading_options(source: Source, dtype: str, device: torch.device | None) -> 
     if dtype == "auto" and wanted == torch.bfloat16 and on_gpu and not torch.cuda.is_bf16_supported(False):
         wanted = torch.float32
     options: dict[str, Any] = {"dtype": wanted}
-    if source.config.get("attn_logit_softcapping"):
+    if source.text_config.get("attn_logit_softcapping"):
         options["attn_implementation"] = "eager"
-    if source.config.get("quantization_config"):
+    if source.structure is None and source.config.get("quantization_config"):
         config.quantization_config["run_compressed"] = False  # plain weights; activations are rounded all the same
         options["config"] = config
     return options
@@ -92,7 +110,7 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
 
     Raises: ModelError if weights are missing or have another shape; transformers would initialize them at random.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     options = loading_options(source, dtype, device)
@@ -102,7 +120,8 @@ def load_model(source: Source, dtype: str, device: torch.device | None = None) -
     logging.set_verbosity_error()  # our own error reports missing weights
     try:
         with reading(source.folder, ModelError, AGAIN, but=(torch.OutOfMemoryError,)):
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+            model, loaded = auto_class(config).from_pretrained(
                 source.folder,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
@@ -132,7 +151,7 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     this together. Raises: ModelError if the checkpoint lacks weights.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -142,7 +161,7 @@ def load_sharded(source: Source, dtype: str, device: torch.device, num_processes
     config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     options = loading_options(source, dtype, device)
     with init_empty_weights(include_buffers=False):  # buffers are small, and computed rather than stored
-        model: Any = AutoModelForCausalLM.from_config(config, **options)
+        model: Any = auto_class(config).from_config(config, **options)
     model.requires_grad_(False)
     shard_layers(model, init_device_mesh(device.type, (num_processes,)), options["dtype"])
     settings = LoadStateDictConfig(
@@ -159,7 +178,7 @@ def shard_layers(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard every decoder layer by rows. Layers compute in `dtype`, and gradients are summed in float32."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     sharded: set[torch.nn.Parameter] = set()
-    for layer in model.get_submodule(LAYERS).children():
+    for layer in decoder_layers(model)[1]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         sharded.update(layer.parameters())
     # The decoder shards no weights of its own, but as the root of its layers it lets them be gathered ahead of use.

@@ -3,31 +3,38 @@
 The model is dense or, for recovery, a pruned one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_vllm.checkpoint import Checkpoint, read_config
-from ddp_vllm.errors import CheckpointError, ModelError, OutputError
+from ddp_vllm.errors import CheckpointError, ModelError, OutputError, SettingError
 from ddp_vllm.families import (
+    BLOCK_NAMES,
+    FAMILIES,
     Dimensions,
     Family,
+    check_dense,
     dense_layers,
     dimensions_of,
     family_of,
     pruned_config,
     register_pruned,
+    text_config,
     warn_of_foreign_code,
 )
 from ddp_vllm.formats import check_states_no_widths
-from ddp_vllm.hub.reach import hub_fault
+from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
+
+if TYPE_CHECKING:  # which imports torch
+    from ddp_models.structure import Structure
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json", "merges*")
@@ -47,7 +54,54 @@ class Source:
     sizes: Dimensions
     """Of the dense model."""
     shapes: Mapping[str, list[int]]
-    """Shape of every weight on disk; tied embeddings are listed once."""
+    """Shape of every weight on disk; tied embeddings are listed once, and stacked experts one by one."""
+    structure: "Structure | None" = None
+    """What can be pruned in a model without a row in `FAMILIES`."""
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of the language model."""
+        return text_config(self.config)
+
+    @property
+    def memory_shapes(self) -> Mapping[str, list[int]]:
+        """Shapes of the loaded weights, by names as in the families; those outside of decoder layers as embeddings."""
+        if not self.structure:
+            return self.shapes
+        layers, found = f"{self.structure.widths.layers_module}.", dict[str, list[int]]()
+        for name, shape in self.shapes.items():
+            if name.endswith(("lm_head.weight", "embed_out.weight")):
+                found["lm_head.weight"] = shape
+            elif name.startswith(layers):
+                found[f"{LAYERS}.{name.removeprefix(layers)}"] = shape
+            elif name in self.structure.loaded:
+                found[f"model.embed_tokens.{name}"] = shape
+        return found
+
+    @property
+    def prunable(self) -> tuple[str, ...]:
+        """Module types that can have gates."""
+        return dimensions_of(self.config).blocks
+
+    def describe_rest(self, say: Callable[[str], None]) -> None:
+        """Print in one line what is not pruned, because this architecture or the user does not allow it."""
+        mlps = f"the MLPs of {len(self.sizes.mlp_layers)} layers (--prune mlp,experts)" if self.structure else "MLPs"
+        labels = {"attn": "attention", "mlp": mlps, "experts": "routed experts"}
+        rest = [*(self.structure.left_alone if self.structure else ())]
+        rest += [labels[kind] for kind in self.prunable if kind not in self.sizes.blocks]
+        if rest:
+            say(f"not pruned: {', '.join(rest)}")
+
+    def with_blocks(self, chosen: Collection[str]) -> "Source":
+        """Return the source with gates on these module types only. Raises: SettingError for one that has none."""
+        if lacking := sorted(set(chosen) - set(self.prunable)):
+            raise SettingError(
+                f"prune is {','.join(BLOCK_NAMES[kind] for kind in chosen)}, but {BLOCK_NAMES[lacking[0]]} of "
+                f"{self.config['model_type']} cannot be pruned; choose from "
+                f"{','.join(BLOCK_NAMES[kind] for kind in self.prunable)}"
+            )
+        blocks = tuple(kind for kind in self.prunable if kind in chosen)
+        return replace(self, sizes=replace(self.sizes, blocks=blocks)) if chosen else self
 
 
 def open_source(model: str, *, load: bool = True) -> Source:
@@ -89,13 +143,16 @@ def read_source(model: str, *, load: bool = True) -> Source:
     is_local = Path(model).is_dir()
     folder = Path(model) if is_local else _download(model, WEIGHTS if load else ())
     config = read_config(folder)
+    headers = _headers(folder) if is_local or load else _hub_headers(model)
     try:
-        if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):  # which `family_of` refuses
+        if not str(config.get("model_type")).startswith(MODEL_TYPE_PREFIX):  # which `check_dense` refuses
             check_states_no_widths(config)
+        check_dense(config)
+        if config.get("model_type") not in FAMILIES:
+            return _read_any(folder, config, headers)
         family, sizes = family_of(config), dimensions_of(config)
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from None
-    headers = _headers(folder) if is_local or load else _hub_headers(model)
     shapes = _weight_shapes(headers, tied=bool(config.get("tie_word_embeddings")))
     _check_names(folder, shapes)
     try:  # the check that every checkpoint made from it will have to pass
@@ -105,6 +162,34 @@ def read_source(model: str, *, load: bool = True) -> Source:
         fault = str(error).partition(";")[0].replace("ddp_layers", "config.json")  # config.json states the dense widths
         raise ModelError(f"{folder}: {fault}; download the model again, as published") from None
     return Source(folder=folder, config=config, family=family, sizes=sizes, shapes=shapes)
+
+
+def _read_any(folder: Path, config: Mapping[str, Any], headers: Iterable["Header"]) -> Source:
+    """Return a model of an architecture without a row in `FAMILIES`. Raises: ModelError."""
+    from ddp_models.structure import find_structure
+
+    tensors = {name: (shape, dtype, path) for path, found in headers for name, shape, dtype in found}
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    structure = find_structure(folder, {name: shape for name, (shape, *_) in tensors.items()})
+    shapes = dict[str, list[int]]()
+    for name, (shape, dtype, path) in tensors.items():
+        singles = structure.unstacked(name, shape)
+        if dtype not in FORMATS and any(map(structure.widths.find, singles)):
+            raise ModelError(
+                f"{path}: tensor {short(name)} is {dtype}, but only {', '.join(FORMATS)} are supported; prune the "
+                "unquantized checkpoint"
+            )
+        shapes |= singles
+    text = {**structure.text, **text_config(config)}
+    described = {**config, "text_config": text} if isinstance(config.get("text_config"), Mapping) else text
+    described["quantization_config"] = structure.widths.to_json()
+    sizes = dimensions_of(described)
+    if sizes.num_experts:  # MLPs of the first layers are a small part of a mixture
+        sizes = replace(sizes, blocks=("experts",))
+    names: dict[str, Any] = {"tensors": structure.tensors, "experts": structure.experts}
+    family = Family(name=str(config["model_type"]), removes_blocks=False, **names)
+    return Source(folder=folder, config=described, family=family, sizes=sizes, shapes=shapes, structure=structure)
 
 
 def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:

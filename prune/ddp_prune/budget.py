@@ -31,6 +31,7 @@ from ddp_vllm.families import (
     unit_shapes,
 )
 from ddp_vllm.latency import EXPERT_BLOCK, Profile
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
 
@@ -263,13 +264,17 @@ def suited_pools(
     recipe: Recipe, source: Source, shapes: Mapping[str, list[int]], profile: Profile | None = None
 ) -> tuple[str, Sequence[Pool]]:
     """Return the head unit and the budget pools. Raises: SettingError if recipe and model do not suit each other."""
-    longest = source.config.get("max_position_embeddings") or math.inf
+    longest = source.text_config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.model} takes {longest:,}; lower --seq-len")
-    if recipe.scope == "expert" and not source.sizes.num_experts:
+    if recipe.scope == "expert" and source.sizes.blocks != ("experts",):
         raise SettingError(f"scope is 'expert', but {recipe.model} is not a mixture of experts; choose global or layer")
     if recipe.whole_experts and not source.sizes.num_experts:
         raise SettingError(f"{recipe.model} is not a mixture of experts, so it has no whole experts to remove")
+    if recipe.whole_experts and source.structure:
+        raise SettingError(f"whole experts of {source.config['model_type']} cannot be removed; leave whole_experts out")
+    if recipe.scope == "layer" and recipe.budget != "units" and {"mlp", "experts"} <= {*source.sizes.blocks}:
+        raise SettingError("scope is 'layer', but layers have MLPs or experts; give a scope of global, or --prune mlp")
     unit = head_unit_of(recipe, source)
     return unit, make_pools(source.config, shapes, source.sizes, unit, recipe, profile)
 
@@ -353,7 +358,7 @@ def _priced_pool(
     heads_per_unit = 1 if shares_kv else sizes.queries_per_kv
     costs = {
         "attn": [heads_per_unit * price.query_head + (0.0 if shares_kv else price.kv_head) for price in layers],
-        "mlp": [price.channel for price in layers],
+        "mlp": [layers[index].channel for index in sizes.mlp_layers],
         "experts": [layers[index].expert_channel for index in sizes.routed_layers],
     }
     pool = Pool(
@@ -430,8 +435,8 @@ def _blocks(
     Raises: SettingError for a tensor-parallel size over which no layer could split.
     """
     align = sizes.expert_intermediate_size if recipe.whole_experts else recipe.align
-    blocks = {"experts": align} if "experts" in units else {"mlp": recipe.align * recipe.tp}
-    if recipe.tp > 1:
+    blocks = {kind: size for kind, size in (("experts", align), ("mlp", recipe.align * recipe.tp)) if kind in units}
+    if recipe.tp > 1 and not states_widths(config):
 
         def could_split(num_ranks: int) -> list[LayerWidths]:
             is_whole = queries_per_kv > 1 or "attn" not in units  # a layer keeps all KV heads, or none

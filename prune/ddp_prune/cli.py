@@ -105,9 +105,9 @@ def prune(
     ddp-vllm prune MODEL --speedup 1.25 --data my_chats.jsonl --minutes 60 -o ./pruned
 
     MODEL is a folder or a Hugging Face Hub name. Pruning trains a gate for every head and channel on text; units whose
-    gates close are removed. The remaining weights are distilled from the dense model at the same time, and for longer
-    with --recover-minutes. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to one
-    folder each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm
+    gates close are removed. The remaining weights are distilled from the dense model at the same time; ddp-vllm
+    recover does that for longer. Several sizes, such as --sparsity 0.1,0.2,0.3, come from one search and are written to
+    one folder each. After an interruption, the same command resumes. On several devices: accelerate launch -m ddp_vllm
     prune …
     """
     settings, is_main = _with_target(given(settings)), os.environ.get("RANK", "0") == "0"  # of several processes

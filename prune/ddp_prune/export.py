@@ -4,6 +4,7 @@ The gates come from training, or from a published masks file (`apply_masks`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,22 @@ from ddp_models.writing import stored_tensors, write_model
 from ddp_prune.gates import Masks
 from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_prune.selection import realign
-from ddp_vllm.checkpoint import Checkpoint, check_links
+from ddp_vllm.checkpoint import Checkpoint, check_links, read_config
 from ddp_vllm.errors import CheckpointError, SettingError
-from ddp_vllm.families import WHOLE_EXPERT, Dimensions, fewer_experts, pruned_config, unit_shapes
+from ddp_vllm.families import (
+    WHOLE_EXPERT,
+    Dimensions,
+    described_config,
+    fewer_experts,
+    pruned_config,
+    unit_shapes,
+)
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_files import state_tokenizer_class
 from ddp_vllm.output import atomic_folder
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.provenance import local_provenance
+from ddp_vllm.remote_code.module_widths import LayerChannels, ModuleWidths
 from ddp_vllm.remote_code.tensors import BLOCK_OF, LAYERS, Projection
 from ddp_vllm.remote_code.widths import LayerWidths
 from ddp_vllm.tensor_parallel import check_tensor_parallel
@@ -43,6 +52,7 @@ def export(
     overwrite: bool = False,
     extra_files: Mapping[str, str] | None = None,
     transform: Transform | None = None,
+    finish: Callable[[Path, Path], Checkpoint] = write_card,
 ) -> Checkpoint:
     """Write the pruned checkpoint: weights, config, tokenizer, remote code, masks and model card. Return it.
 
@@ -54,36 +64,50 @@ def export(
     provenance, scores: stored with the gates in the masks file.
     extra_files: file name -> text.
     transform: updates weights that were trained together with the masks.
+    finish: writes the pages of the folder that will become `output`.
 
     Raises: OutputError if the output exists and `overwrite` is off; for whole experts as `kept_experts`, and
         SettingError if too few are kept.
     """
-    if head_unit == WHOLE_EXPERT:
+    if source.structure:
+        slicer = ChannelSlicer(gates, source)
+        slice_tensor: Slice = slicer.slice
+        config = described_config(read_config(source.folder), slicer.widths)
+    elif head_unit == WHOLE_EXPERT:
         kept = kept_experts(gates, source)
-        slice_tensor: Slice = WholeExpertSlicer(gates, source, kept).slice
+        slice_tensor = WholeExpertSlicer(gates, source, kept).slice
         config = fewer_experts(source.config, len(next(iter(kept.values()))))
         provenance = {**provenance, "experts": {"of": source.sizes.num_experts, "stay": kept}}
     else:
         slice_tensor = UnitSlicer(gates, source).slice
         config = pruned_config(source.config, layer_widths(gates, source.sizes))
     with atomic_folder(output, overwrite=overwrite) as folder:
-        write_model(folder, source.folder, config, sliced_tensors(source.folder, slice_tensor, transform))
-        if head_unit != WHOLE_EXPERT:
+        write_model(folder, source.folder, config, sliced_tensors(source, slice_tensor, transform))
+        if "ddp_layers" in config:
             state_tokenizer_class(source.folder, folder)
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
         for name, text in (extra_files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")
-        return write_card(folder, output)
+        return finish(folder, output)
 
 
 def sliced_tensors(
-    folder: Path, slice_tensor: Slice, transform: Transform | None
+    source: Source, slice_tensor: Slice, transform: Transform | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was stored in."""
-    for name, tensor in stored_tensors(folder):
+    for name, tensor in single_tensors(source):
         updated = transform(name, tensor) if transform else tensor
         if (kept := slice_tensor(name, updated)) is not None:
             yield kept[0], kept[1].to(tensor.dtype)
+
+
+def single_tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every stored tensor; tensors that stack experts are split, because experts will differ in width."""
+    for name, tensor in stored_tensors(source.folder):
+        if source.structure and "experts" in source.sizes.blocks:
+            yield from source.structure.unstack(name, tensor)
+        else:
+            yield name, tensor
 
 
 def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
@@ -95,13 +119,16 @@ def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:
         scales = gates["experts"].new_zeros(sizes.num_layers, *gates["experts"].shape[1:])
         scales[list(sizes.routed_layers)] = gates["experts"]
         return {"expert_channel": scales}
+    if len(gates) == 1:  # the other blocks are not pruned
+        every = unit_shapes(replace(sizes, blocks=("attn", "mlp")), "kv-group")
+        gates = {kind: torch.ones(shape) for kind, shape in every.items()} | dict(gates)
     queries_LQ = gates["attn"].repeat_interleave(sizes.num_query_heads // gates["attn"].shape[1], dim=1)
     kv_heads_LK = (queries_LQ > 0).unflatten(1, (sizes.num_kv_heads, -1)).any(-1).float()
     return {"query_head": queries_LQ, "kv_head": kv_heads_LK, "channel": gates["mlp"]}
 
 
 def layer_widths(gates: Masks, sizes: Dimensions) -> list[LayerWidths]:
-    """Return the kept widths of each layer: the units whose gate is above 0."""
+    """Return the kept widths of each layer of a model with a row in `FAMILIES`: the units whose gate is above 0."""
     kept = {unit: scales > 0 for unit, scales in unit_scales(gates, sizes).items()}
     if "experts" in gates:
         heads, widths_LE = (sizes.queries_per_kv,) * sizes.num_kv_heads, kept["expert_channel"].sum(-1).tolist()
@@ -158,6 +185,48 @@ class UnitSlicer:
             or module.startswith(self.table.output(block).name.partition(".")[0] + ".")
             for block in blocks - {"experts"}
         )
+
+
+class ChannelSlicer:
+    """Slices the MLPs and routed experts that a model's config describes, and leaves all other tensors as they are."""
+
+    def __init__(self, gates: Masks, source: Source) -> None:
+        assert source.structure
+        dense, sizes = source.structure.widths, source.sizes
+        self.rows: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        for kind, values in gates.items():
+            keep = values > 0
+            if kind == "mlp":  # a linear layer without inputs is not portable, so one channel of zeros stays
+                keep[:, 0] |= ~keep.any(-1)
+            self.rows[kind] = dict(zip(sizes.layers_of(kind), zip(values, keep, strict=True), strict=True))
+        kept = {kind: {n: keep.sum(-1).tolist() for n, (_, keep) in rows.items()} for kind, rows in self.rows.items()}
+        mlps, experts = kept.get("mlp", {}), kept.get("experts", {})
+        self.widths = ModuleWidths(
+            layers_module=dense.layers_module,
+            mlp=dense.mlp if mlps else None,
+            experts=dense.experts if experts else None,
+            layers=tuple(
+                LayerChannels(
+                    intermediate_size=mlps.get(layer),
+                    expert_intermediate_sizes=tuple(experts[layer]) if layer in experts else None,
+                )
+                for layer in range(sizes.num_layers)
+            ),
+        )
+
+    def slice(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """Return the name and the kept part of a tensor, as `UnitSlicer.slice`."""
+        found = self.widths.find(name)
+        if found is None or found.width is None:
+            return name, tensor
+        if not found.width:
+            return None
+        scale, keep = self.rows["experts" if found.block.num_experts else "mlp"][found.layer]
+        if found.block.num_experts:
+            scale, keep = scale[found.expert], keep[found.expert]
+        if not found.is_output:
+            return name, tensor[keep.repeat(found.block.rows_per_channel)].contiguous()
+        return name, tensor if found.is_bias else fold(tensor[:, keep], scale[keep])
 
 
 def kept_experts(gates: Masks, source: Source) -> dict[int, list[int]]:
@@ -227,6 +296,7 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     gates, provenance = read_masks(masks)[0], local_provenance(masks)
     head_unit = provenance.get("head_unit", "kv-group")
     shapes = {kind: tuple(values.shape) for kind, values in gates.items()}
+    source = source.with_blocks([kind for kind in gates if kind in source.prunable])
     if (needed := unit_shapes(source.sizes, head_unit)) != shapes:
         raise CheckpointError(
             f"{masks} holds gates of {_shown(shapes)}, {model} requires gates of {_shown(needed)}; the masks "
@@ -237,7 +307,8 @@ def apply_masks(model: str, masks: Path, output: Path, *, overwrite: bool, tp: i
     if align != 1:
         gates = _aligned(gates, scores, provenance, masks, align)
         outdated, provenance = outdated | {"rounding"}, provenance | {"aligned_after": align}
-    check_tensor_parallel(tp, source.config, layer_widths(gates, source.sizes), remedy=f"or prune with --tp {tp}")
+    if not source.structure:
+        check_tensor_parallel(tp, source.config, layer_widths(gates, source.sizes), remedy=f"or prune with --tp {tp}")
     provenance = {name: value for name, value in provenance.items() if name not in outdated} | {"applied_to": model}
     return export(source, gates, output, head_unit=head_unit, provenance=provenance, scores=scores, overwrite=overwrite)
 

@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_prune.experts import IMPLEMENTATION, LayerGates
+from ddp_training.decoder import decoder_layers
 from ddp_training.loss import OutputHead, losses
 from ddp_training.memory import fits_with_pass
-from ddp_vllm.families import EXPERTS, ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
-from ddp_vllm.remote_code.tensors import LAYERS, Projection
+from ddp_vllm.families import ROUTER, WHOLE_EXPERT, Dimensions, Family, unit_shapes
+from ddp_vllm.remote_code.tensors import Projection
 
-Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], or "experts" [L, E, C] alone
+Masks = dict[str, torch.Tensor]  # module type -> "attn" and "mlp" [L, U], "experts" [L, E, C]; some of these
 CHANNEL_BLOCK = 64  # narrow MLPs have multiples of this: kernels prefer them, and a CPU compiles a kernel per width
 DENSE_BLOCKS = ("attn", "mlp")
 
@@ -137,34 +138,39 @@ class GatedModel:
     def __init__(self, model: nn.Module, family: Family, sizes: Dimensions, head_unit: str) -> None:
         self.model, self.family, self.sizes, self.head_unit = model, family, sizes, head_unit
         self.shapes = unit_shapes(sizes, head_unit)
-        self.layers = list(model.get_submodule(LAYERS).children())
+        self.layers = list(decoder_layers(model)[1])
         self._hooks = _Hooks()
-        if sizes.num_experts:
+        if "experts" in self.shapes:
             self._attach_to_experts()
-        else:
-            self._attach_to_projections()
+        self._attach_to_projections()
+
+    def rows_of(self, block: str) -> Iterator[tuple[int, nn.Module]]:
+        """Yield the rows of a module type's masks with their layers."""
+        return ((row, self.layers[layer]) for row, layer in enumerate(self.sizes.layers_of(block)))
 
     def _attach_to_experts(self) -> None:
-        for row, layer in enumerate(self.sizes.routed_layers):  # a row of the masks
-            experts: Any = self.layers[layer].get_submodule(EXPERTS)
+        experts: Any
+        for row, layer in self.rows_of("experts"):
+            experts = layer.get_submodule(self.family.experts)
             experts.ddp_gates = partial(self._hooks.gates, "experts", row)
-            router = self.layers[layer].get_submodule(ROUTER)
-            router.forward = partial(self._hooks.route, row, weakref.ref(router))
+            if self.head_unit == WHOLE_EXPERT:
+                router = layer.get_submodule(ROUTER)
+                router.forward = partial(self._hooks.route, row, weakref.ref(router))
         model: Any = self.model
         model.set_experts_implementation(IMPLEMENTATION)
-        assert model.config._experts_implementation == IMPLEMENTATION  # transformers fails silently
+        assert experts.config._experts_implementation == IMPLEMENTATION  # transformers fails silently
 
     def _attach_to_projections(self) -> None:
         sizes = self.sizes
-        for block in DENSE_BLOCKS:
+        for block in (block for block in DENSE_BLOCKS if block in self.shapes):
             projection = self.family.tensors.output(block)
             length = sizes.units_in(projection.units[0]) * projection.unit_size(sizes.head_dim)
             columns = length // self.shapes[block][1]  # inputs per unit
-            for index, layer in enumerate(self.layers):
-                module = layer.get_submodule(projection.name)
-                module.register_forward_pre_hook(partial(self._hooks.scale_input, block, index, columns))
-                if module.bias is not None:
-                    module.register_forward_hook(partial(self._hooks.subtract_bias, block, index))
+            for row, layer in self.rows_of(block):
+                module: Any = layer.get_submodule(projection.name)
+                module.register_forward_pre_hook(partial(self._hooks.scale_input, block, row, columns))
+                if module.bias is not None and self.family.removes_blocks:
+                    module.register_forward_hook(partial(self._hooks.subtract_bias, block, row))
 
     @contextmanager
     def masks(
@@ -230,25 +236,30 @@ class NarrowLayers:
     """
 
     def __init__(self, gated: GatedModel) -> None:
-        self.layers, self.sizes = gated.layers, gated.sizes
-        table = gated.family.tensors
-        self.inputs = {block: table.inputs(block) for block in DENSE_BLOCKS}
-        self.outputs = {block: table.output(block) for block in DENSE_BLOCKS}
+        self.sizes = gated.sizes
+        table, blocks = gated.family.tensors, [block for block in DENSE_BLOCKS if block in gated.shapes]
+        self.layers = {block: [layer for _, layer in gated.rows_of(block)] for block in blocks}
+        self.inputs = {block: table.inputs(block) for block in blocks}
+        self.outputs = {block: table.output(block) for block in blocks}
         self._num_bundles = {"attn": self.sizes.num_kv_heads, "mlp": self.sizes.intermediate_size}
-        if any(len(each.units) > 1 for each in self.inputs["attn"]):
+        if any(len(each.units) > 1 for each in self.inputs.get("attn", ())):
             self.inputs["attn"] = ()  # transformers splits fused heads by the config, whatever their widths
         self.kept: dict[str, list[torch.Tensor | None]] = {
-            block: [None] * self.sizes.num_layers for block in DENSE_BLOCKS
+            block: [None] * len(layers) for block, layers in self.layers.items()
         }
-        """The computed units, ascending, int64; one tensor per layer, None where all units are computed."""
+        """The computed units, ascending, int64; one tensor per row of the masks, None where all units are computed."""
         self._open: dict[str, torch.Tensor] = {}  # bool [L, N], bundles with an open unit
         self._bundles_kept: dict[tuple[str, int], torch.Tensor] = {}
         self._weights: dict[tuple[str, int], dict[tuple[nn.Module, str], torch.Tensor]] = {}  # of frozen models
 
     def copied_bytes(self) -> int | None:
         """Return the bytes of copies of all these projections; None if weights are sharded."""
-        projections = [*self.outputs.values(), *(each for block in DENSE_BLOCKS for each in self.inputs[block])]
-        modules = [layer.get_submodule(each.name) for layer in self.layers for each in projections]
+        modules = [
+            layer.get_submodule(each.name)
+            for block, layers in self.layers.items()
+            for layer in layers
+            for each in (self.outputs[block], *self.inputs[block])
+        ]
         tensors = [tensor for module in modules for tensor in module.parameters()]
         sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         return None if sharded else sum(tensor.nbytes for tensor in tensors)
@@ -256,7 +267,7 @@ class NarrowLayers:
     def follow(self, is_open: Mapping[str, torch.Tensor]) -> None:
         """Compute only the open units (bool [L, U] per module type) from now on."""
         rows, open_LN = [], {}
-        for block in (block for block in DENSE_BLOCKS if self.inputs[block]):
+        for block in (block for block, inputs in self.inputs.items() if inputs):
             open_LN[block] = is_open[block].unflatten(1, (self._num_bundles[block], -1)).any(-1)
             changed_L = (open_LN[block] != self._open.get(block, True)).any(1)
             rows.append(torch.where(changed_L, open_LN[block].sum(1), -1))  # -1: the layer has not changed
@@ -287,13 +298,13 @@ class NarrowLayers:
         """Return the narrow weights and biases of a block, by module and parameter name."""
         narrow = {}
         for projection in self.inputs[block]:
-            module = self.layers[layer].get_submodule(projection.name)
+            module = self.layers[block][layer].get_submodule(projection.name)
             for key, tensor in module.named_parameters():
                 pieces = zip(tensor.chunk(len(projection.units)), projection.units, strict=True)
                 bundles = [self._bundles(piece, 0, projection, unit) for piece, unit in pieces]
                 narrow[module, key] = torch.cat([_Select.apply(each, 0, kept_K).flatten(0, 1) for each in bundles])
         projection = self.outputs[block]
-        output: Any = self.layers[layer].get_submodule(projection.name)  # its bias does not depend on units
+        output: Any = self.layers[block][layer].get_submodule(projection.name)  # its bias does not depend on units
         columns = self._bundles(output.weight, 1, projection, projection.units[0])
         narrow[output, "weight"] = _Select.apply(columns, 1, kept_K).flatten(1)
         return narrow
@@ -306,7 +317,7 @@ class NarrowLayers:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Replace the model's weights by the narrow ones inside the block."""
-        trained = any(parameter.requires_grad for parameter in self.layers[0].parameters())
+        trained = any(each.requires_grad for layers in self.layers.values() for each in layers[0].parameters())
         weights = {} if trained else self._weights
         for (block, layer), kept_K in self._bundles_kept.items():
             if (block, layer) not in weights:
@@ -329,7 +340,7 @@ def narrow_layers(
 
     A run that resumes with less memory may compute closed units again; then its sums round differently.
     """
-    if gated.sizes.num_experts:
+    if "experts" in gated.shapes:
         return None
     narrow = NarrowLayers(gated)
     copies = narrow.copied_bytes()

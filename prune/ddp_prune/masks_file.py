@@ -10,7 +10,7 @@ from ddp_models.writing import save_tensors
 from ddp_prune.gates import Masks
 from ddp_vllm import __version__
 from ddp_vllm.errors import CheckpointError
-from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file, read_provenance
+from ddp_vllm.masks import MASKS_FILE, masks_metadata, read_masks_file
 from ddp_vllm.provenance import published, remember
 
 SCORES = ("z", "saliency")  # the gates before rounding, and their importance: squared gradient × z²
@@ -19,10 +19,10 @@ SCORES = ("z", "saliency")  # the gates before rounding, and their importance: s
 def read_masks(path: Path) -> tuple[Masks, dict[str, Any]]:
     """Return the gates of a masks file, a tensor per module type, and its provenance. Raises: CheckpointError."""
     tensors, provenance = read_masks_file(path)
-    kinds = ("experts",) if "experts.gates" in tensors else ("attn", "mlp")
-    if missing := [kind for kind in kinds if f"{kind}.gates" not in tensors]:
+    kinds = [kind for kind in ("attn", "mlp", "experts") if f"{kind}.gates" in tensors]
+    if not kinds:
         raise CheckpointError(
-            f"{path} is not a masks file (it holds no {missing[0]}.gates); pass the {MASKS_FILE} of a pruned folder"
+            f"{path} is not a masks file (it holds no mlp.gates); pass the {MASKS_FILE} of a pruned folder"
         )
     gates = {kind: torch.from_numpy(tensors[f"{kind}.gates"]).float() for kind in kinds}
     for kind, values in gates.items():
@@ -39,14 +39,6 @@ def read_scores(path: Path) -> dict[str, Masks]:
         if name in SCORES:
             scores.setdefault(name, {})[kind] = torch.from_numpy(values)
     return scores
-
-
-def provenance_of(folder: Path) -> dict[str, Any]:
-    """Return the provenance of a pruned folder; {} if there is no such folder or its masks file cannot be read."""
-    try:
-        return read_provenance(folder / MASKS_FILE)
-    except CheckpointError:
-        return {}
 
 
 def write_masks(

@@ -1,26 +1,21 @@
 """The training mode: what is trained besides the masks, chosen by the memory it needs or by the run that is resumed."""
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accelerate import Accelerator
 
 from ddp_models.loading import loading_options
 from ddp_models.source import Source
-from ddp_prune.masks_file import provenance_of
 from ddp_prune.recipe import Recipe
-from ddp_training.fingerprint import decisive
 from ddp_training.memory import FROZEN, TRAINING_SHARE, adapter_bytes, fits, free_memory, gigabytes, model_bytes
-from ddp_training.processes import broadcast_from_main
 from ddp_training.run_state import saved_header
-from ddp_training.settings import optimizer_suits
+from ddp_training.settings import is_same_recipe, optimizer_suits
 from ddp_training.weights import RANK, obstacle_to_8_bits
 from ddp_vllm.errors import SettingError
-from ddp_vllm.output import is_unfinished
-from ddp_vllm.provenance import published_recipe
+from ddp_vllm.provenance import provenance_of
 
 
 class Mode(NamedTuple):
@@ -64,55 +59,50 @@ def mode_bytes(recipe: Recipe, source: Source, mode: Mode, accelerator: Accelera
 def held_bytes(recipe: Recipe, source: Source, mode: Mode, itemsize: int, num_shards: int) -> int:
     """Return the same for weights of `itemsize` bytes that `num_shards` devices share."""
     teacher = mode.train == "weights" and recipe.distillation > 0
-    whole = model_bytes(source.shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
+    shapes = source.memory_shapes
+    whole = model_bytes(shapes, itemsize, mode.optimizer if mode.train == "weights" else "", teacher=teacher)
     if mode.train == "lora":
-        whole += adapter_bytes(source.shapes, itemsize, RANK)
-    frozen = itemsize * sum(math.prod(shape) for name, shape in source.shapes.items() if name.startswith(FROZEN))
+        whole += adapter_bytes(shapes, itemsize, RANK)
+    frozen = itemsize * sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(FROZEN))
     return whole if num_shards == 1 else frozen + (whole - frozen) // num_shards
 
 
 class Earlier(NamedTuple):
-    """What an interrupted run had settled; `train` and `optimizer` are "" if there is none with the same settings."""
+    """The values that an interrupted command had resolved before its first step."""
 
-    train: str = ""
-    optimizer: str = ""
-    steps: int = 0
-    batch_size: int = 0
-    seq_len: int = 0
-
-
-def earlier_run(recipe: Recipe, output: Path, accelerator: Accelerator, *, in_family: bool) -> Earlier:
-    """Return what the interrupted run for this output had settled. All processes must call this together."""
-    found = Earlier()
-    if accelerator.is_main_process:
-        saved, written = saved_header(output), provenance_of(output)
-        if not saved and was_interrupted(recipe, output, written, in_family=in_family):
-            saved = {"recipe": written.get("recipe", {}), "resolved": written.get("run")}
-        if (resolved := saved.get("resolved")) and is_same_recipe(saved.get("recipe", {}), recipe):
-            sizes = (saved["recipe"][name] for name in ("steps", "batch_size", "seq_len"))
-            found = Earlier(resolved["train"], resolved["optimizer"], *sizes)
-    return broadcast_from_main(accelerator, found)
+    train: str
+    optimizer: str
+    steps: int
+    batch_size: int
+    seq_len: int
 
 
-def was_interrupted(recipe: Recipe, output: Path, written: Mapping[str, Any], *, in_family: bool) -> bool:
-    """Tell whether the command that wrote `output` has not finished, as far as files show: other sizes may be missing.
+def earlier_run(recipe: Recipe, folder: Path, family: Path | None) -> Earlier | None:
+    """Return what the interrupted command with these settings had resolved; None if there is none.
 
-    written: the provenance of `output`.
+    folder: the output of one size. family: the output of the size family's own run, whose state remains until all
+    sizes are written; then a written size holds the values.
     """
-    recovers = recipe.recover_minutes and written.get("recipe", {}).get("recover_minutes")
-    return in_family or bool(recovers and "recovery" not in written) or is_unfinished(output)
+    saved = saved_header(folder)
+    if not saved and family and saved_header(family):
+        provenance = provenance_of(folder)
+        saved = {"recipe": provenance.get("recipe", {}), "resolved": provenance.get("run", {})}
+    if not saved or not is_same_recipe(saved["recipe"], recipe):
+        return None
+    shape = (saved["recipe"][name] for name in ("steps", "batch_size", "seq_len"))
+    return Earlier(saved["resolved"]["train"], saved["resolved"]["optimizer"], *shape)
 
 
 def resolve_training_mode(
-    recipe: Recipe, source: Source, earlier: Earlier, accelerator: Accelerator, say: Callable[[str], None]
+    recipe: Recipe, source: Source, earlier: Earlier | None, accelerator: Accelerator, say: Callable[[str], None]
 ) -> Mode:
     """Return the training mode: that of the interrupted run, or the first that memory holds now.
 
     say: prints the chosen mode, and the memory that the next mode up would require.
-    Raises: SettingError if memory does not hold a mode that was asked for, or if its optimizer cannot run here.
+    Raises: SettingError if memory does not hold the mode that the user passed, or if its optimizer cannot run here.
     """
     modes, obstacle = allowed_modes(recipe), ""
-    if (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
+    if earlier and (resumed := Mode(earlier.train, earlier.optimizer)) in modes:
         if resumed.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
         return resumed
@@ -129,7 +119,7 @@ def resolve_training_mode(
     if not usable:
         raise SettingError(obstacle)
     chosen = usable[-1]
-    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # asked for: all memory may do
+    if recipe.train != "auto" and not fits(needed[chosen], accelerator, 1.0):  # passed by the user: all memory may do
         fitting = "; ".join(needs[each] for each in needed if needed[each] <= TRAINING_SHARE * free)
         raise SettingError(
             f"{needs[chosen]} for weights, optimizer and teacher, and {gigabytes(free)} are free; "
@@ -142,9 +132,3 @@ def resolve_training_mode(
         + (f"; {obstacle}" if obstacle else "")
     )
     return chosen
-
-
-def is_same_recipe(saved: dict[str, Any], recipe: Recipe) -> bool:
-    """Tell whether the decisive settings are the same; checkpoints hold names instead of paths."""
-    ours = published_recipe(json.loads(json.dumps(recipe.to_dict())))
-    return decisive(published_recipe(saved)) == decisive(ours)

@@ -11,7 +11,7 @@ from ddp_models.loading import check_sharding
 from ddp_models.source import Source
 from ddp_prune.budget import Pool, suited_pools
 from ddp_prune.mode import Mode, earlier_run, mode_bytes, resolve_training_mode
-from ddp_prune.pipeline import find_model, folders_of, latency_profile
+from ddp_prune.pipeline import family_run, find_model, folders_of, latency_profile
 from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, make_runs
@@ -19,7 +19,7 @@ from ddp_prune.sizing import Devices, describe, estimate, parse_cards, sized_mod
 from ddp_prune.timing import seconds_a_step, settle
 from ddp_training.batches import sequences_at_once
 from ddp_training.memory import USABLE, fit_activations, free_memory, gigabytes, pass_bytes
-from ddp_training.processes import describe_device, make_accelerator
+from ddp_training.processes import broadcast_from_main, describe_device, make_accelerator
 from ddp_vllm.costs import prices, whole_model
 from ddp_vllm.errors import SettingError
 from ddp_vllm.families import dense_layers
@@ -38,7 +38,7 @@ class Plan:
     peak_bytes: float | None = None
     """Memory of training per device, in the mode that the run takes."""
     seconds: float | None = None
-    """Time of training and of recovery; None if memory is too short to measure it."""
+    """Time of training; None if memory is too short to measure it."""
 
 
 def plan(
@@ -57,6 +57,7 @@ def plan(
     source = find_model(first, output, load=not on)
     profile = latency_profile(first, source, _refuse_to_measure)
     lines, removed, pools_of = list[str](), list[float | None](), []
+    source.describe_rest(lines.append)
     for recipe in recipes:
         if len(recipes) > 1:
             lines.append(f"{recipe.size_name} {recipe.size:g}:")
@@ -70,12 +71,13 @@ def plan(
         estimates = estimate(recipes, source, on)
         lines += describe(last, estimates, on)
         taken = next(found for found in estimates if found.is_auto)
-        seconds = taken.seconds + 60 * last.recover_minutes * len(recipes)
-        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak_bytes, seconds=seconds)
+        return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=taken.peak_bytes, seconds=taken.seconds)
     accelerator = make_accelerator(output, None)
     say(describe_device(accelerator))
     check_sharding(first, accelerator.num_processes)
-    earlier = earlier_run(first, folders_of(recipes, output)[0], accelerator, in_family=len(recipes) > 1)
+    earlier = broadcast_from_main(
+        accelerator, earlier_run(first, folders_of(recipes, output)[0], family_run(recipes, output))
+    )
     mode = resolve_training_mode(first, source, earlier, accelerator, lines.append)
     recipes = settle(recipes, earlier, mode, source, pools, head_unit, accelerator, lines.append)
     runs, last = make_runs(recipes, pools_of, mode, profile), recipes[-1]
@@ -98,10 +100,7 @@ def plan(
         f"time: about {_duration(steps * seconds)}: {steps - num_trials:,} steps of {_duration(seconds)}{trials}, "
         "measured now on random tokens with all gates open; steps get faster as gates close"
     )
-    if first.recover_minutes:
-        lines.append(f"      plus {first.recover_minutes:g} minutes of recovery")
-    whole = steps * seconds + 60 * first.recover_minutes * len(recipes)
-    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed, seconds=whole)
+    return Plan(lines=tuple(lines), removed=tuple(removed), peak_bytes=needed, seconds=steps * seconds)
 
 
 def _refuse_to_measure(*_: Any, **__: Any) -> Profile:
@@ -133,6 +132,7 @@ def _removed_of_model(recipe: Recipe, source: Source, pools: Sequence[Pool]) -> 
         prunable["attn"] += price.query_head * layer.num_query_heads + price.kv_head * layer.num_kv_heads
         prunable["mlp"] += price.channel * layer.intermediate_size
         prunable["experts"] += price.expert_channel * sum(layer.expert_intermediate_sizes or ())
+    prunable = {kind: number for kind, number in prunable.items() if kind in source.sizes.blocks}
     total = sum(prunable.values())
     removed = sum((each.total - each.kept) * sum(prunable[kind] for kind in each.shapes) / each.total for each in pools)
     line = (

@@ -14,6 +14,7 @@ from typing import Any
 
 from ddp_training.settings import TrainingKeywords, TrainingSettings
 from ddp_vllm.errors import SettingError
+from ddp_vllm.families import BLOCK_NAMES
 from ddp_vllm.latency import PHASES, Workload
 from ddp_vllm.settings import Settings, check_known, read_settings, setting
 
@@ -89,6 +90,9 @@ class Recipe(TrainingSettings):
     profiled first."""
     other_machine: bool = False
     """Accept a latency profile from another machine, where the model will be served."""
+    prune: str = ""
+    """Parts to prune, separated by commas: `attention`, `mlp`, `experts`. The default is attention and MLPs, or the
+    routed experts of a mixture of experts; the MLPs alone where attention cannot be pruned."""
     scope: str = setting("global", choices=("global", "layer", "expert"))
     """Where the budget holds: over the whole model, in every layer, or in every expert. Eq. 19."""
     whole_experts: bool = False
@@ -130,14 +134,14 @@ class Recipe(TrainingSettings):
     additions to the projections, merged at the end. With its teacher, a second copy of the model, `weights` requires 20
     bytes per 16-bit weight with `adamw` and 8 with `adamw-8bit`; `lora` requires little more than the 2 bytes of
     `masks`. `auto` is the first of weights, lora and masks that memory holds, and `masks` for the controller `alm`."""
-    recover_minutes: float = setting(0.0, least=0)
-    """Minutes of distillation from the dense model after pruning (see `ddp-vllm recover`); 0 disables it."""
 
     def __post_init__(self) -> None:
         if self.speedup and self.budget == "units":
             object.__setattr__(self, "budget", "latency")
         super().__post_init__()
         self._check_size()
+        if "attn" not in self.blocks and self.blocks and (self.attention_sparsity is not None or self.max_head_counts):
+            raise SettingError(f"prune is {self.prune!r}; leave out attention_sparsity and max_head_counts")
         for name in ("profile", "other_machine") if self.budget != "latency" else ():
             if getattr(self, name):
                 raise SettingError(f"{name} has no effect without a speedup; leave it out")
@@ -154,6 +158,15 @@ class Recipe(TrainingSettings):
         for name, allowed in WITH_WHOLE_EXPERTS.items() if self.whole_experts else ():
             if (value := getattr(self, name)) not in allowed:
                 raise SettingError(f"{name} is {value!r}; with whole_experts it must be {allowed[0]!r}")
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The module types that `prune` names; empty for the default."""
+        kinds = {name: kind for kind, name in BLOCK_NAMES.items()}
+        names = [name.strip() for name in self.prune.split(",")] if self.prune else []
+        if wrong := [name for name in names if name not in kinds]:
+            raise SettingError(f"prune is {self.prune!r}; {wrong[0]!r} is none of {', '.join(kinds)}")
+        return tuple(kind for kind in kinds.values() if kind in map(kinds.get, names))
 
     def _check_size(self) -> None:
         """Refuse a recipe that does not state exactly once how much to remove. Raises: SettingError."""
@@ -217,6 +230,7 @@ class RecipeKeywords(TrainingKeywords, total=False):
     phase: str
     profile: str | Path
     other_machine: bool
+    prune: str
     scope: str
     whole_experts: bool
     head_unit: str
@@ -230,7 +244,6 @@ class RecipeKeywords(TrainingKeywords, total=False):
     alm: Mapping[str, Any]
     masks_every: int
     train: str
-    recover_minutes: float
 
 
 def load_recipes(path: Path | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> list[Recipe]:

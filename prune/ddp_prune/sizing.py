@@ -22,6 +22,7 @@ from ddp_prune.rate import trial_steps
 from ddp_prune.recipe import Recipe
 from ddp_prune.run import Run, schedule
 from ddp_training.batches import sequences_at_once
+from ddp_training.decoder import auto_class
 from ddp_training.memory import (
     FROZEN,
     TRAINING_SHARE,
@@ -141,8 +142,6 @@ def describe(recipe: Recipe, estimates: Sequence[Estimate], cards: str) -> Itera
             + " (--train auto takes this)"
             * (found.is_auto and recipe.train == "auto")
         )
-    if recipe.recover_minutes:
-        yield f"plus {recipe.recover_minutes:g} minutes of recovery"
 
 
 def passes(recipe: Recipe, mode: Mode) -> float:
@@ -155,12 +154,12 @@ def passes(recipe: Recipe, mode: Mode) -> float:
 
 def active_parameters(source: Source) -> float:
     """Return the parameters that a token is multiplied with, the output head included."""
-    sizes, config = source.sizes, source.config
+    sizes, config = source.sizes, source.text_config
     by_kind = Counter[str]()
-    for name, shape in source.shapes.items():
+    for name, shape in source.memory_shapes.items():
         kind = "embedding" if name.startswith("model.embed_tokens.") else "expert" if ".experts." in name else "other"
         by_kind[kind] += math.prod(shape)
-    is_tied = not any(name.startswith("lm_head.") for name in source.shapes)
+    is_tied = not any(name.startswith("lm_head.") for name in source.memory_shapes)
     chosen = (config.get("num_experts_per_tok") or 1) / (sizes.num_experts or 1)
     return by_kind["other"] + by_kind["embedding"] * is_tied + by_kind["expert"] * chosen
 
@@ -176,7 +175,7 @@ def step_bytes(
     is_trained, itemsize = mode.train == "weights", _options(recipe, source)["dtype"].itemsize
     held = held_bytes(recipe, source, mode, itemsize, devices.number if devices.is_sharded else 1)
     layers, tensors = Counter[str](), Counter[str]()
-    for name, shape in source.shapes.items():
+    for name, shape in source.memory_shapes.items():
         if not name.startswith(FROZEN):
             layer, _, tensor = name.removeprefix("model.layers.").partition(".")
             layers[layer] += math.prod(shape)
@@ -193,11 +192,11 @@ def step_bytes(
 
 def sized_model(recipe: Recipe, source: Source, mode: Mode, devices: Devices, *, checkpointed: bool) -> SizedModel:
     """Return the model of a run without weights, with the attention that the run uses."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with reading(source.folder, ModelError, AGAIN), torch.device("meta"):
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **_options(recipe, source))
+        model: Any = auto_class(config).from_config(config, trust_remote_code=False, **_options(recipe, source))
     model.requires_grad_(mode.train != "masks")
     fit_attention(model, recipe.seq_len, torch.device(devices.type))
     checkpoint_layers(model, checkpointed)

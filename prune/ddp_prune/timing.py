@@ -32,7 +32,7 @@ Shape = tuple[int, int, int]  # steps, batch size, sequence length
 
 def settle(
     recipes: Sequence[Recipe],
-    earlier: Earlier,
+    earlier: Earlier | None,
     mode: Mode,
     source: Source,
     pools: Sequence[Pool],
@@ -48,8 +48,9 @@ def settle(
     last = recipes[-1]
     if not last.minutes:
         return list(recipes)
-    shape: Shape = earlier[2:]
-    if mode != earlier[:2]:
+    if earlier and mode == earlier[:2]:
+        shape: Shape = earlier[2:]
+    else:
         run = Run.alone(last, **mode._asdict())
         fixed = source, head_unit, pools, accelerator
         shape = fit_minutes(run, len(recipes), lambda run: seconds_a_step(run, *fixed), accelerator.num_processes)
@@ -106,7 +107,7 @@ def seconds_a_step(run: Run, source: Source, head_unit: str, pools: Sequence[Poo
         share, at_once = -(-recipe.batch_size // accelerator.num_processes), sequences_at_once(recipe, accelerator)
         tried = dataclasses.replace(recipe, batch_size=at_once * accelerator.num_processes)
         model: Any = gated.model
-        blocks = torch.randint(model.config.vocab_size, (4 * tried.batch_size, recipe.seq_len))
+        blocks = torch.randint(model.config.get_text_config().vocab_size, (4 * tried.batch_size, recipe.seq_len))
         batches = Batches(blocks, tried, accelerator)
         fit_batches(gated, batches, tried, accelerator, lambda _: None, run.optimizer)
         trainer = TRAINERS[recipe.controller](

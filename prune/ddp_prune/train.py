@@ -55,7 +55,7 @@ class Inputs:
     """Blocks of the texts that are only evaluated."""
     loss_mask: torch.Tensor | None
     """Of the blocks to train on, as of `Batches`."""
-    learned_from: dict[str, Any]
+    fingerprint: dict[str, Any]
     """The training-data fingerprint."""
     accelerator: Accelerator
     console: Console
@@ -66,7 +66,8 @@ class Inputs:
         """Print what the run is about to do, before the model is loaded."""
         recipe, source, blocks = run.recipe, self.source, self.blocks
         passes = run.steps.last * recipe.batch_size / len(blocks.train)
-        unit = "expert channel" if source.sizes.num_experts and not recipe.whole_experts else self.head_unit
+        units = {"attn": self.head_unit, "mlp": "channel", "experts": "expert channel"}
+        unit = self.head_unit if recipe.whole_experts else units[source.sizes.blocks[0]]
         trained = {"masks": "masks", "lora": "masks and low-rank additions", "weights": "masks and weights"}[run.train]
         self.say(
             f"text: {blocks.found:,} tokens of {recipe.data}, {blocks.train.numel():,} to train on "
@@ -78,14 +79,14 @@ class Inputs:
 
     def state(self, output: Path, run: Run, say: Callable[[str], None] = lambda _: None) -> RunState:
         """Return the folder of a run on this text that writes `output`."""
-        same: dict[str, Any] = {"resolved": run.to_dict(), "learned_from": self.learned_from}
+        same: dict[str, Any] = {"resolved": run.to_dict(), "fingerprint": self.fingerprint}
         return RunState(output, run.recipe, **same, writes=self.accelerator.is_main_process, say=say)
 
 
 def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Console) -> Inputs:
     """Read the text for the steps of `run`, the longest one. Raises: as `load_text`."""
     recipe, tokenizer = run.recipe, load_tokenizer(str(source.folder))
-    known = recipe, tokenizer, recipe.model, source.config.get("vocab_size", sys.maxsize)
+    known = recipe, tokenizer, recipe.model, source.text_config.get("vocab_size", sys.maxsize)
     train_blocks = run.steps.last * recipe.batch_size
     blocks = load_text(recipe.data, *known, train_blocks=train_blocks, min_train_blocks=recipe.batch_size)
     watched = load_watched(sources_of(recipe.watch) if recipe.watch else [], *known)
@@ -103,7 +104,7 @@ def read_inputs(run: Run, source: Source, accelerator: Accelerator, console: Con
         blocks=blocks,
         watched={name: text.heldout for name, text in watched.items()},
         loss_mask=select_loss_mask(blocks, recipe.learn_from, recipe.data, say),
-        learned_from=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
+        fingerprint=fingerprint([blocks.train, blocks.heldout], *files, profile=profile),
         accelerator=accelerator,
         console=console,
         say=say,
@@ -185,8 +186,7 @@ def load_trained(
     """Load the model of a run with its gates, and what is trained besides the gates; it must not have run forward."""
     model, weights = load(source, run.recipe, accelerator), None
     if run.train != "masks":  # gates scale the input of adapters too, so these are added first
-        method = "full" if run.train == "weights" else "lora"
-        weights = TrainedWeights(model, accelerator, method, optimizer=run.optimizer)
+        weights = TrainedWeights(model, accelerator, run.train, optimizer=run.optimizer)
     if accelerator.device.type == "cuda":
         with suppress(Exception):  # without a C compiler, eager mode is slower and right
             fuse_elementwise(model)
@@ -223,8 +223,7 @@ def resolve_learning_rate(joint: Joint, trainer: Trainer, say: Callable[[str], N
     if recipe.learning_rate:
         return {"highest": recipe.learning_rate}
     if joint.heldout is None or trainer.teacher is None:
-        method = "lora" if joint.weights.adapted else "full"
-        return {"highest": highest_rate(method, trainer.gated.sizes.hidden_size)}
+        return {"highest": highest_rate(trainer.run.train, trainer.gated.sizes.hidden_size)}
     found = run_trials(
         model, trainer.teacher, joint.weights, trainer.batches, joint.heldout, recipe.distillation, recipe.seed, say
     )

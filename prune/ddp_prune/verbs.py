@@ -3,7 +3,6 @@
 Each function imports what it needs when it is called, so that importing this module does not import torch.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,10 @@ from ddp_models.source import check_model
 from ddp_prune.recipe import Recipe, RecipeKeywords, load_recipes
 from ddp_prune.run import schedule
 from ddp_text.rows import check_sources
-from ddp_training.settings import TrainingSettings
 from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.errors import CheckpointError, SettingError, line_printer
 from ddp_vllm.masks import MASKS_FILE
-from ddp_vllm.output import check_output, clear, is_unfinished
+from ddp_vllm.output import check_output, clear, run_folders
 from ddp_vllm.settings import documents
 
 if TYPE_CHECKING:
@@ -68,36 +66,15 @@ def prune_sizes(
     """
     recipes, output = _recipes(model, recipe, settings), Path(output)
     clear(output)
-    resumes = output.is_dir() and (recipes[0].recover_minutes or len(recipes) > 1 or is_unfinished(output))
-    if not resumes:
+    if len(recipes) == 1 and not run_folders(output)[0].exists():  # an interrupted run decides later
         check_output(output, overwrite=overwrite)
     _check_inputs(recipes[0])
     from ddp_prune import pipeline
     from ddp_vllm.pages.terminal import SafeConsole
-    from ddp_vllm.pages.written import show
 
-    checkpoints = pipeline.prune(
+    return pipeline.prune(
         recipes, output, overwrite=overwrite, tracker=tracker, console=SafeConsole.of(verbose),
-        measure=partial(ddp_vllm.profile, verbose=verbose), show=show,
-    )  # fmt: skip
-    pairs = zip(recipes, checkpoints, strict=True)
-    return [_recovered(recipe, checkpoint, tracker, verbose) for recipe, checkpoint in pairs]
-
-
-def _recovered(recipe: Recipe, checkpoint: Checkpoint, tracker: str | None, verbose: bool) -> Checkpoint:
-    """Recover a checkpoint in place for the minutes of its recipe; do nothing without minutes or if it is recovered.
-
-    The recipe's learning rate is that of pruning; recovery may train adapters, which take another. With minutes, the
-    checkpoint has the batch size and the sequence length that pruning settled on.
-    """
-    if not recipe.recover_minutes or "recovery" in checkpoint.provenance:
-        return checkpoint
-    shared = {each.name: getattr(recipe, each.name) for each in dataclasses.fields(TrainingSettings)}
-    for name in ("learning_rate", *(("batch_size", "seq_len") if recipe.minutes else ())):
-        del shared[name]
-    return ddp_vllm.recover(
-        checkpoint.folder, output=checkpoint.folder, overwrite=True, tracker=tracker, verbose=verbose,
-        teacher=recipe.model, minutes=recipe.recover_minutes, **shared,
+        measure=partial(ddp_vllm.profile, verbose=verbose),
     )  # fmt: skip
 
 

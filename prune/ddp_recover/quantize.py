@@ -77,7 +77,7 @@ def _open(folder: Path) -> Checkpoint:
     checkpoint = read_checkpoint(folder, dense=True)
     if checkpoint.config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized already; quantize the folder that it was made from")
-    if checkpoint.widths.table.has_experts:
+    if checkpoint.has_experts:
         if checkpoint.stock or not is_pruned(folder):  # transformers keeps its experts in one tensor, no module
             raise SettingError(
                 f"{folder} has routed experts, which quantize would skip: it quantizes linear layers only. "

@@ -26,9 +26,9 @@ class RecoveryRecipe(TrainingSettings):
     interrupted run resumes with the same number."""
     tokens: int = setting(0, least=0)
     """Tokens to train on. Replaces `minutes`."""
-    method: str = setting("auto", choices=("auto", "full", "lora"))
-    """Weights to train: `full` trains all except embeddings and output head, `lora` trains low-rank additions to the
-    projections, which are merged at the end. `auto` is `full` if memory holds one of the optimizers."""
+    train: str = setting("auto", choices=("auto", "weights", "lora"))
+    """Training mode: `weights` trains all weights except embeddings and output head, `lora` trains low-rank additions
+    to the projections, merged at the end. `auto` is `weights` if memory holds one of the optimizers."""
     rank: int = setting(16, least=1)
     """Rank of the low-rank additions of `lora`."""
     warmup: float = setting(0.1, is_fraction=True)
@@ -36,7 +36,7 @@ class RecoveryRecipe(TrainingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method == "lora" and self.optimizer == "adamw-8bit":
+        if self.train == "lora" and self.optimizer == "adamw-8bit":
             raise SettingError("optimizer is 'adamw-8bit', but lora trains float32 additions with adamw; leave it out")
         if not (self.minutes or self.tokens):
             raise SettingError("minutes and tokens are 0; give one of them")
@@ -53,7 +53,7 @@ class RecoveryKeywords(TrainingKeywords, total=False):
     teacher: str | Path
     minutes: float
     tokens: int
-    method: str
+    train: str
     rank: int
     warmup: float
 

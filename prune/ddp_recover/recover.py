@@ -28,14 +28,14 @@ from ddp_models.source import (
 from ddp_models.texts import load_text, load_watched
 from ddp_models.writing import config_of, stored_tensors, write_model
 from ddp_prune.export import Transform
-from ddp_prune.masks_file import provenance_of, read_masks, read_scores, write_masks
+from ddp_prune.masks_file import read_masks, read_scores, write_masks
 from ddp_recover.recipe import RecoveryRecipe
 from ddp_recover.weight_trainer import WeightTrainer
 from ddp_text.blocks import select_loss_mask
 from ddp_text.rows import sources_of
 from ddp_text.tokens import load_tokenizer
 from ddp_training.batches import Batches, fit_batches
-from ddp_training.fingerprint import decisive, fingerprint
+from ddp_training.fingerprint import fingerprint
 from ddp_training.loop import take_steps
 from ddp_training.memory import explained, fit_attention, fits, state_bytes
 from ddp_training.processes import (
@@ -48,18 +48,17 @@ from ddp_training.processes import (
     raise_on_all_ranks,
     start_tracker,
 )
-from ddp_training.run_state import RunState, check_run_folders, locked_run, saved_header
-from ddp_training.settings import optimizer_suits
+from ddp_training.run_state import RunState, check_run_folders, finish_deletion, locked_run, saved_header
+from ddp_training.settings import decisive, optimizer_suits
 from ddp_training.weights import OPTIMIZERS, TrainedWeights, highest_rate, obstacle_to_8_bits
 from ddp_vllm.checkpoint import Checkpoint, read_checkpoint
 from ddp_vllm.errors import CheckpointError, OutputError, SettingError, TextError
 from ddp_vllm.families import Dimensions
 from ddp_vllm.masks import MASKS_FILE, METRICS_FILE, RECOVERY_FILE
 from ddp_vllm.model_files import tokenizer_and_config_files
-from ddp_vllm.output import atomic_folder, check_output, clear, is_unfinished
-from ddp_vllm.pages.card import write_card
+from ddp_vllm.output import atomic_folder, check_output, clear
 from ddp_vllm.pages.progress import StepProgress
-from ddp_vllm.pages.written import show
+from ddp_vllm.pages.written import print_written, write_pages
 from ddp_vllm.provenance import identity_of, local_provenance
 
 Say = Callable[[str], None]
@@ -104,31 +103,24 @@ def recover(
 ) -> None:
     """Train the weights of a pruned checkpoint, write the result to `output` and show it.
 
-    Errors of the user are raised before a model is loaded. `output` may be the pruned checkpoint itself. If an earlier
-    call was killed after it had written the output, the output is only shown.
+    Errors of the user are raised before a model is loaded.
     Raises: a child of DdpError.
     """
     clear(output)
     check_run_folders(output)
     check_sharding(recipe, accelerator.num_processes)
     main = accelerator.is_main_process
-    if broadcast_from_main(accelerator, _recovered_before(recipe, output)):
-        run = RunState(output, recipe, writes=main)
-        with raise_on_all_ranks(accelerator), run.locked():
-            if main:
-                show(read_checkpoint(output), recipe.teacher, console)
-                run.remove()
-        return
     with raise_on_all_ranks(accelerator):
         if main:
-            check_output(output, overwrite=overwrite)
+            finish_deletion(output)
+            check_output(output, overwrite=overwrite or bool(_interrupted_run(recipe, output)))
     checkpoint, pruned, dense = main_process_first(accelerator, lambda: _open(recipe, output))
     set_seed(recipe.seed)
     say: Say = partial(console.print, markup=False, soft_wrap=True) if main else lambda _: None
     say(describe_device(accelerator))
     too_large = (
         f"{recipe.model}, its dense model and a sequence of {recipe.seq_len:,} tokens do not fit into the memory "
-        "of a device; free it of other processes, try --method lora, lower --seq-len, or --shard over more devices"
+        "of a device; free it of other processes, try --train lora, lower --seq-len, or --shard over more devices"
     )
     with explained(too_large):
         models = Models(
@@ -141,29 +133,30 @@ def recover(
         resolved = _resumed(recipe, output, accelerator) or _resolved(recipe, models)
         if resolved.optimizer == "adamw-8bit" and (obstacle := obstacle_to_8_bits(accelerator)):
             raise SettingError(obstacle)
-        weights = TrainedWeights(models.model, accelerator, resolved.method, resolved.rank, resolved.optimizer)
+        weights = TrainedWeights(models.model, accelerator, resolved.train, resolved.rank, resolved.optimizer)
         resolved = resolved if resolved.tokens else _with_timed_tokens(resolved, models, weights, say)
         provenance = local_provenance(checkpoint.folder / MASKS_FILE)
         text = _load_text(resolved, provenance, models, say)
         fingerprints = _fingerprints(recipe, text, pruned.folder, dense.folder)
-        choice = {"optimizer": resolved.optimizer}
-        run = RunState(output, resolved, resolved=choice, learned_from=fingerprints, writes=main, say=say)
+        choice = {"train": resolved.train, "optimizer": resolved.optimizer}
+        run = RunState(output, resolved, resolved=choice, fingerprint=fingerprints, writes=main, say=say)
         with locked_run(run, accelerator):
             evaluation, transform = _train(resolved, models, weights, text, run, console)
             with raise_on_all_ranks(accelerator):
                 if main:
                     provenance |= _results(resolved, run, evaluation)
-                    written = _write(checkpoint, transform, run, provenance, overwrite=overwrite)
+                    written = _write(checkpoint, transform, run, provenance)
                     for line in evaluation.recovery_summary():
                         say(line)
-                    show(written, recipe.teacher, console)
+                    print_written(written, recipe.teacher, console)
                     run.remove()
 
 
-def _recovered_before(recipe: RecoveryRecipe, output: Path) -> bool:
-    """Tell whether the same command recovered `output` and was killed before it finished."""
-    asked = (saved_header(output).get("learned_from") or {}).get("asked")
-    return is_unfinished(output) and asked in (None, decisive(recipe.to_dict())) and "recovery" in provenance_of(output)
+def _interrupted_run(recipe: RecoveryRecipe, output: Path) -> dict[str, Any]:
+    """Return the header of the interrupted run of the same command; {} if there is none."""
+    header = saved_header(output)
+    requested = header.get("fingerprint", {}).get("requested")
+    return header if requested == decisive(recipe.to_dict()) else {}
 
 
 def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Source]:
@@ -171,9 +164,9 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
     checkpoint, dense = read_checkpoint(Path(recipe.model)), open_source(recipe.teacher)
     check_spares_source(output, dense)
     check_index(dense.folder)
-    inside, folder = checkpoint.folder.resolve(), output.resolve()
-    if inside != folder and (inside.is_relative_to(folder) or folder.is_relative_to(inside)):
-        raise OutputError(f"{output} and the pruned model are inside one another; choose another folder")
+    folders = checkpoint.folder.resolve(), output.resolve()
+    if any(folder.is_relative_to(other) for folder, other in (folders, folders[::-1])):
+        raise OutputError(f"{output} is the pruned model, or one is inside the other; choose another folder")
     longest = dense.config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")
@@ -184,25 +177,25 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
 
 def _resumed(recipe: RecoveryRecipe, output: Path, accelerator: Accelerator) -> RecoveryRecipe | None:
     """Return the resolved recipe of an interrupted run of the same command, if there is one."""
-    header, asked = saved_header(output) if accelerator.is_main_process else {}, recipe.to_dict()
-    found = decisive(header.get("recipe", {})) | header.get("resolved", {})
-    same = (header.get("learned_from") or {}).get("asked") == decisive(asked)
-    allowed = ("auto", found.get("optimizer")) if found.get("method") == "full" else (*OPTIMIZERS, "auto")
-    saved = broadcast_from_main(accelerator, found if same and recipe.optimizer in allowed else None)
-    return RecoveryRecipe(**asked | saved) if saved else None
+    header = _interrupted_run(recipe, output) if accelerator.is_main_process else {}
+    resolved = decisive(header.get("recipe", {})) | header.get("resolved", {})
+    same_mode = recipe.train in ("auto", resolved.get("train"))
+    same_optimizer = resolved.get("train") == "lora" or recipe.optimizer in ("auto", resolved.get("optimizer"))
+    saved = broadcast_from_main(accelerator, resolved if header and same_mode and same_optimizer else None)
+    return RecoveryRecipe(**recipe.to_dict() | saved) if saved else None
 
 
 def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
     """Return the recipe with training method, optimizer, loss mask and learning rate resolved."""
-    method, learn_from, optimizer = recipe.method, recipe.learn_from, "adamw"
-    if method != "lora":
+    train, learn_from, optimizer = recipe.train, recipe.learn_from, "adamw"
+    if train != "lora":
         optimizer, holds = _full_optimizer(recipe, models)
-        if method == "auto":
-            method, optimizer = ("full", optimizer) if holds else ("lora", "adamw")
+        if train == "auto":
+            train, optimizer = ("weights", optimizer) if holds else ("lora", "adamw")
     if learn_from == "auto":
         learn_from = "assistant" if models.tokenizer.chat_template else "all"
-    rate = recipe.learning_rate or highest_rate(method, models.model.config.hidden_size)
-    chosen: dict[str, Any] = {"method": method, "learn_from": learn_from, "learning_rate": rate, "optimizer": optimizer}
+    rate = recipe.learning_rate or highest_rate(train, models.model.config.hidden_size)
+    chosen: dict[str, Any] = {"train": train, "learn_from": learn_from, "learning_rate": rate, "optimizer": optimizer}
     return dataclasses.replace(recipe, **chosen)
 
 
@@ -255,10 +248,10 @@ def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Mo
     say(
         f"text: {blocks.train.numel():,} tokens of {recipe.data} for {recipe.steps:,} steps of "
         f"{recipe.batch_size * recipe.seq_len:,}, {blocks.heldout.numel():,} held out; "
-        f"training mode {recipe.method} with {recipe.optimizer}, learning rate up to {recipe.learning_rate:g}"
+        f"training mode {recipe.train} with {recipe.optimizer}, learning rate up to {recipe.learning_rate:g}"
     )
     if len(heldout) == 1:
-        say("no text of another kind is watched; name one with --watch to see whether the model gets worse on it")
+        say("no other text is evaluated; pass --watch FILE to detect a loss on other text")
     return Text(blocks.train, select_loss_mask(blocks, recipe.learn_from, recipe.data, say), heldout)
 
 
@@ -278,7 +271,7 @@ def _fingerprints(recipe: RecoveryRecipe, text: Text, *folders: Path) -> dict[st
         [file for folder in folders for file in files(folder)] for files in (weight_files, tokenizer_and_config_files)
     )
     read = [text.blocks, text.heldout[recipe.data]]  # a watched text decides nothing
-    return fingerprint(read, weights, others) | {"asked": decisive(recipe.to_dict())}
+    return fingerprint(read, weights, others) | {"requested": decisive(recipe.to_dict())}
 
 
 def _train(
@@ -331,9 +324,7 @@ def _results(recipe: RecoveryRecipe, run: RunState, evaluation: Evaluation) -> d
     return {"perplexity": evaluation.perplexity(trained_on), "recovery": recovery}
 
 
-def _write(
-    checkpoint: Checkpoint, transform: Transform, run: RunState, provenance: Mapping[str, Any], *, overwrite: bool
-) -> Checkpoint:
+def _write(checkpoint: Checkpoint, transform: Transform, run: RunState, provenance: Mapping[str, Any]) -> Checkpoint:
     """Write a pruned checkpoint again with its updated weights, each rounded once to the dtype it was stored in.
 
     Widths and gates are those of `checkpoint`. Folders inside it, such as its report, are not copied.
@@ -344,10 +335,10 @@ def _write(
     gates, scores = (read_masks(source / MASKS_FILE)[0], read_scores(source / MASKS_FILE)) if has_masks else ({}, {})
     head_unit = str(provenance.get("head_unit", "kv-group"))
     provenance = {name: value for name, value in provenance.items() if name not in ("ddp_vllm", "head_unit")}
-    with atomic_folder(run.output, overwrite=overwrite) as folder:
+    with atomic_folder(run.output, overwrite=True) as folder:
         write_model(folder, source, config_of(checkpoint), tensors)
         write_masks(gates, folder / MASKS_FILE, head_unit=head_unit, provenance=provenance, scores=scores)
         if (source / METRICS_FILE).exists():
             shutil.copyfile(source / METRICS_FILE, folder / METRICS_FILE)
         shutil.copyfile(run.metrics, folder / RECOVERY_FILE)
-        return write_card(folder, run.output)
+        return write_pages(folder, run.output)

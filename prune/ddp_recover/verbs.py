@@ -16,7 +16,7 @@ from ddp_vllm.errors import CheckpointError, line_printer
 from ddp_vllm.evaluations import default_output
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model
-from ddp_vllm.output import check_output, clear, is_unfinished
+from ddp_vllm.output import check_output, clear, run_folders
 from ddp_vllm.provenance import local_provenance
 from ddp_vllm.results import results_folder
 from ddp_vllm.settings import documents, plain
@@ -40,7 +40,8 @@ def recover(
     """
     folder, output = Path(model), Path(output)
     clear(output)
-    check_output(output, overwrite=overwrite or is_unfinished(output))
+    if not run_folders(output)[0].exists():  # an interrupted run decides later
+        check_output(output, overwrite=overwrite)
     read_checkpoint(folder)
     provenance = local_provenance(folder / MASKS_FILE)
     dense = {"model": provenance["applied_to"]} if "applied_to" in provenance else {}

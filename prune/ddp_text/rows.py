@@ -20,8 +20,7 @@ from typing import IO, Any
 from ddp_text.conversations import COLUMNS
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import TextError, reading
-from ddp_vllm.hub.fetch import array_entries
-from ddp_vllm.hub.reach import hub_fault
+from ddp_vllm.hub import hub_fault
 from ddp_vllm.manifest import sha256
 from ddp_vllm.output import FULL, atomic_file
 from ddp_vllm.provenance import split_sources
@@ -315,3 +314,40 @@ def _without_nulls(value: Any) -> Any:
         items = {key: _without_nulls(item) for key, item in value.items()}
         return {key: item for key, item in items.items() if item is not None or key == "content"}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Yield (line, element) of a JSON array one by one, so that the elements before a fault are not lost.
+
+    path: named in errors. Raises: TextError, naming the line.
+    """
+    decoder = json.JSONDecoder()
+    at, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
+    first = True
+    while True:
+        at, line = _skip(text, at, line)
+        if text[at : at + 1] == "]":
+            return
+        if not first:
+            if text[at : at + 1] != ",":
+                found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
+                raise TextError(f"{path}, line {line}: {found} where a comma or ] belongs; is the file cut off?")
+            at, line = _skip(text, at + 1, line)
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise TextError(
+                f"{path}, line {error.lineno}: no JSON ({error.msg} at column {error.colno}); is the file cut off?"
+            ) from None
+        except (RecursionError, ValueError):
+            raise TextError(f"{path}, line {line}: nested too deeply, or a number too long; drop the entry") from None
+        yield line, value
+        line += text.count("\n", at, end)
+        at, first = end, False
+
+
+def _skip(text: str, at: int, line: int) -> tuple[int, int]:
+    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
+        line += text[at] == "\n"
+        at += 1
+    return at, line

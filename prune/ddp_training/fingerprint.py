@@ -1,8 +1,8 @@
-"""The identity of a run: the settings that decide its result, and the fingerprint of its text, weights and configs."""
+"""The training-data fingerprint: the identity of a run's text, weights, configs and latency profile."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,7 @@ import torch
 
 from ddp_vllm.manifest import sha256
 
-INDECISIVE = (  # settings that do not change the result, and settings whose resolved values are compared instead
-    *("save_every", "micro_batch_size", "activation_checkpointing", "shard", "recover_minutes", "train", "optimizer"),
-    *("profile", "watch"),
-)
-DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
 PAGE = 4096  # bytes of a tensor that a fingerprint reads
-
-
-def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe that decide its result; minutes stand for the settings derived from them."""
-    left_out = (*INDECISIVE, *(DERIVED_FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()))
-    return {name: value for name, value in recipe.items() if name not in left_out}
 
 
 def fingerprint(

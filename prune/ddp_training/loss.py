@@ -21,30 +21,34 @@ CHUNK_BYTES, GPU_CHUNK_BYTES = 20 << 20, 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class OutputHead:
-    """How a model computes logits from final hidden states h: c·tanh(W h / (d·c)), or W h / d without a cap."""
+    """How a model computes logits from final hidden states h: (W h + b) / d = l, or c·tanh(l / c) with a cap c."""
 
     weight: torch.Tensor
     """[V, H], the output embedding."""
     divisor: float = 1.0
-    """d: Granite's `logits_scaling`."""
+    """d: Granite's `logits_scaling`, or the inverse of Cohere's `logit_scale`."""
     cap: float | None = None
     """c: Gemma's `final_logit_softcapping`."""
+    bias: torch.Tensor | None = None
+    """b, [V]."""
     chunk_bytes: int = 0
     """Bytes of the float32 logits that exist at once; 0 chooses by the device."""
 
     @classmethod
     def of(cls, model: Any) -> "OutputHead":
         """Read the head of a stock transformers model."""
-        config = model.config
+        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        scale = getattr(config, "logit_scale", None)
         return cls(
-            weight=model.get_output_embeddings().weight,
-            divisor=getattr(config, "logits_scaling", None) or 1.0,
+            weight=head.weight,
+            divisor=getattr(config, "logits_scaling", None) or (1.0 / scale if scale else 1.0),
             cap=getattr(config, "final_logit_softcapping", None),
+            bias=getattr(head, "bias", None),
         )
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Return float32 [N, V]."""
-        logits = F.linear(hidden_NH, self.weight).float()
+        logits = F.linear(hidden_NH, self.weight, self.bias).float()
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
@@ -156,8 +160,10 @@ def _chunk_on_gpu(
     """Return the sums of w·CE and KL of a chunk, and the gradient of its hidden states: the same by one kernel."""
     from ddp_training.loss_kernel import distill_chunk
 
-    product_NV = F.linear(student_NH, head.weight)
-    teacher_NV = F.linear(teacher_NH, teacher_head.weight) if teacher_NH is not None and eta > 0 else None
+    product_NV = F.linear(student_NH, head.weight, head.bias)
+    teacher_NV = None
+    if teacher_NH is not None and eta > 0:
+        teacher_NV = F.linear(teacher_NH, teacher_head.weight, teacher_head.bias)
     sums = distill_chunk(
         product_NV, teacher_NV, labels_N, loss_mask_N, eta, scale,
         divisors=(head.divisor, teacher_head.divisor), caps=(head.cap, teacher_head.cap),

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ddp_training.decoder import decoder_layers, num_chosen_experts
 from ddp_training.loss import head_bytes
 from ddp_training.processes import local_part
 from ddp_vllm.errors import TrainingError
 from ddp_vllm.families import Dimensions
-from ddp_vllm.remote_code.tensors import LAYERS
 
 FROZEN = ("model.embed_tokens.", "lm_head.")  # weights that are never trained
 CONTROL_GROUP = Path("/sys/fs/cgroup")  # of a container, as seen from inside
@@ -183,7 +183,7 @@ def pending_bytes(model: torch.nn.Module, optimizer: str) -> int:
         if each.requires_grad
     )
     itemsize, largest = parameters[0].dtype.itemsize, 0
-    for layer in model.get_submodule(LAYERS).children():
+    for layer in decoder_layers(model)[1]:
         sharded = [each for each in layer.parameters() if isinstance(each, DTensor)]
         gathered = 2 * itemsize * sum(each.numel() for each in sharded)
         reduced = (itemsize + 4) * sum(each.numel() for each in sharded if each.requires_grad)
@@ -197,7 +197,7 @@ def gate_bytes(sized: SizedModel) -> int:
     These are the incoming gradient, its product with the input in float32, and the squares or a copy of that product.
     """
     sizes, itemsize = sized.sizes, next(sized.model.parameters()).dtype.itemsize
-    slots: Any = getattr(sized.model.config, "num_experts_per_tok", 0)
+    slots = num_chosen_experts(sized.model.config) if sizes.num_experts else 0
     channels = sizes.intermediate_size if len(sizes.routed_layers) < sizes.num_layers else 0
     return (4 + 4 + itemsize) * max(channels, slots * sizes.expert_intermediate_size)
 
@@ -219,7 +219,7 @@ def activation_bytes(sized: SizedModel, seq_len: int) -> int:
     else:
         attention += queries * itemsize
     routed = len(sizes.routed_layers)
-    slots: Any = getattr(sized.model.config, "num_experts_per_tok", 0)
+    slots = num_chosen_experts(sized.model.config) if sizes.num_experts else 0
     channels = (sizes.num_layers - routed) * 4 * sizes.intermediate_size
     experts = routed * slots * (4 * sizes.expert_intermediate_size + sizes.hidden_size)
     trained = any(each.requires_grad for each in sized.model.parameters())

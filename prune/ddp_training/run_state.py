@@ -5,12 +5,13 @@ same output starts anew and keeps the earlier run as `<output>.run.old`. A folde
 file is refused.
 
 1. A run saves its state by time, at the end of its search and after its last step.
-2. One rename makes the output appear; then the report is drawn into it.
+2. One rename makes the output appear, with its report.
 3. The run's folder is deleted last, after a rename to `<output>.run.tmp`. If a command is killed before that, the same
-   command finds its output written (`output.is_unfinished`), draws the report again and deletes the run.
+   command resumes after the last step, writes the output again and deletes the run.
 
-A size family has one more run, `FAMILY/.branch.run`. Its lock is held until all sizes are written, and its state is the
+A size family has one more run, `FAMILY/.family.run`. Its lock is held until all sizes are written, and its state is the
 end of the search of the latest size. Each size saves its own state first, from which the family's can be restored.
+While it exists, sizes that are written already are not trained again (`pipeline.is_written`).
 """
 
 import functools
@@ -29,17 +30,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ddp_training.batches import Settings
-from ddp_training.fingerprint import decisive
 from ddp_training.processes import broadcast_from_main, raise_on_all_ranks
+from ddp_training.settings import decisive
 from ddp_training.weights import LEARNED
 from ddp_vllm.errors import OutputError
 from ddp_vllm.masks import checksums
 from ddp_vllm.output import (
-    LARGEST_METRICS,
     RUN_METRICS,
     RUN_STATE,
     atomic_file,
-    is_unfinished,
     locked,
     run_folders,
     sync,
@@ -47,8 +46,9 @@ from ddp_vllm.output import (
 from ddp_vllm.remote_code.files import read_bytes
 
 LOCK_FILE = "lock"
+LARGEST_METRICS = 1 << 34  # bytes
 TEMPORARY = f".{RUN_STATE}.*.tmp"  # left by a killed process
-STATE_FORMAT = 7  # of a saved state; a state of another format is put aside
+STATE_FORMAT = 8  # of a saved state; a state of another format is put aside
 UNREADABLE = (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError)  # of a damaged state
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -84,14 +84,14 @@ class RunState:
         recipe: Settings,
         *,
         resolved: Mapping[str, Any] | None = None,
-        learned_from: Mapping[str, Any] | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
         writes: bool = True,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Name the run's folder; nothing is written yet.
 
         resolved: as `Run.to_dict` returns it.
-        learned_from: the `fingerprint` of text and weights. A saved run is resumed only if `resolved`, `learned_from`
+        fingerprint: the `fingerprint` of text and weights. A saved run is resumed only if `resolved`, `fingerprint`
             and the decisive settings of the recipe are the same.
         writes: False in processes other than the main one.
         say: prints a line for the user.
@@ -99,7 +99,7 @@ class RunState:
         self.output = output
         self.folder, self.old, self.deleted = run_folders(output)
         self.state, self.metrics = self.folder / RUN_STATE, self.folder / RUN_METRICS
-        self.made_by = {"recipe": recipe.to_dict(), "resolved": resolved or {}, "learned_from": learned_from or {}}
+        self.made_by = {"recipe": recipe.to_dict(), "resolved": resolved or {}, "fingerprint": fingerprint or {}}
         self.writes, self.say = writes, say
 
     @contextmanager
@@ -153,8 +153,8 @@ class RunState:
 
     @_writes
     def start(self) -> None:
-        """Begin an empty run; an older run is put aside, unless its output is written. Raises: OutputError."""
-        if self.state.exists() and not is_unfinished(self.output):
+        """Begin an empty run; an older run is put aside. Raises: OutputError."""
+        if self.state.exists():
             _make_private(self.old)
             _delete_files(self.old)
             for path in filter(_is_ours, list(self.folder.iterdir())):
@@ -173,7 +173,7 @@ class RunState:
         if self.metrics.exists():
             sync(self.metrics)  # a saved state requires the lines of all steps before it
         with atomic_file(self.state, private=True) as temporary:
-            save_file(contiguous, temporary, {"run": text, "seals": json.dumps(_checksums(text, contiguous))})
+            save_file(contiguous, temporary, {"run": text, "checksums": json.dumps(_checksums(text, contiguous))})
 
     @_writes
     def log(self, metrics: dict[str, float]) -> None:
@@ -226,12 +226,16 @@ def load_run(run: RunState, accelerator: Accelerator) -> Saved | None:
 
 
 def saved_header(output: Path) -> dict[str, Any]:
-    """Return recipe, step, `resolved` and `learned_from` of the interrupted run for an output; {} if there is none."""
-    run, _, deleted = run_folders(output)
-    for folder in (run, deleted):
-        with suppress(*UNREADABLE):
-            return _read(folder / RUN_STATE, with_tensors=False)[0]
+    """Return recipe, step, `resolved` and `fingerprint` of the interrupted run for an output; {} if there is none."""
+    with suppress(*UNREADABLE):
+        return _read(run_folders(output)[0] / RUN_STATE, with_tensors=False)[0]
     return {}
+
+
+def finish_deletion(output: Path) -> None:
+    """Delete what remains of a run whose command was killed while it deleted the run."""
+    with suppress(FileNotFoundError):  # another process deletes it
+        _delete(run_folders(output)[2])
 
 
 def check_run_folders(output: Path) -> None:
@@ -251,7 +255,7 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, 
     if not path.is_file():
         raise OSError(f"{path} is not a file")  # a pipe would block
     with safe_open(path, framework="pt") as file:
-        text, stored = file.metadata()["run"], json.loads(file.metadata()["seals"])
+        text, stored = file.metadata()["run"], json.loads(file.metadata()["checksums"])
         tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
     found, header = _checksums(text, tensors), json.loads(text)
     intact = found == stored if with_tensors else found["header"] == stored["header"]
@@ -281,7 +285,7 @@ def _step_of(line: bytes) -> int | None:
 
 def _changed(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """Return the names of settings and inputs that differ between two runs."""
-    mine, theirs = (decisive(run["recipe"]) | run["resolved"] | run["learned_from"] for run in (ours, saved))
+    mine, theirs = (decisive(run["recipe"]) | run["resolved"] | run["fingerprint"] for run in (ours, saved))
     return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
 
 

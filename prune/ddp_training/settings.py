@@ -1,13 +1,19 @@
 """The settings that pruning and recovery share: text, batches, memory."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ddp_vllm.errors import SettingError
-from ddp_vllm.provenance import identity_of, split_sources
+from ddp_vllm.provenance import identity_of, published_recipe, split_sources
 from ddp_vllm.settings import Settings, setting
+
+INDECISIVE = (  # settings that do not change the result, or whose resolved values are compared instead
+    "save_every", "micro_batch_size", "activation_checkpointing", "shard", "train", "optimizer", "profile", "watch",
+)  # fmt: skip
+DERIVED_FROM_MINUTES = ("steps", "batch_size", "seq_len")
 
 
 def optimizer_suits(optimizer: str, dtype: str) -> bool:
@@ -87,6 +93,18 @@ class TrainingSettings(Settings):
             raise SettingError(f"watch is {self.watch}, but data trains on part of it; name text that data does not")
         if self.seed >= 2**32:
             raise SettingError(f"seed is {self.seed}; it must be below 2^32, {2**32:,}")
+
+
+def decisive(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe that decide its result; minutes stand for the settings derived from them."""
+    left_out = (*INDECISIVE, *(DERIVED_FROM_MINUTES if recipe.get("minutes") and "steps" in recipe else ()))
+    return {name: value for name, value in recipe.items() if name not in left_out}
+
+
+def is_same_recipe(saved: Mapping[str, Any], recipe: TrainingSettings) -> bool:
+    """Tell whether the decisive settings are the same; checkpoints hold names instead of paths."""
+    requested = published_recipe(json.loads(json.dumps(recipe.to_dict())))
+    return bool(saved) and decisive(published_recipe(saved)) == decisive(requested)
 
 
 class TrainingKeywords(TypedDict, total=False):

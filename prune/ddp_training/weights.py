@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from ddp_training.decoder import decoder_layers
 from ddp_training.loss import OutputHead
 from ddp_training.processes import (
     Piece,
@@ -41,10 +42,9 @@ from ddp_training.processes import (
     scatter_pieces,
 )
 from ddp_vllm.errors import TrainingError
-from ddp_vllm.remote_code.tensors import LAYERS
 
-LEARNING_RATES = {"full": 2e-4, "lora": 1e-3}  # the best of those tried on SmolLM2-135M, whose hidden size is 576
-WIDE, WIDE_RATE = 768, 1e-5  # from this hidden size the rate of `full` is lower: 4e-5 harms Qwen2.5-Coder-0.5B (896)
+LEARNING_RATES = {"weights": 2e-4, "lora": 1e-3}  # the best of those tried on SmolLM2-135M, whose hidden size is 576
+WIDE, WIDE_RATE = 768, 1e-5  # from this hidden size the rate of `weights` is lower: 4e-5 harms Qwen2.5-Coder-0.5B (896)
 WARMUP = 0.1  # of the steps
 BETAS, LARGEST_GRADIENT = (0.9, 0.95), 1.0
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the state of both optimizers per parameter
@@ -54,33 +54,35 @@ RANK = 16  # of adapters
 OPTIMIZERS = ("adamw", "adamw-8bit")  # from the one that requires the most memory
 
 
-def highest_rate(method: str, hidden_size: int) -> float:
+def highest_rate(train: str, hidden_size: int) -> float:
     """Return AdamW's learning rate after warm-up, where nothing better is known. Two hidden sizes were tried."""
-    return WIDE_RATE if method == "full" and hidden_size >= WIDE else LEARNING_RATES[method]
+    return WIDE_RATE if train == "weights" and hidden_size >= WIDE else LEARNING_RATES[train]
 
 
 class TrainedWeights:
     """The trained weights of a model, the sums of their gradients, and their optimizer."""
 
     def __init__(
-        self, model: Any, accelerator: Accelerator, method: str = "full", rank: int = RANK, optimizer: str = "adamw"
+        self, model: Any, accelerator: Accelerator, train: str = "weights", rank: int = RANK, optimizer: str = "adamw"
     ) -> None:
         """Make weights trainable; sharded models must not have run forward yet.
 
-        method: `full` trains all weights, `lora` low-rank adapters.
+        train: `weights` trains all weights, `lora` low-rank adapters.
         rank: of the adapters.
         optimizer: one of OPTIMIZERS.
         """
         assert optimizer in OPTIMIZERS, optimizer
         self.model, self.accelerator, self.in_8_bits = model, accelerator, optimizer == "adamw-8bit"
-        self.adapted = method == "lora"
+        self.adapted = train == "lora"
         if self.adapted:
             _add_adapters(model, rank)
-        frozen = (model.get_input_embeddings().weight, OutputHead.of(model).weight)
+        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        frozen = {*map(id, embeddings), id(OutputHead.of(model).weight)}
+        language = {id(parameter) for parameter in model.get_decoder().parameters()} - frozen
         self.trained: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if all(parameter is not each for each in frozen) and (not self.adapted or ".lora_" in name)
+            if id(parameter) in language and (not self.adapted or ".lora_" in name)
         }
         for parameter in self.trained.values():
             # FSDP sums gradients in the dtype of the rows, and computes in its own
@@ -390,7 +392,7 @@ def _add_adapters(model: Any, rank: int) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    layers = model.get_submodule(LAYERS)
+    layers = decoder_layers(model)[1]
     names = {name for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=sorted(names))
     inject_adapter_in_model(config, layers, adapter_name=ADAPTER)

@@ -145,7 +145,7 @@ def quality() -> dict[str, Any]:
 
 def recovery() -> dict[str, Any]:
     return {
-        "recipe": {"method": "full", "tokens": 960, "learning_rate": 2e-4},
+        "recipe": {"train": "weights", "tokens": 960, "learning_rate": 2e-4},
         "texts": ["/mine/chats.jsonl"],
         "seconds": 61.0,
         "watched": {"/mine/b<ooks.jsonl": quality()},

@@ -89,7 +89,7 @@ def test_a_family_that_saves_by_time_resumes_wherever_it_was_killed(
     monkeypatch.setattr(RunState, "remove", remove)
     results = _until_done(lambda: family("out"))
     assert {each for each in died if each[-1] == "polish"} == {(size, "polish") for size in sizes}
-    branches = [each for each in died if each[0] == ".branch.run"]
+    branches = [each for each in died if each[0] == ".family.run"]
     assert len(branches) == 2 * (num_sizes - 1) + 1 and len(died) == len(results) - 1 >= 6 * num_sizes
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     for name in names:
@@ -111,7 +111,7 @@ def test_a_family_leaves_other_runs_in_its_folder_alone(tiny_model: Path, tiny_t
     for run in (other, elsewhere):
         run.start()
         run.save(3, {"z.mlp": torch.ones(2)}, {})
-    (link := tmp_path / "out" / ".branch.run").symlink_to(elsewhere.folder)
+    (link := tmp_path / "out" / ".family.run").symlink_to(elsewhere.folder)
 
     def family() -> Result:
         return prune(tiny_model, tiny_text, tmp_path / "out", "--steps", "12", sparsity="0.2,0.4")
@@ -120,7 +120,7 @@ def test_a_family_leaves_other_runs_in_its_folder_alone(tiny_model: Path, tiny_t
     link.unlink()
     passed(family())
     assert other.load() and elsewhere.load()
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / ".branch"), 5, "begins with a dot")
+    assert_refused(prune(tiny_model, tiny_text, tmp_path / ".family"), 5, "begins with a dot")
 
 
 def test_two_families_are_not_written_into_one_folder_at_once(

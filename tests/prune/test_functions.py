@@ -38,10 +38,9 @@ def test_a_model_goes_through_all_functions_without_a_word(
     recipe = ddp_vllm.Recipe(model="another", sparsity=0.3, data=str(tiny_text), **TINY)
     with_file = ddp_vllm.prune(tiny_model, recipe=recipe, output=tmp_path / "recipe", sparsity=0.4)
     assert with_file.layers == pruned.layers and with_file.provenance["recipe"] == pruned.provenance["recipe"]
-    plan = ddp_vllm.plan(tiny_model, recipe=recipe, output=tmp_path / "planned", recover_minutes=2)
-    (removed,), seconds = plan.removed, plan.seconds
+    plan = ddp_vllm.plan(tiny_model, recipe=recipe, output=tmp_path / "planned")
+    (removed,) = plan.removed
     assert removed and f"= {removed:.1%} of the model" in "\n".join(plan.lines) and plan.peak_bytes
-    assert seconds is None or 120 < seconds < 240  # None if other tests fill the memory
     facts = ddp_vllm.inspect(pruned.folder)
     assert facts["parameters"] == pruned.num_parameters and facts["recipe"]["steps"] == 6 and len(facts["layers"]) == 3
     assert "config.json" in ddp_vllm.push(str(pruned.folder), "me/tiny", dry_run=True)

@@ -103,7 +103,7 @@ def test_the_models_of_a_size_are_freed_before_the_next(
         return model
 
     monkeypatch.setattr(loading, "load_model", load)
-    options = ["--train", "weights", "--recover-minutes", "0.001", *options]
+    options = ["--train", "weights", *options]
     passed(prune(tiny_model, tiny_text, tmp_path / "out", *options, sparsity="0.2,0.4"))
     assert found == alive
 

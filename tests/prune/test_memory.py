@@ -268,7 +268,7 @@ def test_free_memory_in_a_container(
         assert free_memory(Accelerator(cpu=True)) == free
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["weights", "lora"])
 def test_trained_weights_that_are_dropped_leave_memory(method: str) -> None:
     """Steps are timed on a model of their own; a hook of its parameters that held it could not be collected."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES))

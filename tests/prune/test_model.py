@@ -19,13 +19,14 @@ import ddp_vllm
 from ddp_models.loading import load_model, loading_options
 from ddp_models.source import open_source, weight_files
 from ddp_vllm.errors import ModelError
-from ddp_vllm.families import FAMILIES, choose_head_unit
+from ddp_vllm.families import choose_head_unit
 from ddp_vllm.remote_code.files import file_tensors
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {  # changes of the config, what the line must say
-    "unsupported family": ({"model_type": "gpt2"}, ["'gpt2'", *FAMILIES]),
-    "no family": ({"model_type": None}, ["None", *FAMILIES]),
-    "not exact": ({"model_type": "olmo2"}, ["olmo2", "norm spans all heads"]),
+    "nothing recognized": ({"model_type": "gpt2"}, ["no MLP", "GPT2LMHeadModel", "mlp (GPT2MLP)", "attn ("]),
+    "unknown to transformers": ({"model_type": "newlm"}, ["newlm", "update transformers"]),
+    "no family": ({"model_type": None}, ["config.json", "model_type"]),
+    "no language model": ({"model_type": "clip"}, ["no language model", "'clip'"]),
     "pruned already": ({"model_type": "ddp_llama"}, ["pruned already", "its dense model"]),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "unquantized"]),
     "no width": ({"intermediate_size": None}, ["intermediate_size", "None"]),

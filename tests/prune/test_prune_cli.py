@@ -17,7 +17,6 @@ from runs import prune
 from safetensors.torch import load_file, save_file
 
 from ddp_prune.recipe import load_recipe
-from ddp_recover.weight_trainer import WeightTrainer
 from ddp_training import processes
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.masks import MASKS_FILE
@@ -185,14 +184,13 @@ class Notes(GeneralTracker):
 def test_a_tracker_gets_settings_and_metrics(
     tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of pruning, of the recovery after it, and of a recovery alone."""
+    """Of pruning, and of a recovery."""
     monkeypatch.setattr(processes, "get_available_trackers", lambda: ["notes"])
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
-    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 30.0)
-    passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes", "--recover-minutes", "1"))
+    passed(prune(tiny_model, tiny_text, tmp_path / "out", "--tracker", "notes"))
     passed(invoke("recover", tmp_path / "out", "-o", tmp_path / "more", "--tokens", "32", "--tracker", "notes"))
     assert [(name, steps) for name, _, steps in Notes.runs] == [
-        ("ddp-vllm", [1, 2, 3, 4, 5, 6]), ("ddp-vllm-recover", [1, 2]), ("ddp-vllm-recover", [1])
+        ("ddp-vllm", [1, 2, 3, 4, 5, 6]), ("ddp-vllm-recover", [1])
     ]  # fmt: skip
-    assert Notes.runs[0][1]["alm.mu_start"] == 0.5 and Notes.runs[1][1]["minutes"] == 1.0
+    assert Notes.runs[0][1]["alm.mu_start"] == 0.5 and Notes.runs[1][1]["tokens"] == 32
     assert Notes.finished == [name for name, _, _ in Notes.runs]

@@ -117,7 +117,7 @@ def test_a_run_of_another_recipe_or_version_is_put_aside(tmp_path: Path, monkeyp
         _saved(tmp_path)
     assert RunState(tmp_path / "out", RECIPE).load() is None
     _saved(tmp_path)
-    other = RunState(tmp_path / "out", RECIPE, learned_from={"text": "", "weights": []}, say=said.append)
+    other = RunState(tmp_path / "out", RECIPE, fingerprint={"text": "", "weights": []}, say=said.append)
     assert other.load() is None
     other.start()
     assert said == [

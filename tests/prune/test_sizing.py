@@ -85,10 +85,9 @@ def test_cards_that_share_a_mixture_gather_only_its_weights(tiny_experts: Path) 
 
 
 def test_a_dry_run_on_cards_returns_numbers_and_marks_the_mode(tiny_model: Path) -> None:
-    found = plan(tiny_model, sparsity=0.2, on="h100-80gb", recover_minutes=5)
-    assert found.peak_bytes and found.seconds and found.seconds > 300
+    found = plan(tiny_model, sparsity=0.2, on="h100-80gb")
+    assert found.peak_bytes and found.seconds
     assert sum("(--train auto takes this)" in line for line in found.lines) == 1
-    assert "plus 5 minutes of recovery" in found.lines[-1]
 
 
 def test_a_dry_run_here_counts_the_logits_of_a_cpu(tiny_model: Path) -> None:

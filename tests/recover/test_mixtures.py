@@ -16,10 +16,10 @@ from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.remote_code.modeling_ddp_moe import register_deepseek
 
 pytestmark = pytest.mark.usefixtures("cache", "no_pictures")
-LORA = {"prune": ["--train", "lora"], "recover": ["--method", "lora"]}
+LORA = {"prune": ["--train", "lora"], "recover": ["--train", "lora"]}
 IN_8_BITS = {
     "prune": ["--train", "weights", "--optimizer", "adamw-8bit"],
-    "recover": ["--method", "full", "--optimizer", "adamw-8bit"],
+    "recover": ["--train", "weights", "--optimizer", "adamw-8bit"],
 }
 WHOLE = ["--whole-experts"]  # a stock folder, which transformers' own classes read
 

@@ -25,7 +25,6 @@ from ddp_text.tokens import load_tokenizer
 from ddp_training import weights as trained_weights
 from ddp_training.loss import losses
 from ddp_training.run_state import RunState
-from ddp_vllm import output
 from ddp_vllm.checkpoint import read_checkpoint
 from ddp_vllm.pages import written
 
@@ -37,18 +36,18 @@ def recovered(pruned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pruned model after thirty steps."""
     folder = tmp_path_factory.mktemp("recovered") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(written, "write_report", lambda _checkpoint, output: output)
+        patch.setattr(written, "write_report", lambda *_: None)
         patch.setattr("ddp_models.evaluation.SAMPLE_TOKENS", 3)
         passed(recover(pruned, folder))
     return folder
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["weights", "lora"])
 def test_the_written_model_is_the_evaluated_one_and_better(
     method: str, pruned: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
     """Plain transformers finds the stated perplexity; every weight but the embedding has moved."""
-    result = passed(recover(pruned, tmp_path / "out", "--method", method, "--dtype", "float32"))
+    result = passed(recover(pruned, tmp_path / "out", "--train", method, "--dtype", "float32"))
     assert "recovered" in result.output
     before, after = read_checkpoint(pruned), read_checkpoint(tmp_path / "out")
     assert after.layers == before.layers and after.shapes == before.shapes
@@ -57,9 +56,9 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     assert quality["recovered"] < 0.9 * quality["pruned"]
     assert {path.name for path in pruned.glob("*.*")} <= {path.name for path in (tmp_path / "out").iterdir()}
     assert len(recovery["prompts"]) == len(recovery["answers"]["recovered"]) == 10
-    stated = {"method": method, "tokens": 960, "data": tiny_text.name}
+    stated = {"train": method, "tokens": 960, "data": tiny_text.name}
     assert {name: recovery["recipe"][name] for name in stated} == stated
-    assert "low-rank" in (tmp_path / "out" / "README.md").read_text() or method == "full"
+    assert "low-rank" in (tmp_path / "out" / "README.md").read_text() or method == "weights"
     blocks = load_blocks(
         str(tiny_text), load_tokenizer(str(tmp_path / "out")), seq_len=16, train_blocks=2, heldout_blocks=16,
         min_train_blocks=2, seed=0,
@@ -72,13 +71,13 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     assert {name for name in old if torch.equal(old[name], new[name])} == {"model.embed_tokens.weight"} | norms
 
 
-@pytest.mark.parametrize(("method", "steps"), [("full", 7), ("lora", 3)])
+@pytest.mark.parametrize(("method", "steps"), [("weights", 7), ("lora", 3)])
 def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
-    options = ["--method", method, "--save-every", "3"]
+    options = ["--train", method, "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
     die_at(steps, lambda: recover(pruned, tmp_path / "out", *options), WeightTrainer)
     less_memory = ["--activation-checkpointing", "on", "--save-every", "5"]  # as an error advises; same gradients
-    result = recover(pruned, tmp_path / "out", "--method", method, *less_memory)
+    result = recover(pruned, tmp_path / "out", "--train", method, *less_memory)
     assert f"resuming after step {steps // 3 * 3}" in result.output, result.output
     assert_same_weights(tmp_path / "whole", tmp_path / "out")
     lines = [json.loads(line)["step"] for line in (tmp_path / "out" / "ddp_recovery.jsonl").read_text().splitlines()]
@@ -103,34 +102,13 @@ def test_minutes_become_a_number_of_steps_that_a_resumed_run_keeps(
 def test_experts_are_trained_at_their_widths(tiny_experts: Path, tiny_text: Path, tmp_path: Path) -> None:
     """Mixtral's names on disk are not those of transformers' modules."""
     passed(prune(tiny_experts, tiny_text, tmp_path / "pruned"))
-    for method in ("full", "lora"):
-        passed(recover(tmp_path / "pruned", tmp_path / method, "--method", method))
+    for method in ("weights", "lora"):
+        passed(recover(tmp_path / "pruned", tmp_path / method, "--train", method))
         before, after = weights(tmp_path / "pruned"), weights(tmp_path / method)
         experts = [name for name in before if ".block_sparse_moe.experts." in name]
         assert len(experts) > 10 and not any(torch.equal(before[name], after[name]) for name in experts)
         quality = read_checkpoint(tmp_path / method).provenance["perplexity"]
         assert quality["recovered"] < quality["pruned"]
-
-
-def test_prune_with_recover_is_prune_and_then_recover(
-    recovered: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed in the recovery, the same command does not train the masks again; settings of memory are handed on."""
-    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
-    memory = {"activation_checkpointing": "on", "save_every": 3}
-    options = [word for name, value in memory.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-    def run() -> Result:
-        return prune(tiny_model, tiny_text, tmp_path / "out", "--recover-minutes", "1", *options)
-
-    die_at(0, run, WeightTrainer)
-    assert "recovery" not in read_checkpoint(tmp_path / "out").provenance
-    result = passed(run())
-    assert "search" not in result.output and "recover 30/30" in result.output
-    assert_same_weights(tmp_path / "out", recovered)
-    recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
-    assert {name: recipe[name] for name in memory} == memory
-    assert_refused(run(), 5, "exists")
 
 
 class Killed(BaseException):
@@ -139,12 +117,6 @@ class Killed(BaseException):
 
 def _die(*_: Any) -> None:
     raise Killed
-
-
-def _die_before_replacing(folder: Path, *rest: Path) -> None:
-    if folder.exists():
-        raise Killed
-    REPLACE(folder, *rest)
 
 
 def _rename_and_die(one: Path, two: Path) -> None:
@@ -160,63 +132,50 @@ def _remove(run: RunState) -> None:
         raise Killed
 
 
-REPLACE = output._replace
 KILLS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
-    "before": [(output, "_replace", _die_before_replacing)],
-    "between": [(output, "_exchanged", lambda *_: False), (os, "rename", _rename_and_die)],
+    "between": [(os, "rename", _rename_and_die)],
     "removal": [(RunState, "remove", _remove)],
 }
 
 
-@pytest.mark.parametrize(("command", "moment"), [("recover", "between"), ("recover", "removal"), ("prune", "before")])
-def test_a_recovery_in_place_happens_once_whenever_it_was_killed(
-    command: str, moment: str, pruned: Path, recovered: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_recovery_over_an_older_output_loses_nothing_whenever_it_was_killed(
+    moment: str, pruned: Path, recovered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`benchmarks/lab/kills.py` kills at every other moment."""
     monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
-    out = tmp_path / "out"
-    if command == "recover":
-        shutil.copytree(pruned, out)
-
-    def run() -> Result:
-        if command == "recover":
-            return recover(out, out, "--overwrite")
-        return prune(tiny_model, tiny_text, out, "--recover-minutes", "1")
-
+    out = Path(shutil.copytree(pruned, tmp_path / "out"))
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill runs no finally
-        for what in KILLS[moment]:
-            patch.setattr(*what)
-        run()
-    result = passed(run())
-    assert "search" not in result.output
+        for change in KILLS[moment]:
+            patch.setattr(*change)
+        recover(pruned, out, "--overwrite")
+    passed(recover(pruned, out, "--overwrite"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert_same_weights(out, recovered)
 
 
-@pytest.mark.parametrize("moment", ["write_report", "remove"])
-def test_a_command_that_was_killed_after_its_output_was_written_is_finished(
-    moment: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["prune", "recover"])
+def test_a_command_that_was_killed_before_it_deleted_its_run_resumes_after_the_last_step(
+    command: str, pruned: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same command draws the report and deletes the run; afterwards the output exists."""
-    name = {"write_report": "pruned", "remove": "recovered"}[moment]
+    """The same command writes the output again and deletes the run; afterwards the output exists."""
 
     def run(*more: str) -> Result:
-        if name == "pruned":
-            return prune(tiny_model, tiny_text, tmp_path / name, *more)
-        return recover(pruned, tmp_path / name, *more)
+        if command == "prune":
+            return prune(tiny_model, tiny_text, tmp_path / "out", *more)
+        return recover(pruned, tmp_path / "out", *more)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(RunState if moment == "remove" else written, moment, _die)
+        patch.setattr(RunState, "remove", _die)
         run()
-    assert (tmp_path / f"{name}.run" / "state.safetensors").exists()
-    before = weights(tmp_path / name)
+    assert (tmp_path / "out.run" / "state.safetensors").exists()
+    before = weights(tmp_path / "out")
     assert_refused(run("--seed", "1"), 5, "exists")  # another command leaves the output and the run
     result = passed(run())
-    assert "/6 " not in result.output and "/30 " not in result.output
-    assert not list(tmp_path.glob(f"{name}.run*"))
-    assert all(torch.equal(weights(tmp_path / name)[each], tensor) for each, tensor in before.items())
+    assert "resuming after step" in result.output and "search 1/" not in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert all(torch.equal(weights(tmp_path / "out")[name], tensor) for name, tensor in before.items())
     assert_refused(run(), 5, "exists")
 
 
@@ -232,7 +191,7 @@ def test_text_of_another_kind_is_watched_and_a_loss_on_it_is_reported(
     assert re.search(f"worse than before recovery on .*/{name};", result.output)
     assert f"worse than before recovery on {numbers}" not in result.output
     result = recover(recovered, tmp_path / "both", "--data", f"{tiny_text},{numbers}", "--tokens", "64")
-    assert "no text of another kind is watched" in result.output
+    assert "no other text is evaluated" in result.output
     again, short = os.path.relpath(tiny_text), write_texts("short.jsonl", ["a fox"])
     assert_refused(recover(recovered, tmp_path / "no", "--watch", again), 2, "watch", "data trains on part of it")
     assert_refused(recover(recovered, tmp_path / "no", "--watch", str(short)), 4, str(short), "more text")
@@ -252,23 +211,24 @@ def test_masks_of_a_recovered_model_cut_the_dense_one_as_before_recovery(
 
 
 @pytest.mark.parametrize(
-    ("free", "method", "optimizer"), [(10**9, "full", "adamw"), (10**6, "full", "adamw-8bit"), (10**5, "lora", "adamw")]
+    ("free", "train", "optimizer"),
+    [(10**9, "weights", "adamw"), (10**6, "weights", "adamw-8bit"), (10**5, "lora", "adamw")],
 )
 def test_auto_trains_all_weights_where_memory_holds_an_optimizer(
-    free: int, method: str, optimizer: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, train: str, optimizer: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddp_training.memory.free_memory", lambda _: free)
     with torch.compiler.set_stance("force_eager"):
         passed(recover(pruned, tmp_path / "out", "--tokens", "64"))
     recipe = read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]
-    assert (recipe["method"], recipe["optimizer"]) == (method, optimizer)
+    assert (recipe["train"], recipe["optimizer"]) == (train, optimizer)
 
 
 def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
     pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory holds 8-bit moments at first, and later everything; another optimizer that is asked for starts anew."""
-    options = ["--tokens", "192", "--save-every", "1", "--method", "full"]
+    options = ["--tokens", "192", "--save-every", "1", "--train", "weights"]
 
     def run(name: str, *more: str) -> Result:
         with torch.compiler.set_stance("force_eager"):
@@ -280,7 +240,7 @@ def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
     monkeypatch.setattr("ddp_recover.recover.fits", lambda *_: True)
     shutil.copytree(tmp_path / "out.run", tmp_path / "other.run")
     result = passed(run("out"))
-    assert "resuming after step 3" in result.output and "full with adamw-8bit" in result.output
+    assert "resuming after step 3" in result.output and "weights with adamw-8bit" in result.output
     assert_same_weights(tmp_path / "out", tmp_path / "whole")
     assert read_checkpoint(tmp_path / "out").provenance["recovery"]["recipe"]["optimizer"] == "adamw-8bit"
     other = passed(run("other", "--optimizer", "adamw"))
@@ -290,11 +250,11 @@ def test_an_optimizer_that_was_chosen_by_memory_is_kept_by_a_resumed_run(
 @pytest.mark.parametrize(
     ("dtype", "obstacle", "method", "chosen"),
     [
-        ("bfloat16", "", "full", ("full", "adamw-8bit")),
-        ("float16", "", "full", ("full", "adamw")),  # it was asked for, and may fit
+        ("bfloat16", "", "weights", ("weights", "adamw-8bit")),
+        ("float16", "", "weights", ("weights", "adamw")),  # it was asked for, and may fit
         ("float16", "", "auto", ("lora", "adamw")),
         ("bfloat16", "no compiler", "auto", ("lora", "adamw")),
-        ("bfloat16", "no compiler", "full", ("full", "adamw")),
+        ("bfloat16", "no compiler", "weights", ("weights", "adamw")),
     ],
 )
 def test_an_optimizer_that_cannot_run_here_is_not_chosen(
@@ -304,9 +264,9 @@ def test_an_optimizer_that_cannot_run_here_is_not_chosen(
     """Of 200,000 weights memory holds 8 bytes each, but not 16."""
     monkeypatch.setattr(trained_weights, "_own_obstacle", lambda _: obstacle)
     monkeypatch.setattr("ddp_training.memory.free_memory", lambda _: 10**6)
-    settings = {"model": str(pruned), "teacher": str(tiny_model), "dtype": dtype, "method": method}
+    settings = {"model": str(pruned), "teacher": str(tiny_model), "dtype": dtype, "train": method}
     model = AutoModelForCausalLM.from_pretrained(pruned, trust_remote_code=True, dtype=getattr(torch, dtype))
     tokenizer = load_tokenizer(str(pruned))
     models = Models(model=model, teacher=None, sizes=None, tokenizer=tokenizer, accelerator=Accelerator(cpu=True))  # type: ignore[arg-type]
     resolved = _resolved(RecoveryRecipe(**settings), models)
-    assert (resolved.method, resolved.optimizer) == chosen
+    assert (resolved.train, resolved.optimizer) == chosen

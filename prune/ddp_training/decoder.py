@@ -1,0 +1,48 @@
+"""Finds the decoder layers of a transformers model, whatever it is called and whatever is built around it."""
+
+from typing import Any
+
+from torch import nn
+
+from ddp_vllm.errors import ModelError
+
+
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """Return the name and the list of the decoder layers of a model, such as `model.layers`.
+
+    These are the one list of modules in its decoder that is as long as its config states. Raises: ModelError.
+    """
+    decoder, number = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    children = {id(module) for module in decoder.children() if isinstance(module, nn.ModuleList)}
+    modules = [(name, module) for name, module in model.named_modules() if id(module) in children]
+    lists = [(name, module) for name, module in modules if len(module) == number]
+    if len(lists) != 1:
+        names = ", ".join(name for name, _ in lists) or "none"
+        raise ModelError(
+            f"{type(model).__name__} has no single list of {number} decoder layers (lists of that length: {names})"
+        )
+    return lists[0]
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' class that loads the language model of a config, without the towers around it if it can.
+
+    Raises: ModelError.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ModelError(
+        f"transformers has no language model for model_type {config.model_type!r}; update transformers, or prune "
+        "another model"
+    )
+
+
+def num_chosen_experts(config: Any) -> int:
+    """Return to how many routed experts a layer sends each token, from the config of any architecture."""
+    text = config.get_text_config()
+    stated = [getattr(text, key, None) for key in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")]
+    number = next((each for each in stated if each), 1)  # a list has one number per layer
+    return int(max(number) if isinstance(number, list | tuple) else number)
