@@ -18,11 +18,13 @@ from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
 from ddp_plugins.limits import warn_of_new_vllm
 from ddp_plugins.padding import channel_block, round_up
 from ddp_vllm.errors import CheckpointError, SettingError
+from ddp_vllm.masks import MASK
 from ddp_vllm.remote_code.files import WEIGHTS, checked_tensors
 from ddp_vllm.remote_code.module_widths import METHOD, Block, ModuleWidths
 
@@ -97,6 +99,12 @@ class WidthsConfig(QuantizationConfig):
         index_of = {name.rpartition(".")[0]: index for name, index in self.mlps.items()}
         index = index_of.get(prefix.rpartition(".")[0])
         return None if index is None else self.widths.layers[index].intermediate_size
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """Drop the masks: --load-format runai_streamer reads every safetensors file of the folder."""
+        masks = WeightsMapper(orig_to_new_regex={re.compile(MASK.pattern + "$"): None})
+        return QuantizationConfig.get_checkpoint_weight_mapper() | masks
 
     def get_name(self) -> Any:
         return METHOD

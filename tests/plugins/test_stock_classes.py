@@ -89,7 +89,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # how else a family is served
 FP8 = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
 ADAPTED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 ADAPTERS = {  # family -> modules of the adapter, modules that vLLM is told to adapt
-    "glm4": (["q_proj", "o_proj", "gate_up_proj", "down_proj"], ADAPTED),
+    "glm4": (["q_proj", "o_proj", "down_proj"], ADAPTED),
+    "gemma4_text": (["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ADAPTED),
     "olmo2": (["q_proj", "gate_proj", "up_proj", "down_proj"], ["q_proj", "gate_proj", "up_proj", "down_proj"]),
     "glm4_moe": (["q_proj", "o_proj"], ADAPTED),
 }
@@ -131,12 +132,6 @@ BROKEN: dict[str, tuple[str, Any, dict[str, Any], str]] = {  # family, how to br
         lambda folder: None,
         {"quantization": "fp8"},
         r"--quantization fp8 requires a checkpoint in that format; .*fp8_per_channel",
-    ),
-    "adapters on two ranks": (
-        "glm4",
-        lambda folder: None,
-        {"enable_lora": True, "tensor_parallel_size": 2},
-        "",
     ),
     "adapters of experts": (
         "glm4_moe",
