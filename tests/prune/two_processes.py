@@ -92,7 +92,7 @@ def command_line(*arguments: str) -> None:
 
 def timed_command_line(*arguments: str) -> None:
     """Be `ddp-vllm` where a step of pruning takes 0.05 seconds, and two are enough."""
-    with patch("ddp_prune.timing.FEWEST_STEPS", 2), patch("ddp_prune.timing.seconds_a_step", lambda *_: 0.05):
+    with patch("ddp_prune.resolve.FEWEST_STEPS", 2), patch("ddp_prune.resolve.seconds_a_step", lambda *_: 0.05):
         command_line(*arguments)
 
 
