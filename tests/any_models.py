@@ -1,4 +1,7 @@
-"""Small random models of architectures without a row in `FAMILIES`: their attention is unusual, their MLPs are not."""
+"""Small random models of architectures without a row in `FAMILIES`: their attention is unusual, their MLPs are not.
+
+Heads have 32 numbers, the fewest that vLLM's attention on a CPU supports.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,18 +13,22 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "eos_token_id": 0,
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 256, "initializer_range": 0.2, "eos_token_id": 0,
     "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 LINEAR: dict[str, Any] = {  # gated DeltaNet in all but the last layer
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
 LATENT: dict[str, Any] = {
-    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8,
 }  # fmt: skip
 VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 2,
@@ -44,29 +51,26 @@ def _wrapper(name: str, text: Any, **more: Any) -> Any:
 MODELS: dict[str, Callable[[], Any]] = {
     "olmo2": lambda: _config("Olmo2Config"),
     "olmo3": lambda: _config("Olmo3Config", sliding_window=8),
-    "glm4": lambda: _config("Glm4Config", head_dim=16),  # gate and up are one tensor
-    "gemma4_text": lambda: _config(
-        "Gemma4TextConfig", head_dim=16, global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"], sliding_window=8,
-    ),
-    "seed_oss": lambda: _config("SeedOssConfig", head_dim=16),
-    "hunyuan_v1_dense": lambda: _config("HunYuanDenseV1Config", head_dim=16),
+    "glm4": lambda: _config("Glm4Config", head_dim=32),  # gate and up are one tensor
+    "gemma4_text": lambda: _config("Gemma4TextConfig", GEMMA),
+    "seed_oss": lambda: _config("SeedOssConfig", head_dim=32),
+    "hunyuan_v1_dense": lambda: _config("HunYuanDenseV1Config", head_dim=32),
     "cohere2": lambda: _config("Cohere2Config", sliding_window=8, logit_scale=0.5),
     "starcoder2": lambda: _config("Starcoder2Config"),  # an MLP without a gate, biases everywhere
     "phi": lambda: _config("PhiConfig"),  # attention and MLP in parallel
     "gpt_neox": lambda: _config("GPTNeoXConfig"),
-    "qwen3_5": lambda: _wrapper("Qwen3_5Config", _config("Qwen3_5TextConfig", LINEAR, head_dim=16)),
-    "mistral3": lambda: _wrapper("Mistral3Config", _config("MistralConfig", head_dim=16)),
+    "qwen3_5": lambda: _wrapper("Qwen3_5Config", _config("Qwen3_5TextConfig", LINEAR, head_dim=32)),
+    "mistral3": lambda: _wrapper("Mistral3Config", _config("MistralConfig", head_dim=32)),
     "qwen3_next": lambda: _config(
-        "Qwen3NextConfig", EXPERTS, LINEAR, head_dim=16, num_experts=4, shared_expert_intermediate_size=24
+        "Qwen3NextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=4, shared_expert_intermediate_size=24
     ),
     "qwen3_5_moe": lambda: _wrapper(
         "Qwen3_5MoeConfig",
-        _config("Qwen3_5MoeTextConfig", EXPERTS, LINEAR, head_dim=16, num_experts=4,
+        _config("Qwen3_5MoeTextConfig", EXPERTS, LINEAR, head_dim=32, num_experts=4,
                 shared_expert_intermediate_size=24),
     ),
     "glm4_moe": lambda: _config(
-        "Glm4MoeConfig", EXPERTS, head_dim=16, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1,
+        "Glm4MoeConfig", EXPERTS, head_dim=32, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1,
         n_group=1, topk_group=1,
     ),
     "deepseek_v3": lambda: _config(
@@ -77,13 +81,13 @@ MODELS: dict[str, Callable[[], Any]] = {
         moe_layer_start_index=1,
     ),
     "minimax_m2": lambda: _config(
-        "MiniMaxM2Config", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=16
+        "MiniMaxM2Config", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=32
     ),
-    "hunyuan_v1_moe": lambda: _config("HunYuanMoEV1Config", num_experts=4, moe_topk=2, head_dim=16),
+    "hunyuan_v1_moe": lambda: _config("HunYuanMoEV1Config", num_experts=4, moe_topk=2, head_dim=32),
     "gpt_oss": lambda: _config(
-        "GptOssConfig", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8
+        "GptOssConfig", intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=8
     ),
-    "gemma4": lambda: _wrapper("Gemma4Config", MODELS["gemma4_text"](), pad_token_id=0),
+    "gemma4": lambda: _wrapper("Gemma4Config", _config("Gemma4TextConfig", GEMMA, pad_token_id=0)),
 }  # fmt: skip
 
 

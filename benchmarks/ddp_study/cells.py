@@ -63,6 +63,11 @@ def run_study(study: Study, output: Path, say: Callable[[str], None]) -> None:
         sparsity; TextError if a text is too short; and as training does.
     """
     source, tokenizer = open_source(study.recipe.model), load_tokenizer(study.recipe.model)
+    if source.structure:
+        raise SettingError(
+            f"study compares methods on families with a table (docs/families.md), and {source.config['model_type']} "
+            "has none; choose another model"
+        )
     shapes = source.shapes
     for sparsity in study.sparsities:
         make_checked_pools(dataclasses.replace(study.recipe, sparsity=sparsity, scope="global"), source, shapes)

@@ -26,6 +26,7 @@ from ddp_vllm.gguf.tokenizer import add_tokenizer
 from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_file, check_file, writing
 from ddp_vllm.remote_code.files import WEIGHTS
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type, layer_modules
 from ddp_vllm.remote_code.widths import EMBEDDING, HEAD, LayerWidths, ModelWidths
 from ddp_vllm.schema import NAME, Number, SchemaError, check
@@ -112,7 +113,8 @@ def _unfit(checkpoint: Checkpoint) -> str | None:
         return f"{error}; download the model again"
     model_type, rope, length = dense_type(config), _rope(config), config["max_position_embeddings"]
     if config.get("quantization_config"):
-        return "it is quantized already; export the folder it was made from"
+        of_stock = f"llama.cpp has no graph of {model_type} with widths per layer; serve it with vLLM"
+        return of_stock if states_widths(config) else "it is quantized already; export the folder it was made from"
     if checkpoint.widths.table.has_experts:
         if checkpoint.stock or not is_pruned(checkpoint.folder):
             return (

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ddp_models.source import AGAIN, Source, weight_files
-from ddp_training.decoder import auto_class, decoder_layers
+from ddp_training.decoder import auto_class, decoder_layers, decoder_of
 from ddp_training.loss import OutputHead, final_hidden
 from ddp_training.settings import TrainingSettings
 from ddp_vllm.errors import ModelError, SettingError, reading
@@ -182,4 +182,4 @@ def shard_layers(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         sharded.update(layer.parameters())
     # The decoder shards no weights of its own, but as the root of its layers it lets them be gathered ahead of use.
-    fully_shard(model.get_decoder(), mesh=mesh, ignored_params=set(model.parameters()) - sharded)
+    fully_shard(decoder_of(model), mesh=mesh, ignored_params=set(model.parameters()) - sharded)

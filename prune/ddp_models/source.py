@@ -30,6 +30,7 @@ from ddp_vllm.formats import check_states_no_widths
 from ddp_vllm.hub import hub_fault
 from ddp_vllm.model_files import TOKENIZER_AND_CONFIG_FILES
 from ddp_vllm.remote_code.files import INDEX_FILE, WidthsError, file_tensors, index_map, short
+from ddp_vllm.remote_code.module_widths import ModuleWidths, states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, MODEL_TYPE_PREFIX, dense_type
 from ddp_vllm.remote_code.widths import ModelWidths
 
@@ -198,6 +199,8 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
     Raises: CheckpointError if it is quantized; ModelError if it was not pruned from a model like `dense`.
     """
     folder, config = checkpoint.folder, checkpoint.config
+    if states_widths(config) and dense.structure:
+        return _open_described(checkpoint, dense)
     if config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized; recover or measure the folder it was made from, then quantize")
     own = dict(config, model_type=dense_type(config))
@@ -215,6 +218,28 @@ def open_pruned(checkpoint: Checkpoint, dense: Source) -> Source:
         return open_source(str(folder))
     register_pruned(config)
     return Source(folder=folder, config=config, family=dense.family, sizes=dense.sizes, shapes=checkpoint.shapes)
+
+
+def _open_described(checkpoint: Checkpoint, dense: Source) -> Source:
+    """Return a pruned checkpoint of a stock class. Raises: ModelError if it was pruned from another model."""
+    from ddp_vllm.remote_code.configuration_ddp_widths import register_widths
+
+    assert dense.structure
+    widths, stated = ModuleWidths.of(checkpoint.config), dense.structure.widths
+    pairs = {
+        "model_type": (checkpoint.config.get("model_type"), dense.config.get("model_type")),
+        "vocab_size": tuple(text_config(each).get("vocab_size") for each in (checkpoint.config, dense.config)),
+        "number of layers": (len(widths.layers), len(stated.layers)),
+        "MLP": (widths.mlp or stated.mlp, stated.mlp),
+        "form of experts": (widths.experts or stated.experts, stated.experts),
+    }
+    if different := [name for name, (one, other) in pairs.items() if one is not None and one != other]:
+        raise ModelError(
+            f"{dense.folder} has another {different[0]} than {checkpoint.folder} had before pruning; pass the model it "
+            "was pruned from"
+        )
+    register_widths()
+    return replace(dense, folder=checkpoint.folder, shapes=checkpoint.shapes)
 
 
 def check_spares_source(output: Path, source: Source) -> None:

@@ -127,7 +127,7 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         where, found["mlp"] = _mlp_on_disk(stored, prefix, mlps.index(mlp), mlp)
     if experts_block:
         where, found["experts"], stacked = _experts_on_disk(
-            model, stored, prefix, experts.index(experts_block), experts_block
+            model, stored, shapes, prefix, experts.index(experts_block), experts_block
         )
     rows = [
         LayerChannels(
@@ -138,14 +138,14 @@ def find_structure(folder: Path, shapes: Mapping[str, Sequence[int]]) -> Structu
         )
         for index in range(len(layers))
     ]
-    text = config.get_text_config()
+    text, parameters = config.get_text_config(), set(model.state_dict())
     return Structure(
         widths=ModuleWidths(layers_module=where, layers=tuple(rows), **found),
         tensors=TensorTable(projections=tuple(_projections(mlp))),
         experts=experts_block.module if experts_block else "",
         stacked=stacked,
         left_alone=tuple(_left_alone(model, stored, rows)),
-        loaded=frozenset(name for name, target in stored.items() if target in model.state_dict()),
+        loaded=frozenset(name for name, target in stored.items() if target in parameters),
         text={**text.to_dict(), "num_experts_per_tok": num_chosen_experts(config)},
     )
 
@@ -175,7 +175,7 @@ def _left_alone(model: Any, stored: Mapping[str, str], rows: Sequence[LayerChann
         yield "shared experts"
     pruned = {index for index, row in enumerate(rows) if row.to_json()}
     if others := [str(index) for index in range(len(rows)) if index not in pruned]:
-        yield f"the MLPs or experts of layers {', '.join(others)}, which have another form"
+        yield f"layers {', '.join(others)}, where no MLP or experts of that form were recognized"
     loaded = set(model.state_dict())
     others = [name for name, target in stored.items() if target not in loaded]
     if any("mtp" in name or ".layers." in name for name in others):
@@ -254,9 +254,17 @@ def _small_copy(linear: nn.Linear, is_output: bool, rows: int, generator: torch.
 
 
 def _with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a copy of a module that has other children of these names."""
+    """Return a copy of a module that has other children of these names, and some value in every other parameter.
+
+    The value decides nothing: activations with parameters treat all channels alike.
+    """
     changed = copy.copy(module)
-    changed._modules = {**module._modules, **children}
+    others = {name: copy.deepcopy(child) for name, child in module.named_children() if name not in children}
+    for child in others.values():
+        child.to_empty(device="cpu")
+        for tensor in (*child.parameters(), *child.buffers()):
+            tensor.fill_(0.5)
+    changed._modules = {name: children.get(name, others.get(name)) for name in module._modules}
     return changed.eval()
 
 
@@ -350,7 +358,12 @@ def _mlp_on_disk(stored: Mapping[str, str], prefix: str, layer: int, mlp: Mlp) -
 
 
 def _experts_on_disk(
-    model: Any, stored: Mapping[str, str], prefix: str, layer: int, experts: Experts
+    model: Any,
+    stored: Mapping[str, str],
+    shapes: Mapping[str, Sequence[int]],
+    prefix: str,
+    layer: int,
+    experts: Experts,
 ) -> tuple[str, Block, dict[str, tuple[str, ...]]]:
     """Return the module of the layers on disk, the experts by their names there, and tensors that stack all experts.
 
@@ -371,7 +384,7 @@ def _experts_on_disk(
         if not found:
             raise ModelError(f"{name} is missing on disk; download the model again")
         where, rest = _split(found[0], layer)
-        if len(found) == 1:
+        if len(found) == 1 and [*shapes[found[0]]] == [*weight.shape]:
             stacked[rest] = single
         elif {re.sub(r"\.experts\.\d+\.", ".experts.{}.", _split(each, layer)[1]) for each in found} != {
             f"{each}.weight" for each in single

@@ -16,6 +16,7 @@ from ddp_vllm.checkpoint import Checkpoint
 from ddp_vllm.families import pruned_config
 from ddp_vllm.model_files import write_json, write_model_files
 from ddp_vllm.remote_code.files import INDEX_FILE
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import dense_type
 
 MAX_SHARD_BYTES = 4_000_000_000
@@ -73,6 +74,6 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the config of a checkpoint for a new copy of it; the only code that it names is ours."""
-    if checkpoint.stock:
-        return dict(checkpoint.stock)
+    if checkpoint.stock or states_widths(checkpoint.config):
+        return dict(checkpoint.stock or checkpoint.config)
     return pruned_config({**checkpoint.config, "model_type": dense_type(checkpoint.config)}, checkpoint.layers)

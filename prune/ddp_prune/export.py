@@ -95,19 +95,19 @@ def sliced_tensors(
     source: Source, slice_tensor: Slice, transform: Transform | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the kept part of each stored tensor by its new name, rounded once to the dtype it was stored in."""
-    for name, tensor in single_tensors(source):
-        updated = transform(name, tensor) if transform else tensor
-        if (kept := slice_tensor(name, updated)) is not None:
-            yield kept[0], kept[1].to(tensor.dtype)
-
-
-def single_tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every stored tensor; tensors that stack experts are split, because experts will differ in width."""
     for name, tensor in stored_tensors(source.folder):
-        if source.structure and "experts" in source.sizes.blocks:
-            yield from source.structure.unstack(name, tensor)
-        else:
-            yield name, tensor
+        updated = transform(name, tensor) if transform else tensor
+        for single, part in _singles(source, name, updated):
+            if (kept := slice_tensor(single, part)) is not None:
+                yield kept[0], kept[1].to(tensor.dtype)
+
+
+def _singles(source: Source, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the experts in a tensor that stacks them, because they will differ in width; others as they are."""
+    if source.structure and "experts" in source.sizes.blocks:
+        yield from source.structure.unstack(name, tensor)
+    else:
+        yield name, tensor
 
 
 def unit_scales(gates: Masks, sizes: Dimensions) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from ddp_vllm.manifest import sha256
 from ddp_vllm.masks import MASKS_FILE
 from ddp_vllm.model_facts import describe_model, is_pruned, local_folder
 from ddp_vllm.provenance import bare_name, local_provenance
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.results import write_new_results
 
 MIN_BLOCKS = 8  # per text, even of long blocks: confidence intervals are over blocks
@@ -38,14 +39,14 @@ def compare_on_text(settings: FidelitySettings, output: Path, *, say: Callable[[
     settings.check()
     dense = open_source(settings.against or dense_of(settings.model))
     source = open_model(settings.model, dense)
-    pruned_size, dense_size = (model.config.get("vocab_size") for model in (source, dense))
+    pruned_size, dense_size = (model.text_config.get("vocab_size") for model in (source, dense))
     if pruned_size != dense_size:
         raise ModelError(
             f"{settings.model} has a vocabulary of {pruned_size} tokens and {dense.folder} one of {dense_size}; pass "
             "the model that it was made from"
         )
     tokenizer = load_tokenizer(str(source.folder))
-    texts = {name: _load_text(name, settings, tokenizer, dense.config["vocab_size"], say) for name in settings.texts}
+    texts = {name: _load_text(name, settings, tokenizer, dense_size, say) for name in settings.texts}
     blocks, loss_masks = ({name: pair[part] for name, pair in texts.items()} for part in (0, 1))
     evaluation = Evaluation(blocks, tokenizer, loss_masks)
     accelerator = make_accelerator(output, None)
@@ -101,7 +102,7 @@ def open_model(model: str, dense: Source) -> Source:
         return open_source(model)
     if is_pruned(folder):
         checkpoint = read_checkpoint(folder)
-        if not quantization:
+        if not quantization or states_widths(config):
             return open_pruned(checkpoint, dense)
         register_pruned(config)
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization

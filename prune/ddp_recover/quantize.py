@@ -24,6 +24,7 @@ from ddp_vllm.model_facts import is_pruned
 from ddp_vllm.output import atomic_folder, check_output
 from ddp_vllm.pages.card import write_card
 from ddp_vllm.pages.summary import trained_together
+from ddp_vllm.remote_code.module_widths import states_widths
 from ddp_vllm.remote_code.tensors import LAYERS, dense_type
 
 UNQUANTIZED = "lm_head"  # the output head keeps its dtype, like the embedding it may be tied to
@@ -75,6 +76,11 @@ def quantize(folder: Path, scheme: str, output: Path, *, overwrite: bool, say: C
 def _open(folder: Path) -> Checkpoint:
     """Read and check a model. Raises: CheckpointError, SettingError; ModelError for a dense model of no family."""
     checkpoint = read_checkpoint(folder, dense=True)
+    if states_widths(checkpoint.config):
+        raise SettingError(
+            f"{folder} has MLPs or experts of different widths in a stock class, which vLLM quantizes when it loads "
+            f"them: vllm serve {folder} --quantization fp8_per_channel"
+        )
     if checkpoint.config.get("quantization_config"):
         raise CheckpointError(f"{folder} is quantized already; quantize the folder that it was made from")
     if checkpoint.has_experts:

@@ -167,7 +167,7 @@ def _open(recipe: RecoveryRecipe, output: Path) -> tuple[Checkpoint, Source, Sou
     folders = checkpoint.folder.resolve(), output.resolve()
     if any(folder.is_relative_to(other) for folder, other in (folders, folders[::-1])):
         raise OutputError(f"{output} is the pruned model, or one is inside the other; choose another folder")
-    longest = dense.config.get("max_position_embeddings") or math.inf
+    longest = dense.text_config.get("max_position_embeddings") or math.inf
     if recipe.seq_len > longest:
         raise SettingError(f"seq_len is {recipe.seq_len}, but {recipe.teacher} takes {longest:,}; lower --seq-len")
     if not checkpoint.provenance:
@@ -194,7 +194,7 @@ def _resolved(recipe: RecoveryRecipe, models: Models) -> RecoveryRecipe:
             train, optimizer = ("weights", optimizer) if holds else ("lora", "adamw")
     if learn_from == "auto":
         learn_from = "assistant" if models.tokenizer.chat_template else "all"
-    rate = recipe.learning_rate or highest_rate(train, models.model.config.hidden_size)
+    rate = recipe.learning_rate or highest_rate(train, models.model.config.get_text_config().hidden_size)
     chosen: dict[str, Any] = {"train": train, "learn_from": learn_from, "learning_rate": rate, "optimizer": optimizer}
     return dataclasses.replace(recipe, **chosen)
 
@@ -223,7 +223,7 @@ def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedW
     """Return the recipe with the number of tokens that fits into its minutes, after timing a step on random tokens."""
     generator = torch.Generator().manual_seed(recipe.seed)
     shape = (recipe.batch_size, recipe.seq_len)
-    blocks = torch.randint(models.teacher.config.vocab_size, shape, generator=generator)
+    blocks = torch.randint(models.teacher.config.get_text_config().vocab_size, shape, generator=generator)
     trainer = _trainer(recipe, models, weights, blocks, None, say)
     steps = max(1, int(60.0 * recipe.minutes / trainer.seconds_a_step()))
     return dataclasses.replace(recipe, tokens=steps * blocks.numel())
@@ -231,7 +231,7 @@ def _with_timed_tokens(recipe: RecoveryRecipe, models: Models, weights: TrainedW
 
 def _load_text(recipe: RecoveryRecipe, provenance: Mapping[str, Any], models: Models, say: Say) -> Text:
     """Load the text to train on, its held-out part, and the watched texts. Raises: as `load_text`."""
-    known = recipe, models.tokenizer, recipe.model, models.teacher.config.vocab_size
+    known = recipe, models.tokenizer, recipe.model, models.teacher.config.get_text_config().vocab_size
     train_blocks = recipe.steps * recipe.batch_size
     read = partial(load_text, recipe.data, *known, train_blocks=train_blocks, min_train_blocks=recipe.batch_size)
     blocks = main_process_first(models.accelerator, read)

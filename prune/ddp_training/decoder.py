@@ -7,12 +7,18 @@ from torch import nn
 from ddp_vllm.errors import ModelError
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the language model without its output head, which returns the last hidden states."""
+    decoder = model.get_decoder()
+    return model.base_model if decoder is model else decoder  # Llama-4's class returns itself
+
+
 def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of the decoder layers of a model, such as `model.layers`.
 
     These are the one list of modules in its decoder that is as long as its config states. Raises: ModelError.
     """
-    decoder, number = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    decoder, number = decoder_of(model), model.config.get_text_config().num_hidden_layers
     children = {id(module) for module in decoder.children() if isinstance(module, nn.ModuleList)}
     modules = [(name, module) for name, module in model.named_modules() if id(module) in children]
     lists = [(name, module) for name, module in modules if len(module) == number]

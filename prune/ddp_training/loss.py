@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ddp_training.decoder import decoder_of
 from ddp_vllm.evaluations import mean_loss
 
 # Bytes of one float32 copy of a chunk's logits. Logits and probabilities of student and teacher are four copies.
@@ -206,7 +207,7 @@ def negative_log_likelihood(hidden_NH: torch.Tensor, head: OutputHead, labels_N:
 
 def final_hidden(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Return the hidden states that predict the next tokens: [B·(seq_len−1), H], after the last norm."""
-    hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
+    hidden = decoder_of(model)(tokens, use_cache=False).last_hidden_state
     return hidden[:, :-1].reshape(-1, hidden.shape[-1])
 
 

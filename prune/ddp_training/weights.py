@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from ddp_training.decoder import decoder_layers
+from ddp_training.decoder import decoder_layers, decoder_of
 from ddp_training.loss import OutputHead
 from ddp_training.processes import (
     Piece,
@@ -78,7 +78,7 @@ class TrainedWeights:
             _add_adapters(model, rank)
         embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         frozen = {*map(id, embeddings), id(OutputHead.of(model).weight)}
-        language = {id(parameter) for parameter in model.get_decoder().parameters()} - frozen
+        language = {id(parameter) for parameter in decoder_of(model).parameters()} - frozen
         self.trained: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in model.named_parameters()

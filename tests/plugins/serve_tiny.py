@@ -8,8 +8,8 @@ import json
 import pkgutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,9 +119,13 @@ def chosen_logprobs(answer: Any) -> list[float]:
     return [chosen[token].logprob for token, chosen in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
-def skip_inspection() -> None:
-    """Hand vLLM all our classes: to look at one that it knows by name, it would import itself in a new process."""
+def skip_inspection(folders: Iterable[Path] = ()) -> None:
+    """Hand vLLM all classes: to look at one that it knows by name, it would import itself in a new process."""
     load_general_plugins()
+    for folder in folders:
+        for name in json.loads((folder / "config.json").read_text()).get("architectures") or ():
+            with suppress(ImportError, KeyError):  # vLLM reports what is missing
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     for config in CONFIGS:
         loaded = pkgutil.resolve_name(model_class(config))
         ModelRegistry.register_model(loaded.__name__, loaded)
@@ -133,8 +137,8 @@ def num_ranks(job: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    skip_inspection()
     jobs = json.loads(Path(sys.argv[1]).read_text())
+    skip_inspection(Path(job["folder"]) for job in jobs)
     results: dict[int, Any] = {}
     for number in sorted(range(len(jobs)), key=lambda number: -num_ranks(jobs[number])):  # threads survive no fork
         start = time.perf_counter()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from any_models import MODELS, stack_experts, write_model
 from commands import invoke, passed
-from runs import edit_json, edit_weights, export_whole, prune, weights
+from runs import edit_json, edit_weights, export_whole, prune, recover, weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ddp_models.loading import check_head, load_model
@@ -255,4 +255,23 @@ def test_an_mlp_of_another_form_is_left_alone(dense: Callable[[str], Path], tmp_
     found = find_structure(tmp_path, shapes)
     assert [layer.intermediate_size for layer in found.widths.layers] == [96, 96, None]
     assert found.widths.mlp == Block(inputs=PLAIN[:2], output=PLAIN[2], intermediate_size=96)
-    assert "the MLPs or experts of layers 2, which have another form" in found.left_alone
+    assert "layers 2, where no MLP or experts of that form were recognized" in found.left_alone
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("train", ["weights", "lora"])
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe"])
+def test_recovery(
+    name: str, train: str, dense: Callable[[str], Path], tiny_text: Path, tmp_path: Path, no_pictures: None
+) -> None:
+    """Also of experts, which are modules of their own in a pruned model; everything that is not trained is copied."""
+    passed(prune(dense(name), tiny_text, tmp_path / "pruned"))
+    short = ["--data", tiny_text, "--batch-size", "2", "--seq-len", "16", "--heldout-blocks", "2", "--train", train]
+    passed(recover(tmp_path / "pruned", tmp_path / "recovered", *map(str, short)))
+    before, after = read_checkpoint(tmp_path / "pruned"), read_checkpoint(tmp_path / "recovered")
+    assert after.layers == before.layers and after.config == before.config
+    first, second = weights(tmp_path / "pruned"), weights(tmp_path / "recovered")
+    changed = {key for key in first if not torch.equal(first[key], second[key])}
+    kinds = {key.rpartition(".layers.")[2].partition(".")[2] for key in changed}
+    assert {"mlp.up_proj.weight", "self_attn.o_proj.weight"} <= kinds and not any("visual" in key for key in changed)
+    assert name != "glm4_moe" or train != "weights" or any("experts.0." in kind for kind in kinds)
