@@ -67,7 +67,7 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     assert {name for name in old if torch.equal(old[name], new[name])} == {"model.embed_tokens.weight"} | norms
 
 
-@pytest.mark.parametrize(("method", "steps"), [("full", 7), ("lora", 3)])
+@pytest.mark.parametrize(("method", "steps"), [("full", 7), pytest.param("lora", 3, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
     options = ["--method", method, "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
@@ -122,52 +122,6 @@ class Killed(BaseException):
 
 def _die(*_: Any) -> None:
     raise Killed
-
-
-def _rename_and_die(one: Path, two: Path) -> None:
-    one.replace(two)
-    if two.name == ".out.old":
-        raise Killed
-
-
-def _remove(run: RunState) -> None:
-    if run.folder.exists():
-        os.replace(run.folder, run.deleted)
-        (run.deleted / "lock").unlink()
-        raise Killed
-
-
-KILLS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
-    "between": [(os, "rename", _rename_and_die)],
-    "removal": [(RunState, "remove", _remove)],
-}
-
-
-@pytest.mark.parametrize(("command", "moment"), [("recover", "between"), ("prune", "removal")])
-def test_a_recovery_in_place_happens_once_whenever_it_was_killed(
-    command: str, moment: str, pruned: Path, recovered: Path, tiny_model: Path, tiny_text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """`benchmarks/lab/kills.py` kills at every other moment."""
-    monkeypatch.setattr(WeightTrainer, "seconds_a_step", lambda self: 2.0)
-    out = tmp_path / "out"
-    if command == "recover":
-        shutil.copytree(pruned, out)
-
-    def run() -> Result:
-        if command == "recover":
-            return recover(out, out, "--overwrite")
-        return prune(tiny_model, tiny_text, out, "--recover-minutes", "1")
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill runs no finally
-        for what in KILLS[moment]:
-            patch.setattr(*what)
-        run()
-    result = passed(run())
-    assert "search" not in result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert_same_weights(out, recovered)
 
 
 @pytest.mark.parametrize("moment", ["write_report", "remove"])
