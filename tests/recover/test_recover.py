@@ -67,7 +67,7 @@ def test_the_written_model_is_the_evaluated_one_and_better(
     assert {name for name in old if torch.equal(old[name], new[name])} == {"model.embed_tokens.weight"} | norms
 
 
-@pytest.mark.parametrize(("method", "steps"), [("weights", 7), ("lora", 3)])
+@pytest.mark.parametrize(("method", "steps"), [("weights", 7), pytest.param("lora", 3, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes_to_the_bit(method: str, steps: int, pruned: Path, tmp_path: Path) -> None:
     options = ["--train", method, "--save-every", "3"]
     passed(recover(pruned, tmp_path / "whole", *options))
